@@ -1,0 +1,43 @@
+# make demo: from nothing to a trained model and a table.   make test: everything the project promises, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
+RANKS ?= $(if $(GPU),1,2)
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu")
+
+.PHONY: demo test env clean
+
+# the stamp holds the hash of what was installed: a changed pin installs again
+STAMP := $(VENV)/installed-$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
+
+env: $(STAMP)
+
+$(STAMP):
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(REQUIREMENTS) into $(VENV), two to four minutes"
+	$(PIP) $(TORCH)
+	$(PIP) -r $(REQUIREMENTS)
+	$(if $(GPU),,$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	touch $@
+
+runs/countdown_sft/model.safetensors: | $(STAMP)
+	rm -rf runs/countdown_sft
+	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
+
+demo: $(STAMP) runs/countdown_sft/model.safetensors
+	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) train.py config/countdown_tiny.py --overwrite_output_dir=True
+
+$(STAMP)-dev: $(STAMP)
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+test: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q tests
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,276 @@
+"""Configuration, the run header, the metrics log and the phase timer: what every script here shares.
+
+    config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=value
+"""
+import ast
+import difflib
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ours
+
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "long_prompts": ("error", "drop"),
+    "rollout_engine": ("vllm", "hf"),
+    "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo"),
+    "scale_rewards": ("", "group", "batch", "none"),
+    "importance_sampling": ("token_truncate", "token_mask", "none"),
+    "maxent_score_norm": ("length", "constant", "sum"),
+    "maxent_loss": ("listwise", "policy_gradient"),
+    "maxent_skip_equal_groups": ("all", "wrong", "none"),
+    "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "zero_stage": (0, 1, 2, 3),
+    "reference_placement": ("device", "sharded", "cpu"),
+    "report_to": ("", "wandb"),
+    "wandb_mode": ("online", "offline"),
+}
+POSITIVE = ("prompts_per_step", "max_prompt_length", "max_completion_length", "temperature", "maxent_q_temperature", "max_steps",
+            "learning_rate", "max_tokens_per_micro_batch", "logprob_chunk_size", "max_skipped_steps", "importance_sampling_cap",
+            "maxent_tau_min", "beta_min", "maxent_tau_lr", "vllm_kv_cache_gib", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+            "eval_max_prompts", "eval_num_generations", "eval_temperature", "sft_steps", "sft_batch_size", "sft_learning_rate", "num_iterations")
+NOT_NEGATIVE = ("beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef", "epsilon", "kl_target", "kl_horizon", "kl_ctl_step_size",
+                "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_total_limit", "log_rollouts_steps", "seed")
+
+
+class UserError(ValueError):
+    """Something the user can put right. Scripts print it as one sentence and exit with status 2."""
+
+
+class RunStopped(RuntimeError):
+    """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit status 1."""
+
+
+def script(main) -> None:
+    """Runs main(argv) of a script; errors that are meant for a person come without a stack of library frames."""
+    try:
+        main(sys.argv[1:])
+    except (UserError, RunStopped) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them
+        os._exit(2 if isinstance(error, UserError) else 1)
+
+
+# --- config
+
+def read_config_file(path) -> dict:
+    """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's file runs nothing."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config file {path} can't be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: {error}") from None
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue    # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise UserError(f"{path}:{node.lineno}: expected `key = value`, found {ast.unparse(node)[:60]!r}")
+        key = node.targets[0].id
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:
+            raise UserError(f"{path}:{node.lineno}: {key} must be a plain literal, not {ast.unparse(node.value)[:60]!r}") from None
+        if key in values:
+            raise UserError(f"{path}:{node.lineno}: {key} is set twice")
+        values[key] = value
+    return values
+
+
+def merge(config: dict, values: dict, source: str) -> dict:
+    """A copy of `config` with `values` on top; a key it does not know or a value of another type is a UserError naming `source`."""
+    merged = dict(config)
+    for name, value in values.items():
+        key = ALIASES.get(name, name)
+        if key not in config:
+            near = difflib.get_close_matches(key, config, n=1)
+            raise UserError(f"{source}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"))
+        merged[key] = coerce(value, config[key], f"{source}: {name}")
+    return merged
+
+
+def coerce(value, default, where: str):
+    """`value` in the type of `default`: ints may stand for floats, "inf" is a float, True is not a number."""
+    kind = type(default)
+    if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
+        return math.inf
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise UserError(f"{where} must be of type {kind.__name__} like {default!r}, not {type(value).__name__} {value!r}")
+    if kind is float and math.isnan(value):
+        raise UserError(f"{where} is not a number")
+    return value
+
+
+def read_flag(argument: str, defaults: dict) -> dict:
+    """{key: value} of one --key=value; strings need no quotes."""
+    key, equals, text = argument[2:].partition("=")
+    if not equals:
+        raise UserError(f"{argument}: write --key=value")
+    if isinstance(defaults.get(ALIASES.get(key, key)), str):
+        return {key: text}
+    try:
+        return {key: ast.literal_eval(text)}
+    except (ValueError, SyntaxError):
+        return {key: text}      # merge() says which type was expected
+
+
+def load_config(argv) -> dict:
+    """The resolved and checked config: config/default.py, then the files of `argv`, then its --key=value, whatever their order."""
+    defaults = read_config_file(ROOT / "config" / "default.py")
+    config = dict(defaults)
+    for path in [a for a in argv if not a.startswith("--")]:
+        config = merge(config, read_config_file(path), path)
+    for argument in [a for a in argv if a.startswith("--")]:
+        config = merge(config, read_flag(argument, defaults), "command line")
+    check_config(config)
+    return config
+
+
+def check_config(c: dict) -> None:
+    """One sentence about the first value that can't work, before anything is loaded."""
+    def need(ok, sentence):
+        if not ok:
+            raise UserError(sentence)
+    for key, choices in CHOICES.items():
+        need(c[key] in choices, f"{key}={c[key]!r} must be one of {', '.join(map(repr, choices))}")
+    for key in POSITIVE:
+        need(c[key] > 0, f"{key}={c[key]} must be greater than 0")
+    for key in NOT_NEGATIVE:
+        need(c[key] >= 0, f"{key}={c[key]} must not be negative")
+    for key in [k for k, v in c.items() if v == math.inf and k != "maxent_tau"]:
+        raise UserError(f"{key}=inf must be finite")
+    G = c["num_generations"]
+    need(G >= 2, f"num_generations={G} must be at least 2: a completion is compared with its group (the group's mean, its standard deviation "
+                 f"under scale_rewards={c['scale_rewards']!r}), and alone it has advantage 0")
+    need(c["maxent_q_epsilon"] * G <= 1, f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1/num_generations = {1 / G:.4f}")
+    need(c["epsilon_high"] == -1 or c["epsilon_high"] >= 0, f"epsilon_high={c['epsilon_high']} must be -1 (as epsilon) or not negative")
+    ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
+    need(c["delta"] == -1 or c["delta"] >= ceiling, f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}")
+    need(c["vllm_gpu_memory_utilization"] < 1, f"vllm_gpu_memory_utilization={c['vllm_gpu_memory_utilization']} must be below 1: the learner needs memory too")
+    need(len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
+    need(len(c["reward_funcs"]) == len(c["reward_weights"]),
+         f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}")
+    need(all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]), f"reward_weights={c['reward_weights']} must be finite numbers")
+    need(not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
+    need(c["mode_entropy_coef"] == 0 or c["objective"] != "maxent", "mode_entropy_coef belongs to the policy-gradient objectives; "
+         "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")
+    if c["maxent_target_weight_entropy"] >= 0:
+        need(c["objective"] in ("maxent", "xdr"), f"maxent_target_weight_entropy steers the weights of maxent and xdr; objective={c['objective']!r} has none")
+        need(c["maxent_target_weight_entropy"] <= math.log(G), f"maxent_target_weight_entropy={c['maxent_target_weight_entropy']} is above "
+             f"ln(num_generations) = {math.log(G):.3f}, which no weights can reach")
+        need(c["maxent_tau_max"] > c["maxent_tau_min"], f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered")
+        need(0 < c["maxent_tau"] < math.inf, f"maxent_tau={c['maxent_tau']} can't be steered: start it between maxent_tau_min and maxent_tau_max")
+    if c["kl_target"] > 0 and c["kl_horizon"] > 0 and c["kl_ctl_step_size"] > 0:
+        need(c["beta"] > 0, f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0")
+        need(c["beta_max"] > c["beta_min"], f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered")
+        need(c["kl_ctl_step_size"] < c["kl_horizon"], f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative")
+
+
+def warn_config(c: dict, vocabulary: int) -> list[str]:
+    """Settings that run but are known to hurt, a sentence each."""
+    warnings = []
+    product, limit = c["maxent_q_temperature"] * c["maxent_tau"], 1 / math.log(vocabulary)
+    if c["objective"] == "maxent" and product > limit * 1.001:
+        warnings.append(f"maxent_q_temperature * maxent_tau = {product:.3f} is above 1/ln(vocabulary {vocabulary}) = {limit:.3f}: the wrong answers of a group "
+                        f"outnumber the right ones and a target this flat feeds them; expect a policy that gets worse")
+    if c["objective"] == "maxent" and c["maxent_loss"] == "listwise" and c["maxent_score_norm"] == "sum":
+        warnings.append("maxent_score_norm='sum' has destroyed policies (held-out accuracy to 0 in 50 steps); 'length' is the safe choice")
+    if c["maxent_target_weight_entropy"] >= 0 and c["maxent_tau_lr"] > 0.3:
+        warnings.append(f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target")
+    if c["maxent_target_weight_entropy"] >= 0 and c["objective"] == "xdr":
+        warnings.append("under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way")
+    return warnings
+
+
+# --- run folder, metrics, timing
+
+def run_header(world: int) -> dict:
+    """What another person needs to repeat this run: command, commit, versions, machine."""
+    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv), "commit": git.stdout.strip() or "not a git checkout",
+            "host": platform.node(), "cpus": os.cpu_count(), "world_size": world, "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")}}
+
+
+def check_run_folder(config: dict, resuming: bool) -> None:
+    """UserError if output_dir holds something that this run may not touch."""
+    folder = Path(config["output_dir"])
+    if resuming or not folder.exists() or not any(folder.iterdir()):
+        return
+    if not config["overwrite_output_dir"]:
+        raise UserError(f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
+                        f"replace it with --overwrite_output_dir=True, or choose another --output_dir")
+    if not (folder / "metrics.jsonl").exists():
+        raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl, so it is not a run of this program and will not be deleted")
+
+
+def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
+    """output_dir with config.json and a line in launches.jsonl; an earlier run is deleted unless this one continues it. Rank 0 only."""
+    folder = Path(config["output_dir"])
+    if folder.exists() and not resuming:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    with open(folder / "launches.jsonl", "a") as file:
+        file.write(json.dumps(header) + "\n")
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
+
+    def __init__(self, folder: Path, config: dict, step: int):
+        """`step`: where this run begins. Lines of later steps, left by a run that died after its last checkpoint, are dropped."""
+        path = folder / "metrics.jsonl"
+        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step] if path.exists() else []
+        path.write_text("".join(kept))
+        self.file = open(path, "a", buffering=1)
+        self.wandb = None
+        if config["report_to"] == "wandb":
+            import wandb
+            self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config,
+                                    mode=config["wandb_mode"], dir=folder)
+
+    def write(self, step: int, metrics: dict) -> None:
+        # NaN and infinity are not JSON: they become null, so that any reader can parse the file
+        row = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in metrics.items()}}
+        self.file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+class Timer:
+    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take()."""
+
+    def __init__(self):
+        self.seconds, self.started = {}, time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict:
+        """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over."""
+        now = time.perf_counter()
+        taken = {f"time/{phase}": s for phase, s in self.seconds.items()} | {"time/step": now - self.started}
+        self.seconds, self.started = {}, now
+        return taken

@@ -1,0 +1,112 @@
+# Every key the trainer knows, once, with its default. The other files in this folder hold differences only.
+# A file is a list of `key = value` lines with plain literals; nothing in it is executed.
+
+# --- run
+output_dir = "runs/default"           # metrics.jsonl, checkpoints, rollouts and the picture go here
+overwrite_output_dir = False          # True: delete an earlier run in output_dir; False: refuse to start on top of it
+resume_from_checkpoint = ""           # "" fresh run, "latest" newest checkpoint of output_dir, or the path of a step_* folder
+seed = 42                             # data order, sampling, initialisation
+dry_run = False                       # True: check everything, print what would run, load no weights
+
+# --- model
+model = ""                            # Hugging Face id or folder; sft.py also takes "tiny" (built on the spot, no download)
+dtype = "auto"                        # "float32", "bfloat16"; "auto": bfloat16 on a GPU, float32 on a CPU
+gradient_checkpointing = False        # True: recompute activations in backward, less memory for about 30% more time
+
+# --- data: a task of tasks/, a .jsonl file, or a Hugging Face dataset id
+dataset_name = ""
+dataset_config = ""                   # variant of the task or of the dataset; "" its default
+dataset_split = "train"
+dataset_prompt_column = "prompt"      # tasks bring their own prompt and answer
+dataset_answer_column = "answer"
+system_prompt = ""                    # "" none
+max_prompt_length = 512               # tokens, chat template included
+long_prompts = "error"                # prompts over max_prompt_length: "error" stops, "drop" leaves them out and counts them
+
+# --- rollouts
+rollout_engine = "vllm"               # "vllm" in this process, or "hf" (transformers generate: slow, the oracle)
+prompts_per_step = 32                 # P, over all ranks
+num_generations = 8                   # G, completions per prompt: the group
+max_completion_length = 512           # L, tokens, EOS included
+temperature = 1.0                     # of sampling; the policy's log-probs are taken at the same temperature
+max_logp_difference = 0.5             # stop when sampler and trainer log-probs differ by more than this on average: a broken sync; -1 off
+vllm_gpu_memory_utilization = 0.3     # share of GPU memory for vLLM's weights and KV cache (GPU only)
+vllm_kv_cache_gib = 1                 # KV cache of vLLM on a CPU, GiB
+vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
+vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
+
+# --- rewards
+reward_funcs = ["countdown"]          # names in rewards.REWARDS; the first one also decides what counts as correct (reward >= 1)
+reward_weights = [1.0]                # one weight per reward function
+
+# --- objective
+objective = "maxent"                  # "maxent", "xdr", "grpo", "dr_grpo", "dapo"
+scale_rewards = ""                    # "group", "batch", "none"; "" the objective's own: grpo and dapo "group", the others "none"
+num_iterations = 1                    # optimizer updates per batch of rollouts
+epsilon = 0.2                         # clip of the probability ratio, below
+epsilon_high = -1.0                   # above; -1 the same as epsilon
+delta = -1.0                          # cap of the unclipped branch for negative advantages, at least 1 + epsilon_high; -1 off
+importance_sampling = "token_truncate"  # sampler mismatch: "token_truncate", "token_mask", "none"
+importance_sampling_cap = 3.0         # largest ratio trainer / sampler
+beta = 0.0                            # weight of the reference model, start value of its controller (alias init_kl_coeff); 0 loads none
+maxent_tau = 0.2                      # temperature of the weights w over the group (maxent, xdr); "inf" allowed
+maxent_q_temperature = 1.0            # T_q: the target over the group is softmax(reward / T_q)
+maxent_q_epsilon = 0.0                # mixes a uniform share into the target, at most 1 / G; 0 off
+maxent_score_norm = "length"          # divisor of sequence scores: "length", "constant" (L), "sum" (1; destroys policies, for comparison)
+maxent_loss = "listwise"              # "listwise" (cross-entropy to w), "policy_gradient" (w - 1/G as advantage)
+maxent_kl = False                     # True: maxent also adds beta * KL to the loss, next to tilting w
+maxent_skip_equal_groups = "all"      # groups of equal rewards: "all" are skipped, "wrong" only those at the step's lowest reward, "none"
+mode_entropy_coef = 0.0               # pull towards equally likely correct answers, policy-gradient objectives only; 0 off
+
+# --- controllers
+maxent_target_weight_entropy = -1.0   # nats, of w over active groups; steers tau; -1 off
+maxent_tau_lr = 0.03                  # step of log tau per nat of error
+maxent_tau_min = 0.01
+maxent_tau_max = 10.0
+maxent_tau_warmup_steps = -1          # tau holds still for so long; -1: the learning-rate warm-up
+kl_target = 0.0                       # steers beta; 0 off
+kl_horizon = 10.0                     # steps over which beta answers
+kl_ctl_step_size = 0.2                # largest relative error used in one step
+beta_min = 1e-4
+beta_max = 10.0
+
+# --- optimizer
+max_steps = 100
+learning_rate = 1e-6
+lr_scheduler_type = "constant"        # "constant", "linear", "cosine" (both to 0), after the warm-up
+warmup_steps = 0                      # 0 off
+weight_decay = 0.0                    # 0 off
+adam_beta1 = 0.9
+adam_beta2 = 0.999
+max_grad_norm = 1.0                   # 0 off
+max_skipped_steps = 5                 # stop after so many non-finite steps in a row
+max_tokens_per_micro_batch = 16384    # padded tokens (prompt + completion) in one forward pass
+logprob_chunk_size = 1024             # tokens whose vocabulary logits are held at once
+zero_stage = 0                        # DeepSpeed ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + parameters
+offload_optimizer = False             # True: optimizer state in CPU memory (ZeRO 1 to 3)
+reference_placement = "device"        # reference model: "device" a full copy per rank, "sharded" ZeRO-3, "cpu" moved in when used
+
+# --- evaluation
+eval_steps = 0                        # every so many steps, also before the first and after the last; 0 off
+eval_dataset_name = ""                # "" the training dataset
+eval_dataset_config = ""              # "" the default; for the training dataset its own config
+eval_dataset_split = "test"
+eval_prompt_column = "prompt"
+eval_answer_column = "answer"
+eval_max_prompts = 256
+eval_num_generations = 8              # k of pass@k, mean@k, distinct@k, coverage@k
+eval_temperature = 1.0
+
+# --- checkpoints and logs
+save_steps = 0                        # every so many steps and at the end; 0 only at the end, -1 never
+save_total_limit = 2                  # older checkpoints are deleted; 0 keeps all
+log_rollouts_steps = 0                # all rollouts of a step to rollouts/step_N.jsonl every so many steps; 0 off
+report_to = ""                        # "" metrics.jsonl only, "wandb" also Weights & Biases
+wandb_project = "maxent-grpo"
+wandb_name = ""                       # "" the name of output_dir
+wandb_mode = "online"                 # "online", "offline"
+
+# --- supervised warm start (sft.py)
+sft_steps = 1000
+sft_batch_size = 64
+sft_learning_rate = 1e-5

@@ -1,0 +1,107 @@
+"""How good and how diverse a model is on held-out problems: k sampled answers each, scored by the first reward function.
+
+    python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100      a checkpoint or any Hugging Face model
+    torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...   the problems shared out over ranks
+
+mean@k     share of correct answers                           pass@k      share of problems with a correct answer among k
+distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
+"""
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import data
+import rewards as R
+import rollout
+from common import load_config, script
+from learner import across_ranks, dtype_of, start_distributed
+
+
+def load_eval_rows(c: dict, tokenizer) -> list[dict]:
+    """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
+    if c["eval_dataset_name"]:
+        source = (c["eval_dataset_name"], c["eval_dataset_config"], c["eval_dataset_split"], c["eval_prompt_column"], c["eval_answer_column"])
+    else:
+        source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
+    rows = data.load_rows(*source, seed=0)[:c["eval_max_prompts"]]
+    return data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al. 2021, arXiv:2107.03374"""
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
+    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over all rows, each rank sampling its share.
+    Sampling seeds depend on the problem only: evaluations of one run are paired."""
+    k, own = c["eval_num_generations"], range(rank, len(rows), world)
+    mine = [rows[i] for i in own]
+    rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in mine], k, {
+        "temperature": c["eval_temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids,
+        "seeds": [rollout.prompt_seed("eval", i) for i in own]})
+    sums = torch.zeros(6, dtype=torch.float64)
+    for row, (right, modes) in zip(mine, R.correct_modes(rollouts, mine, c["reward_funcs"][0])):
+        counted = row.get("num_modes", 0) if modes is not None else 0      # tasks know all their answers, datasets don't
+        sums += torch.tensor([1, right / k, pass_at_k(k, right, k), counted > 0, len(modes or ()), len(modes or ()) / max(1, counted)])
+    problems, mean, passed, with_modes, distinct, coverage = across_ranks(sums).tolist()
+    metrics = {f"eval/mean@{k}": mean / problems, f"eval/pass@{k}": passed / problems, "eval/pass@1": mean / problems}
+    if with_modes:
+        metrics |= {f"eval/distinct@{k}": distinct / with_modes, f"eval/coverage@{k}": coverage / with_modes}
+    return metrics
+
+
+def report(folder: Path) -> None:
+    """Prints the first and the last evaluation of a run side by side and draws its curves into curves.png."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    if evals:
+        first, last = evals[0], evals[-1]
+        print(f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} {'step ' + str(last['step']):>10} {'change':>10}")
+        for key in [key for key in first if key.startswith("eval/")]:
+            print(f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} {last[key] - first[key]:>+10.3f}")
+    draw_curves(lines, folder / "curves.png")
+    print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
+
+
+def draw_curves(lines: list[dict], path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")       # a file, no window
+    import matplotlib.pyplot as plt
+    panels = {"training reward": ("reward",), "held-out accuracy": ("eval/mean@", "eval/pass@"), "different correct answers": ("eval/distinct@", "eval/coverage@"),
+              "entropy per token (nats)": ("entropy",), "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
+              "distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for axis, (title, wanted) in zip(axes.flat, panels.items()):
+        names = dict.fromkeys(key for line in lines for key in line for w in wanted if key == w or (w.endswith("@") and key.startswith(w) and key != "eval/pass@1"))
+        for name in names:
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            axis.plot(*zip(*points), marker="o" if name.startswith("eval/") else "", markersize=3, label=name.removeprefix("eval/"))
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        if names:
+            axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv) -> None:
+    c = load_config(argv)
+    R.check_names(c["reward_funcs"])
+    _, tokenizer = data.load_model_files(c["model"])
+    rows = load_eval_rows(c, tokenizer)
+    rank, world, device = start_distributed()
+    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
+    metrics = evaluate(sampler, tokenizer, rows, rollout.stop_token_ids(c["model"], tokenizer), c, rank, world)
+    if rank == 0:
+        print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}))
+    sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,226 @@
+"""The objectives as pure functions of tensors and floats: no model, no config, no ranks in here.
+
+Shapes: P prompts, G completions per prompt (the group), N = P*G rows prompt-major, T tokens of the longest completion,
+V vocabulary, H hidden size. A mask (N, T) is 1 on completion tokens, their EOS included. Log-probs are taken at the
+sampling temperature. A loss is a sum over rows or tokens divided by a normaliser of the whole step, which the caller
+knows before the first backward: so any split into micro-batches or ranks gives the same loss and the same gradient.
+
+    grpo      clipped surrogate, mean over tokens of a row, then over rows        Shao et al. 2024, arXiv:2402.03300
+    dapo      the same, mean over all tokens of the step                          Yu et al. 2025, arXiv:2503.14476
+    dr_grpo   the same, sum over tokens / (N * L), advantages not scaled          Liu et al. 2025, arXiv:2503.20783
+    xdr       dr_grpo whose rows are weighted by G * softmax(A / tau)
+    maxent    cross-entropy from w = softmax((log q + beta * l) / (tau + beta)) to softmax(scores), over the group
+"""
+import math
+
+import torch
+from torch import Tensor
+
+AGGREGATION = {"grpo": "row_mean", "dapo": "token_mean", "dr_grpo": "constant", "xdr": "constant", "maxent": "constant"}
+OWN_SCALE = {"grpo": "group", "dapo": "group", "dr_grpo": "none", "xdr": "none", "maxent": "none"}     # scale_rewards=""
+
+
+# --- rewards to advantages and weights, (P, G) in, (P, G) out
+
+def equal_groups(rewards: Tensor) -> Tensor:
+    """(P,) bool: groups whose rewards are all the same. Compared directly: in fp32 the mean of equal numbers is not exact."""
+    return rewards.amax(1) == rewards.amin(1)
+
+
+def group_advantages(rewards: Tensor, scale: str) -> Tensor:
+    """A = r - mean_group(r), (P, G), divided by nothing ("none"), by std + 1e-4 of the "group" (its G - 1 estimate) or by
+    that of all rows ("batch"). Exactly 0 where all rewards of a group are equal, and for G = 1."""
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if scale == "group" and rewards.shape[1] > 1:
+        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
+    elif scale == "batch" and rewards.numel() > 1:
+        advantages = advantages / (rewards.std() + 1e-4)
+    elif scale not in ("none", "group", "batch"):
+        raise ValueError(f'scale_rewards={scale!r} must be "group", "batch" or "none"')
+    return advantages.masked_fill(equal_groups(rewards)[:, None], 0.0)
+
+
+def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> Tensor:
+    """u = log q, (P, G), with q = (1 - G*eps) * softmax(r / T_q) + eps. In log space, so that nothing underflows at small T_q."""
+    G = rewards.shape[1]
+    if not 0 <= epsilon * G <= 1 + 1e-6:
+        raise ValueError(f"maxent_q_epsilon={epsilon} must lie between 0 and 1/G = {1 / G:.4f}")
+    best = rewards.amax(1, keepdim=True)        # subtracted before dividing, so that a constant added to a group changes nothing
+    log_softmax = ((rewards - best) / temperature).log_softmax(1)
+    if epsilon == 0:
+        return log_softmax
+    keep = max(0.0, 1 - G * epsilon)
+    log_keep = math.log(keep) if keep > 0 else -math.inf
+    return torch.logaddexp(log_softmax + log_keep, torch.full_like(rewards, math.log(epsilon)))
+
+
+def reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> Tensor:
+    """q = (1 - G*eps) * softmax(r / T_q) + eps, (P, G); rows sum to 1. eps above 1/G is a ValueError."""
+    return log_reward_targets(rewards, temperature, epsilon).exp()
+
+
+def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta: float) -> Tensor:
+    """w = softmax((u + beta * l) / (tau + beta)), (P, G), detached: the maximiser of <w, u> + tau * H(w) - beta * KL(w || ref).
+
+    utilities u: log q for maxent, advantages for xdr. ref_scores l: the reference model's sequence scores, unused at beta = 0.
+    Limits: tau = inf gives uniform weights, beta = inf softmax(l), tau + beta = 0 uniform over the exact argmax of u.
+    """
+    if math.isinf(tau) and math.isinf(beta):
+        raise ValueError("tau and beta are both infinite: the weights are not defined")
+    if beta > 0 and ref_scores is None:
+        raise ValueError(f"beta={beta} needs the reference model's scores")
+    if math.isinf(tau):
+        return torch.full_like(utilities, 1 / utilities.shape[1])
+    if math.isinf(beta):
+        return ref_scores.detach().softmax(1)
+    z = utilities.detach() + (beta * ref_scores.detach() if beta > 0 else 0.0)
+    z = z - z.amax(1, keepdim=True)     # before dividing: a tiny tau + beta must not lose the differences
+    if tau + beta < torch.finfo(z.dtype).tiny:      # 0, also after rounding to the dtype of z
+        best = (z == 0).to(z.dtype)
+        return best / best.sum(1, keepdim=True)
+    return (z / (tau + beta)).softmax(1)
+
+
+def objective_advantages(objective: str, rewards: Tensor, scale: str, tau: float, weights: Tensor | None) -> Tensor:
+    """The advantage of every row in the clipped surrogate, (P, G). xdr: G * a * A with a = softmax(A / tau), which is plain A
+    at tau = inf. maxent as a policy gradient: G * w - 1, that is (w - 1/G) in a sum over the group."""
+    G = rewards.shape[1]
+    if objective == "maxent":
+        return G * (weights - 1 / G)        # exactly 0 at w = 1/G, which G * w - 1 is not for every G
+    advantages = group_advantages(rewards, scale)
+    if objective == "xdr" and not math.isinf(tau):      # infinite: the dr_grpo path, to the bit
+        return G * maxent_weights(advantages, None, tau, 0.0) * advantages
+    return advantages
+
+
+def active_groups(rewards: Tensor, skip: str) -> Tensor:
+    """(P,) bool: groups that maxent learns from. skip "all": not those with equal rewards; "wrong": not those that are equal
+    and at the lowest reward of the step; "none": every group. `rewards` are those of the whole step."""
+    if skip == "none":
+        return torch.ones_like(rewards[:, 0], dtype=torch.bool)
+    equal = equal_groups(rewards)
+    return ~equal if skip == "all" else ~(equal & (rewards[:, 0] == rewards.min()))
+
+
+def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
+    """How flat the weights are, means over active groups: entropy (nats), its share of ln G, exp(entropy), the largest
+    weight, and the mass on rows below the best reward of their group. Empty without an active group."""
+    if not active.any():
+        return {}
+    w, r = weights[active], rewards[active]
+    entropy = torch.special.entr(w).sum(1)
+    wrong = (w * (r < r.amax(1, keepdim=True))).sum(1)
+    return {"weights/entropy": entropy.mean().item(), "weights/entropy_norm": (entropy / math.log(w.shape[1])).mean().item(),
+            "weights/effective_rollouts": entropy.exp().mean().item(), "weights/max": w.amax(1).mean().item(),
+            "weights/incorrect_mass": wrong.mean().item()}
+
+
+# --- losses
+
+def sequence_scores(logps: Tensor, lengths: Tensor, norm: str, max_length: int) -> Tensor:
+    """s = sum_t logp / divisor, (N,): T_i ("length"), L ("constant") or 1 ("sum"). `logps` (N, T) are 0 outside the completion."""
+    divisor = {"length": lengths, "constant": max_length, "sum": 1}[norm]
+    return logps.sum(1) / divisor
+
+
+def listwise_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float | None = None) -> Tensor:
+    """L = -sum_active sum_i w_i * log softmax_i(s) / norm; scores, weights (P, G), active (P,). norm None: max(1, active groups).
+    Gradient per group sum_i (p_i - w_i) * ds_i, p = softmax(s): zero exactly when the policy's p equals w."""
+    cross_entropy = -(weights * scores.log_softmax(1)).sum(1)       # (P,)
+    return cross_entropy.masked_fill(~active, 0.0).sum() / (norm if norm is not None else max(1, int(active.sum())))
+
+
+def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
+    """L = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax over C of S_i: a pull towards equally likely correct answers.
+    C: rows at the best reward of a group that is not all equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L.
+    Row gradient (p_i - 1/n_c) * dS_i / norm; wrong rows are never touched."""
+    best = (rewards == rewards.amax(1, keepdim=True)) & ~equal_groups(rewards)[:, None]     # C, (P, G)
+    count = best.sum(1)
+    use = count >= 2
+    if not use.any():
+        return seq_logps.sum() * 0.0
+    S, best = seq_logps[use], best[use]
+    log_p = S - S.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
+    return -((log_p * best).sum(1) / count[use]).sum() / norm
+
+
+def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0):
+    """PPO's min(c*A, clip(c, 1-low, 1+high)*A) per token, (N, T), with c = exp(logp - old_logp), and the two masks of clipped
+    tokens (below with A < 0, above with A > 0). delta > 0 caps c in the unclipped branch (two-sided clip). advantages (N,)."""
+    A = advantages[:, None]
+    ratio = (logps - old_logps).clamp(max=20).exp()     # an infinite ratio would make clipped tokens and A = 0 NaN
+    unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
+    surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
+    return surrogate, (ratio < 1 - low) & (A < 0), (ratio > 1 + high) & (A > 0)
+
+
+def token_weights(aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int) -> Tensor:
+    """The share of every token in the loss, (n, T): "row_mean" m / (T_i * N), "token_mean" m / tokens of the step,
+    "constant" m / (N * L). rows N and tokens count the whole step, all ranks."""
+    if aggregation == "row_mean":
+        return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
+    return mask / (tokens if aggregation == "token_mean" else rows * max_length)
+
+
+def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """exp(-d) + d - 1 with d = logp - ref_logp clamped to +-20: never negative, unbiased for KL(policy || ref) under the policy.
+    http://joschu.net/blog/kl-approx.html"""
+    d = (logps - ref_logps).clamp(-20, 20)
+    return torch.exp(-d) + d - 1
+
+
+def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, kind: str, cap: float) -> Tensor:
+    """Weight of every token for the mismatch between trainer and sampler, (N, T), detached: exp(old_logp - sampler_logp), capped
+    ("token_truncate") or 0 above the cap ("token_mask"); 1 everywhere for "none"."""
+    ratio = (old_logps.detach() - sampler_logps).clamp(max=20).exp()
+    if kind == "none":
+        return torch.ones_like(ratio)
+    return ratio.clamp(max=cap) if kind == "token_truncate" else ratio * (ratio <= cap)
+
+
+# --- log-probs of tokens without ever holding (tokens, vocabulary)
+
+class ChunkedLogps(torch.autograd.Function):
+    """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and backward; only the two
+    results, hidden and the log-normaliser are kept in between, so memory does not grow with tokens * vocabulary."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy):
+        logps, entropy, log_z = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        for i in range(0, len(targets), chunk):
+            part = slice(i, i + chunk)
+            logits = (hidden[part] @ weight.T).float().div_(temperature)       # (chunk, V)
+            log_z[part] = logits.logsumexp(1)
+            logps[part] = logits.gather(1, targets[part, None])[:, 0] - log_z[part]
+            if want_entropy:
+                entropy[part] = log_z[part] - torch.linalg.vecdot((logits - log_z[part, None]).exp_(), logits)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logps, grad_entropy):
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        with_entropy = ctx.want_entropy and grad_entropy is not None and bool(grad_entropy.any())
+        for i in range(0, len(targets), ctx.chunk):
+            part = slice(i, i + ctx.chunk)
+            log_p = (hidden[part] @ weight.T).float().div_(ctx.temperature).sub_(log_z[part, None])    # (chunk, V)
+            p = log_p.exp()
+            grad = p * -grad_logps[part, None]
+            grad.scatter_add_(1, targets[part, None], grad_logps[part, None])
+            if with_entropy:
+                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, want_entropy: bool = True):
+    """(logps (n,), entropy (n,) or None) of `targets` (n,) under softmax(hidden @ head_weight.T / temperature), float32, nats.
+    hidden (n, H), head_weight (V, H). At most `chunk` * V logits exist at any time, in forward and in backward."""
+    logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, want_entropy)
+    return logps, entropy if want_entropy else None

@@ -1,0 +1,75 @@
+"""Reward functions and how a batch is scored.
+
+A reward is a plain function (completion: str, answer, **row) -> float: the completion's text, the row's answer, the row's other
+columns. Register it in REWARDS and name it in reward_funcs. The text comes from a model: treat it as hostile, never eval it.
+"""
+import math
+
+import torch
+
+from common import UserError
+from data import task_module
+from tasks import countdown, graph_coloring
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}, braces matched; None without one."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for i in range(start + 6, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[start + 7:i]
+        start = text.rfind("\\boxed{", 0, start)     # this one never closes: try the one before
+    return None
+
+
+def math_reward(completion: str, answer: str, **row) -> float:
+    r"""1.0 if the last \boxed{} of the completion equals `answer` according to math-verify, else 0.0.
+
+    Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
+    Not covered: an answer outside \boxed{} scores 0, whatever else the text says. math-verify gives up after 5 seconds.
+    """
+    import math_verify
+    boxed = last_boxed(completion[-10_000:])     # what a model boxes last is its answer; bounded, for it may be a megabyte
+    if boxed is None or len(boxed) > 1000:
+        return 0.0
+    gold, found = (math_verify.parse(f"\\boxed{{{text}}}") for text in (answer, boxed))
+    return float(bool(gold) and math_verify.verify(gold, found))
+
+
+REWARDS = {"countdown": countdown.reward, "graph_coloring": graph_coloring.reward, "math": math_reward}
+
+
+def check_names(names: list[str]) -> None:
+    for name in names:
+        if name not in REWARDS:
+            raise UserError(f"reward_funcs: {name!r} is not registered in rewards.REWARDS, which has {', '.join(REWARDS)}")
+
+
+def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
+    """(P, G) float32, the weighted sum of reward_funcs, and {"reward/<name>/mean": mean over this rank's rows}.
+
+    rollouts: N = P * G, prompt-major; rows: P. A reward that is not a finite number is a ValueError that names it."""
+    G = len(rollouts) // len(rows)
+    total, metrics = torch.zeros(len(rows), G), {}
+    for name, weight in zip(config["reward_funcs"], config["reward_weights"]):
+        values = [float(REWARDS[name](r["text"], **rows[i // G])) for i, r in enumerate(rollouts)]
+        if not all(map(math.isfinite, values)):
+            worst = next(i for i, v in enumerate(values) if not math.isfinite(v))
+            raise ValueError(f"reward {name!r} gave {values[worst]} for row {rows[worst // G]['id']!r}; a reward must be finite")
+        total += weight * torch.tensor(values).view(len(rows), G)
+        metrics[f"reward/{name}/mean"] = sum(values) / len(values)
+    return total, metrics
+
+
+def correct_modes(rollouts: list[dict], rows: list[dict], name: str) -> list[tuple[int, set | None]]:
+    """Per prompt (number of correct completions, set of distinct correct answer modes or None for a task without modes).
+    Correct means: reward `name` is at least 1."""
+    k, result = len(rollouts) // max(1, len(rows)), []
+    for i, row in enumerate(rows):
+        right = [r["text"] for r in rollouts[i * k:(i + 1) * k] if REWARDS[name](r["text"], **row) >= 1]
+        task = task_module(row["task"])
+        result.append((len(right), {task.mode(text, row["answer"]) for text in right} if task else None))
+    return result

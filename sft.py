@@ -1,0 +1,114 @@
+"""Supervised warm start: trains a causal LM on a task's demonstrations (the rows' "solution") until it answers well enough for RL.
+
+    torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
+    python sft.py config/countdown_0.5b.py --output_dir=runs/warm --sft_steps=200
+
+model="tiny" first builds, without any download, a character-level tokenizer with a chat template and a Qwen2 of about 1M
+parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
+"""
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import data
+import rollout
+from common import UserError, load_config, script
+from learner import Policy, across_ranks, start_distributed
+
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] == 'assistant' else '') }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, four for the turns of a chat; anything else becomes <|unknown|>."""
+    special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(special + CHARACTERS)}, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", unk_token="<|unknown|>",
+                                   additional_special_tokens=special[2:], clean_up_tokenization_spaces=False)
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, tied: bool = True, positions: int = 1024) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights, 0.8M parameters by default."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=vocab_size, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=positions, tie_word_embeddings=tied, rope_theta=10000.0, eos_token_id=0, pad_token_id=0, bos_token_id=None))
+
+
+def demonstrations(rows: list[dict], tokenizer, max_completion_length: int) -> list[dict]:
+    """{"prompt_ids", "completion_ids"} of every row that has a solution, EOS included."""
+    rows = [row for row in rows if row.get("solution")]
+    if not rows:
+        raise UserError("dataset_name: none of its rows has a \"solution\" to learn from")
+    solutions = tokenizer([row["solution"] for row in rows], add_special_tokens=False)["input_ids"]
+    pairs = [{"prompt_ids": row["prompt_ids"], "completion_ids": ids + [tokenizer.eos_token_id]} for row, ids in zip(rows, solutions)]
+    return [pair for pair in pairs if len(pair["completion_ids"]) <= max_completion_length]
+
+
+def sft_batch(pairs: list[dict], step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
+    """This rank's share of the step's demonstrations, drawn with replacement."""
+    chosen = [pairs[i] for i in random.Random(f"sft/{seed}/{step}").choices(range(len(pairs)), k=size)][rank::world]
+    return rollout.to_batch([{**pair, "logprobs": [0.0] * len(pair["completion_ids"])} for pair in chosen], device)
+
+
+def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "sft.json").write_text(json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1))
+    print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
+
+
+def main(argv) -> None:
+    c = load_config(argv)
+    folder = Path(c["output_dir"])
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it")
+    if c["model"] == "tiny":
+        tokenizer = tiny_tokenizer()
+        lm = tiny_model(len(tokenizer), c["seed"])
+    else:
+        _, tokenizer = data.load_model_files(c["model"])
+        lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
+    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    pairs = demonstrations(data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]), tokenizer, c["max_completion_length"])
+    rank, world, device = start_distributed()
+    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
+    if rank == 0:
+        print(f"{len(pairs)} demonstrations, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
+              f"{tokenizer.decode(pairs[0]['prompt_ids'] + pairs[0]['completion_ids'])!r}")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
+    warmup = max(1, c["sft_steps"] // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (c["sft_steps"] - s) / (c["sft_steps"] - warmup + 1)))
+    bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.time()
+    for step in bar:
+        batch = sft_batch(pairs, step, c["sft_batch_size"], c["seed"], rank, world, device)
+        logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False)       # (n, T)
+        tokens = across_ranks(batch["lengths"].sum().cpu()).item()
+        loss = -logps.sum() / tokens * world        # DistributedDataParallel averages over ranks what is meant to be a sum
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    if rank == 0:
+        save(folder, lm, tokenizer, c, loss.item(), time.time() - started)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,66 @@
+"""Real vLLM against transformers and against the trainer's own log-probs."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft import tiny_model, tiny_tokenizer
+
+WORKER = Path(__file__).parent / "engine_worker.py"
+
+
+def work(what: str, model, ranks: int = 0) -> dict:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    done = subprocess.run([sys.executable, *launcher, str(WORKER), what, str(model)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def synced(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = tiny_tokenizer()
+    tiny_model(len(tokenizer), seed=0, layers=2, tied=request.param == "tied").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return request.param, work("syncs", folder)
+
+
+def test_vllm_log_probs_equal_the_trainers_after_each_of_five_syncs(synced):
+    assert len(synced[1]["differences"]) == 5 and max(synced[1]["differences"]) < 2e-5
+
+
+def test_weights_that_do_not_arrive_show_in_the_log_probs(synced):
+    """The tolerance above would notice: a stale engine and a forgotten lm_head differ a hundred times as much."""
+    kind, result = synced
+    assert result["stale"] > 2e-3
+    assert kind == "untied" or result["headless"] > 2e-3
+
+
+def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
+    result = synced[1]
+    assert result["same_seed_same_tokens"] and result["other_seed_other_tokens"]
+    assert result["count"] == 24 and result["within_group_distinct"] > 1 and result["ends"]
+
+
+def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
+    """Chi-square of 4,000 first tokens of each engine against the exact probabilities, at fixed seeds; rare tokens pooled.
+    A correct sampler exceeds mean + 4 standard deviations about once in 10,000 choices of the seed."""
+    result = work("samples", tiny_model_dir)
+    exact = torch.tensor(result["exact"])
+    common = exact * 4000 >= 5
+    for engine in ("vllm", "hf"):
+        seen = torch.tensor(result[engine], dtype=torch.float32)
+        assert seen.sum() == 4000
+        cells = torch.cat([exact[common], exact[~common].sum()[None]]).clamp(min=1e-9) * 4000
+        counts = torch.cat([seen[common], seen[~common].sum()[None]])
+        statistic, freedom = ((counts - cells) ** 2 / cells).sum().item(), len(cells) - 1
+        assert freedom >= 5 and statistic < freedom + 4 * (2 * freedom) ** 0.5, (engine, statistic, freedom)
+        assert result[engine + "_difference"] < 2e-4
+
+
+def test_two_ranks_share_one_tensor_parallel_engine(tiny_model_dir):
+    result = work("tensor_parallel", tiny_model_dir, ranks=2)
+    assert result["every_rank_got_its_own"] and result["difference"] < 2e-5

@@ -1,0 +1,66 @@
+"""Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO stage; rank 0 saves the parameters.
+
+    torchrun --nproc_per_node 2 tests/zero_worker.py MODEL OUT 0,2,3
+"""
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import loss as L
+import rollout
+import train
+from common import load_config
+from learner import accumulate_gradients, agree_on_plan, gather_groups, group_targets, named_weights, score_rows, start_distributed
+
+P, G = 4, 4
+CASES = {
+    "maxent": ["--objective=maxent"],
+    "maxent_cut": ["--objective=maxent", "--max_tokens_per_micro_batch=40"],        # a group needs over 40 tokens: it is cut
+    "grpo_two_updates": ["--objective=grpo", "--num_iterations=2", "--max_tokens_per_micro_batch=50"],
+    "modes_and_kl": ["--objective=dr_grpo", "--mode_entropy_coef=0.3", "--beta=0.1", "--max_tokens_per_micro_batch=90"],
+    "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
+}
+
+
+def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
+    """P * G ragged rollouts and rewards with ties, the same everywhere."""
+    rng = random.Random(step)
+    rows = [{"prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)], "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))]} for i in range(P * G)]
+    for row in rows:
+        row["logprobs"] = [-rng.random() for _ in row["completion_ids"]]
+    rewards = torch.tensor([[float(rng.random() < 0.4) for _ in range(G)] for _ in range(P)])
+    rewards[1] = 1.0        # an all-equal group
+    return rows, rewards
+
+
+def three_updates(c: dict, rank: int, world: int) -> dict:
+    engine, reference = train.load_policy(c, torch.float32), train.load_reference(c, torch.float32, torch.device("cpu"))
+    p = P // world
+    for step in range(3):
+        rows, rewards = rollouts_of(step)
+        batch, scores = rollout.to_batch(rows[rank * p * G:(rank + 1) * p * G], "cpu"), None
+        if reference is not None:
+            plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+            batch["ref_logps"] = score_rows(reference, batch, plan)
+            scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], 9).view(p, G))
+        targets = group_targets(rewards, scores, c["maxent_tau"], c["beta"], c)
+        norm = {"rows": P * G, "prompts": P, "tokens": sum(len(r["completion_ids"]) for r in rows), "active": max(1, int(targets["active"].sum()))}
+        for _ in range(c["num_iterations"]):
+            metrics = accumulate_gradients(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], c, norm)
+            engine.step()
+    weights = {name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])}
+    return {"weights": weights, "loss": metrics["loss"], "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
+
+
+if __name__ == "__main__":
+    model, out, stages = sys.argv[1:4]
+    rank, world, _ = start_distributed()
+    common = [f"--model={model}", "--num_generations=4", "--max_prompt_length=9", "--max_completion_length=9", "--learning_rate=1e-3", "--dataset_name=countdown"]
+    for stage in stages.split(","):
+        for name, flags in CASES.items():
+            result = three_updates(load_config([*common, *flags, f"--zero_stage={stage}"]), rank, world)
+            if rank == 0:
+                torch.save(result, Path(out) / f"{name}_{world}_{stage}.pt")

@@ -1,0 +1,298 @@
+"""MaxEnt-GRPO: reinforcement learning of a language model from groups of sampled answers. One file, one loop.
+
+    python train.py config/countdown_tiny.py                                                   one process
+    torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py --maxent_tau=0.2    two ranks
+    torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py                    eight GPUs
+    python train.py config/math_maxent.py --dry_run=True                                       check everything, run nothing
+
+A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group -> loss -> DeepSpeed -> controllers.
+
+Where this departs from the papers:
+1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so micro-batches and ranks never change it.
+2. Rows of a group with equal rewards have advantage exactly 0, not 0 / 1e-4 noise.
+3. One update per batch by default: then the old log-probs are the current ones, and the first gradient is plain REINFORCE.
+   With more updates the first one's log-probs serve as the old ones: no extra forward.
+4. Sampler and trainer compute slightly different log-probs. The ratio is measured every step and corrected, capped at 3
+   (policy-gradient objectives; the fixed point of maxent does not depend on the sampling distribution).
+5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit.
+"""
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import controllers
+import data
+import evaluate
+import loss as L
+import rewards as R
+import rollout
+from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
+from learner import (
+    CheckedAdamW,
+    Policy,
+    accumulate_gradients,
+    across_ranks,
+    agree_on_plan,
+    dtype_of,
+    gather_groups,
+    group_targets,
+    named_weights,
+    sampler_mismatch,
+    score_rows,
+    start_distributed,
+)
+
+# --- set-up
+
+def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
+    checked_here = c["zero_stage"] == 0 and dtype == torch.float32      # CheckedAdamW clips
+    return {
+        "train_micro_batch_size_per_gpu": 1,            # DeepSpeed asks for one; our micro-batches have as many rows as fit
+        "managed_gradient_accumulation": False,         # any number of backward() per step()
+        "gradient_clipping": 0.0 if checked_here else c["max_grad_norm"],
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": c["zero_stage"],
+            "overlap_comm": False,                      # not with unmanaged accumulation, except at stage 2
+            **({"offload_optimizer": {"device": "cpu"}} if c["offload_optimizer"] else {}),
+        },
+        "zero_allow_untested_optimizer": True,          # torch.optim.AdamW works at every stage
+        "zero_force_ds_cpu_optimizer": False,           # also offloaded, without compiling DeepSpeed's own
+        "steps_per_print": sys.maxsize,
+    }
+
+
+def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> Policy:
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    if trains and c["gradient_checkpointing"]:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"])
+
+
+def load_policy(c: dict, dtype: torch.dtype):
+    """The DeepSpeed engine around the policy."""
+    policy = load_lm(c["model"], dtype, c, trains=True)
+    settings = dict(lr=c["learning_rate"], betas=(c["adam_beta1"], c["adam_beta2"]), weight_decay=c["weight_decay"])
+    if c["zero_stage"] == 0 and dtype == torch.float32:
+        optimizer = CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
+    else:
+        optimizer = torch.optim.AdamW(policy.parameters(), **settings)
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c, dtype))
+    return engine
+
+
+def load_reference(c: dict, dtype: torch.dtype, device):
+    """The frozen reference model, None at beta = 0."""
+    if c["beta"] == 0:
+        return None
+    reference = load_lm(c["model"], dtype, c, trains=False)
+    if c["reference_placement"] == "sharded":
+        sharded = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == torch.bfloat16}, "zero_optimization": {"stage": 3}}
+        engine, *_ = deepspeed.initialize(model=reference, config=sharded)
+        engine.eval()
+        return engine
+    return reference.to(device) if c["reference_placement"] == "device" else reference
+
+
+def learning_rate_at(step: int, c: dict) -> float:
+    """Linear warm-up over warmup_steps, then constant, or down to 0 at max_steps; `step` counts finished updates."""
+    if step < c["warmup_steps"]:
+        return c["learning_rate"] * (step + 1) / c["warmup_steps"]
+    done = (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"])
+    return c["learning_rate"] * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[c["lr_scheduler_type"]]
+
+
+def load_inputs(c: dict, world: int):
+    """Tokenizer, training rows, evaluation rows, and the model's own config: all that can be wrong before weights are loaded."""
+    R.check_names(c["reward_funcs"])
+    if c["prompts_per_step"] % world:
+        raise UserError(f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}")
+    if world % c["vllm_tensor_parallel_size"]:
+        raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
+    model_config, tokenizer = data.load_model_files(c["model"])
+    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+    return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
+
+
+def dry_run(c: dict, world: int, dtype: torch.dtype, model_config, tokenizer, rows: list) -> None:
+    """Prints what a run of this config would do."""
+    N, longest = c["prompts_per_step"] * c["num_generations"], c["max_prompt_length"] + c["max_completion_length"]
+    with torch.device("meta"):
+        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
+    size, shard = dtype.itemsize, (lambda stage: world if c["zero_stage"] >= stage else 1)
+    tokens = c["max_tokens_per_micro_batch"]
+    activations = tokens * model_config.num_hidden_layers * (12 * model_config.hidden_size + 4 * model_config.intermediate_size) * size
+    gib = {
+        "weights": n * size / shard(3), "gradients": n * size / shard(2),
+        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n * (12 if size == 2 else 8) / shard(1),
+        "reference": 0 if c["beta"] == 0 else n * size / (world if c["reference_placement"] == "sharded" else 1),
+        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
+        "activations of a micro-batch": activations / (model_config.num_hidden_layers if c["gradient_checkpointing"] else 1),
+        "vocabulary logits of a chunk": 3 * 4 * c["logprob_chunk_size"] * model_config.vocab_size,
+    }
+    print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
+    print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s); "
+          f"{c['num_iterations']} update(s) a step; at most {math.ceil(N // world * longest / tokens)} micro-batches of {tokens} tokens a rank if every row has all {longest} tokens")
+    print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
+    print("deepspeed:", json.dumps(deepspeed_config(c, dtype)))
+    print(f"stop tokens: {rollout.stop_token_ids(c['model'], tokenizer)}")
+    print(f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}")
+    print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:", *(f"  {v / 2**30:8.2f} GiB  {k}" for k, v in gib.items()),
+          f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)", sep="\n")
+
+
+# --- the loop
+
+def main(argv) -> None:
+    c = load_config(argv)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    dtype = dtype_of(c)
+    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
+    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
+    if c["dry_run"]:
+        return dry_run(c, world, dtype, model_config, tokenizer, rows) if int(os.environ.get("RANK", 0)) == 0 else None
+
+    check_run_folder(c, resuming=resume_path is not None)
+
+    rank, world, device = start_distributed()
+    folder, header = Path(c["output_dir"]), run_header(world)
+    say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
+    say(*(f"{k}={v!r}" for k, v in header.items()))
+    for warning in warn_config(c, model_config.vocab_size):
+        say(f"warning: {warning}")
+
+    # The sampler first: on a GPU vLLM measures what is free. Policy and reference start from the same weights.
+    torch.manual_seed(c["seed"])
+    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
+    sampler.sleep()
+    engine, reference = load_policy(c, dtype), load_reference(c, dtype, device)
+    step, state = 0, controllers.init_state(c)
+    if resume_path:
+        step, state = checkpoint.load(resume_path, engine, rank)
+        say(f"resumed from {resume_path}, {step} steps done")
+    if rank == 0:       # everything has loaded: only now does the run leave a trace
+        make_run_folder(c, header, resuming=resume_path is not None)
+    dist.barrier()
+    lm, G = engine.module.lm, c["num_generations"]
+    stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
+    log = MetricsLog(folder, c, step) if rank == 0 else None
+    timer, skipped_in_a_row = Timer(), 0
+
+    def sync():
+        sampler.wake()
+        sampler.sync(named_weights(lm, c["zero_stage"]))
+
+    def evaluate_now():
+        metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, stop_ids, c, rank, world)
+        if rank == 0:
+            log.write(step, metrics)
+        say(f"step {step}:", *(f"{k} {v:.3f}" for k, v in metrics.items()))
+
+    sync()
+    if eval_rows and step == 0:
+        evaluate_now()
+    bar = tqdm(total=c["max_steps"], initial=step, disable=rank > 0, unit="step", dynamic_ncols=True)
+    timer.take()
+    while step < c["max_steps"]:
+        # 1. G completions for each of this rank's p prompts, by the policy as it is now
+        with timer("rollout"):
+            batch_rows = data.prompts_for_step(rows, step, c["prompts_per_step"], c["seed"], rank, world)
+            p = len(batch_rows)
+            seeds = [rollout.prompt_seed(c["seed"], step, rank * p + i) for i in range(p)]
+            rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in batch_rows], G, {
+                "temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids, "seeds": seeds})
+            sampler.sleep()
+
+        # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
+        with timer("reward"):
+            own_rewards, reward_metrics = R.score(rollouts, batch_rows, c)
+            rewards = gather_groups(own_rewards)
+
+        # 3. the reference's opinion of the same tokens
+        with timer("score"):
+            batch, ref_scores = rollout.to_batch(rollouts, device), None
+            lengths = gather_groups(batch["lengths"].view(p, G))
+            if reference is not None:
+                plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+                batch["ref_logps"] = score_rows(reference.to(device), batch, plan)
+                ref_scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, G))
+                if c["reference_placement"] == "cpu":
+                    reference.to("cpu")
+
+        # 4. weights or advantages over the group, then num_iterations updates of the policy
+        with timer("learn"):
+            targets = group_targets(rewards, ref_scores, state["tau"], state["beta"], c)
+            mine = {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}
+            norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(lengths.sum()), "active": max(1, int(targets["active"].sum()))}
+            for group in engine.optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, c)
+            applied = True
+            for update in range(c["num_iterations"]):
+                metrics = accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
+                if update == 0:
+                    mismatch = sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
+                engine.step()       # skips itself, on all ranks, when the gradient is not finite
+                applied = applied and engine.was_step_applied()
+            skipped_in_a_row = 0 if applied else skipped_in_a_row + 1
+
+        # 5. controllers: tau and beta of the next step
+        weights = L.weight_metrics(targets["weights"], rewards, targets["active"]) if "weights" in targets else {}
+        before = state
+        state = controllers.update_tau(state, weights.get("weights/entropy"), c)
+        state = controllers.update_beta(state, metrics.get("kl"), c)
+        step += 1
+
+        # 6. the sampler gets the new weights
+        with timer("sync"):
+            sync()
+
+        # 7. what happened
+        clipped = sum(r["finish_reason"] == "length" for r in rollouts)
+        shared = across_ranks(torch.tensor([clipped / len(rollouts), *reward_metrics.values(), *rollout.diversity_metrics(rollouts, G).values()])) / world
+        names = ["completions/clipped_ratio", *reward_metrics, "completions/distinct_1", "completions/distinct_2", "completions/jaccard"]
+        times = timer.take()
+        metrics |= mismatch | weights | dict(zip(names, shared.tolist())) | times | {
+            "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(), "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(), "tau": before["tau"], "beta": before["beta"],
+            "delta_tau": state["tau"] - before["tau"], "delta_beta": state["beta"] - before["beta"], "controller/skipped": state["skipped"],
+            "grad_norm": float(engine.get_global_grad_norm()), "learning_rate": learning_rate_at(step - 1, c), "skipped_steps": skipped_in_a_row,
+            "tokens_per_second": norm["tokens"] / times["time/step"]}
+        if rank == 0:
+            log.write(step, metrics)
+            bar.update()
+            bar.set_postfix_str(" ".join(f"{k.replace('_per_second', '/s')} {metrics[k]:.3g}" for k in ("reward", "kl", "entropy", "tokens_per_second") if k in metrics))
+        if c["log_rollouts_steps"] and step % c["log_rollouts_steps"] == 0:
+            rollout.log_rollouts(folder, rollouts, own_rewards, batch_rows, step, rank)
+        if step == 1 or step == c["max_steps"]:
+            say(rollout.show(tokenizer, rollouts, own_rewards))
+        if skipped_in_a_row >= c["max_skipped_steps"]:
+            raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); "
+                             f"the policy is as it was before them; lower learning_rate={c['learning_rate']} or look at rewards and log-probs in metrics.jsonl")
+        if eval_rows and (step % c["eval_steps"] == 0 or step == c["max_steps"]):
+            evaluate_now()
+        if c["save_steps"] >= 0 and (step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
+            with timer("checkpoint"):
+                saved = checkpoint.save(folder, step, engine, tokenizer, c, state)
+            say(f"saved {saved}")
+    bar.close()
+    if rank == 0:
+        log.close()
+        evaluate.report(folder)
+    dist.barrier()
+    sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    script(main)
