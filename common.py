@@ -53,6 +53,8 @@ class RunStopped(RuntimeError):
 
 def script(main) -> None:
     """Runs main(argv) of a script; errors that are meant for a person come without a stack of library frames."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        return print(f"{main.__globals__['__doc__']}\nconfig/default.py lists every key with its meaning; --key=value sets one.")
     try:
         main(sys.argv[1:])
     except (UserError, RunStopped) as error:
@@ -66,7 +68,7 @@ def script(main) -> None:
 def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's file runs nothing."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"config file {path} can't be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
@@ -80,7 +82,7 @@ def read_config_file(path) -> dict:
         key = node.targets[0].id
         try:
             value = ast.literal_eval(node.value)
-        except ValueError:
+        except (ValueError, TypeError):
             raise UserError(f"{path}:{node.lineno}: {key} must be a plain literal, not {ast.unparse(node.value)[:60]!r}") from None
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
@@ -93,6 +95,8 @@ def merge(config: dict, values: dict, source: str) -> dict:
     merged = dict(config)
     for name, value in values.items():
         key = ALIASES.get(name, name)
+        if name != key and key in values:
+            raise UserError(f"{source}: {key} is set twice, once by its older name {name}")
         if key not in config:
             near = difflib.get_close_matches(key, config, n=1)
             raise UserError(f"{source}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"))
@@ -117,13 +121,13 @@ def coerce(value, default, where: str):
 def read_flag(argument: str, defaults: dict) -> dict:
     """{key: value} of one --key=value; strings need no quotes."""
     key, equals, text = argument[2:].partition("=")
-    if not equals:
-        raise UserError(f"{argument}: write --key=value")
+    if not equals or not argument.startswith("--"):
+        raise UserError(f"{argument}: write --key=value, in one word: --{key or 'key'}=...")
     if isinstance(defaults.get(ALIASES.get(key, key)), str):
         return {key: text}
     try:
         return {key: ast.literal_eval(text)}
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return {key: text}      # merge() says which type was expected
 
 
@@ -131,10 +135,11 @@ def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its --key=value, whatever their order."""
     defaults = read_config_file(ROOT / "config" / "default.py")
     config = dict(defaults)
-    for path in [a for a in argv if not a.startswith("--")]:
+    flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]     # before the files: in "--seed 3" the 3 is no file
+    for path in [a for a in argv if not a.startswith("-")]:
         config = merge(config, read_config_file(path), path)
-    for argument in [a for a in argv if a.startswith("--")]:
-        config = merge(config, read_flag(argument, defaults), "command line")
+    for flag in flags:
+        config = merge(config, flag, "command line")
     check_config(config)
     return config
 
@@ -152,6 +157,11 @@ def check_config(c: dict) -> None:
         need(c[key] >= 0, f"{key}={c[key]} must not be negative")
     for key in [k for k, v in c.items() if v == math.inf and k != "maxent_tau"]:
         raise UserError(f"{key}=inf must be finite")
+    need(c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
+    for key in ("adam_beta1", "adam_beta2"):
+        need(0 <= c[key] < 1, f"{key}={c[key]} must be at least 0 and below 1")
+    for key in ("max_logp_difference", "maxent_target_weight_entropy", "maxent_tau_warmup_steps", "save_steps"):
+        need(c[key] == -1 or c[key] >= 0, f"{key}={c[key]} must be -1 or not negative")
     G = c["num_generations"]
     need(G >= 2, f"num_generations={G} must be at least 2: a completion is compared with its group (the group's mean, its standard deviation "
                  f"under scale_rewards={c['scale_rewards']!r}), and alone it has advantage 0")

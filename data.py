@@ -38,6 +38,10 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
         columns = ", ".join(found[0]) if len(found) else "none"
         raise UserError(f"dataset_name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
                         f"and an answer (column {answer_column!r}); its columns are: {columns}")
+    for row in rows:
+        if not isinstance(row["prompt"], str):
+            raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, not a {type(row['prompt']).__name__}")
+        row.pop("completion", None)     # a reward's own argument
     if len(rows) < len(found):
         print(f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out")
     return rows
@@ -46,7 +50,7 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
 def read_jsonl(path: str) -> list[dict]:
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     row = json.loads(line)
@@ -57,6 +61,8 @@ def read_jsonl(path: str) -> list[dict]:
         raise UserError(f"dataset_name={path!r} can't be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{number}: not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset_name={path!r} is not UTF-8 text: {error}") from None
     return rows
 
 

@@ -14,15 +14,15 @@ from tasks import countdown, graph_coloring
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete \boxed{...}, braces matched; None without one."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for i in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start + 7:i]
-        start = text.rfind("\\boxed{", 0, start)     # this one never closes: try the one before
-    return None
+    open_braces, start, end = [], -1, -1
+    for i, character in enumerate(text):        # one pass: a completion may be nothing but boxes that never close
+        if character == "{":
+            open_braces.append(i)
+        elif character == "}" and open_braces:
+            brace = open_braces.pop()
+            if brace > start and text.endswith("\\boxed", 0, brace):
+                start, end = brace, i
+    return text[start + 1:end] if start >= 0 else None
 
 
 def math_reward(completion: str, answer: str, **row) -> float:

@@ -22,7 +22,7 @@ import hashlib
 import random
 import re
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 
 DEFAULT = "3"
@@ -111,7 +111,7 @@ def reward(completion: str, answer: dict, **row) -> float:
     return float(mode(completion, answer) is not None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def problems(config: str) -> list[tuple]:
     """All (SHA-256, numbers, target, one mode, number of modes) of a variant, smallest SHA-256 first."""
     c, found = CONFIGS[config], []
@@ -129,7 +129,7 @@ def take(found: list, n: int, seed: int) -> list:
     """n of the problems (-1: all) in the order that `seed` gives."""
     if not -1 <= n <= len(found):
         raise ValueError(f"n={n} rows asked for, but this split has {len(found)} (-1 means all)")
-    return random.Random(f"rows/{seed}").sample(found, len(found) if n == -1 else n)
+    return random.Random(f"rows/{seed}").sample(found, len(found))[:None if n == -1 else n]      # sample(found, n) orders others for each n
 
 
 def to_row(config: str, numbers: tuple, target: int, key: str, count: int) -> dict:

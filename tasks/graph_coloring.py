@@ -21,7 +21,7 @@ It does not cover: the reasoning, lower case, colour names, separators between t
 """
 import random
 import zlib
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 
 from tasks.countdown import check_choice, last_answer, take
@@ -85,7 +85,7 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
     return {"n": n, "edges": edges, "partial": "".join(c if v in shown else "." for v, c in enumerate(colors))}
 
 
-@lru_cache(maxsize=None)
+@cache
 def problems(config: str) -> dict[str, list[dict]]:
     """{"train": answers, "test": answers}; held out are the 256 classes with the smallest key, so frequent ones are not preferred."""
     c, rng, seen, classes = CONFIGS[config], random.Random("graph_coloring"), set(), {}

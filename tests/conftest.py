@@ -3,22 +3,18 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-# before the libraries are imported: they read these once
-os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-
 import pytest
 import torch
 
-import sft
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")      # before the libraries that read them once
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Path:
     """A Hugging Face folder with a two-layer character model, weights random."""
+    import sft
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = sft.tiny_tokenizer()
     sft.tiny_model(len(tokenizer), seed=0, layers=2).save_pretrained(folder)

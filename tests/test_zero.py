@@ -43,3 +43,9 @@ def test_the_cases_learn_different_things(results):
     name = "model.layers.0.mlp.up_proj.weight"
     base = results["maxent_1_0"]["weights"][name]
     assert all((results[f"{case}_1_0"]["weights"][name] - base).abs().max() > 1e-4 for case in CASES if not case.startswith("maxent_cut") and case != "maxent")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_nan_on_one_rank_skips_the_step_on_all_ranks(results, case, stage):
+    assert results[f"{case}_2_{stage}"]["nan"] == {"applied": False, "unchanged": True}

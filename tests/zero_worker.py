@@ -28,7 +28,8 @@ CASES = {
 def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
     """P * G ragged rollouts and rewards with ties, the same everywhere."""
     rng = random.Random(step)
-    rows = [{"prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)], "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))]} for i in range(P * G)]
+    rows = [{"prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)], "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))]}
+            for i in range(P * G)]
     for row in rows:
         row["logprobs"] = [-rng.random() for _ in row["completion_ids"]]
     rewards = torch.tensor([[float(rng.random() < 0.4) for _ in range(G)] for _ in range(P)])
@@ -51,8 +52,25 @@ def three_updates(c: dict, rank: int, world: int) -> dict:
         for _ in range(c["num_iterations"]):
             metrics = accumulate_gradients(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], c, norm)
             engine.step()
-    weights = {name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])}
-    return {"weights": weights, "loss": metrics["loss"], "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
+    result = {"weights": weights_of(engine, c), "loss": metrics["loss"], "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
+    return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
+
+
+def weights_of(engine, c: dict) -> dict:
+    return {name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])}
+
+
+def poisoned_update(engine, batch: dict, targets: dict, c: dict, norm: dict, rank: int, p: int) -> dict:
+    """One more update whose loss is NaN on the last rank only."""
+    before, mine = weights_of(engine, c), {k: v[rank * p:(rank + 1) * p].clone() for k, v in targets.items()}
+    if rank == P // p - 1:
+        for key in ("weights", "advantages"):
+            if key in mine:
+                mine[key] *= float("nan")
+    accumulate_gradients(engine, batch, mine, c["beta"], c, norm)
+    engine.step()
+    after = weights_of(engine, c)
+    return {"applied": engine.was_step_applied(), "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""The learner on one rank with real DeepSpeed: what reaches the gradient and what does not."""
+import random
+
+import pytest
+import torch
+
+import rollout
+import train
+from common import RunStopped, load_config
+from learner import accumulate_gradients, group_targets, sampler_mismatch, start_distributed
+
+P, G, L = 3, 4, 8
+
+
+def config(model, *flags) -> dict:
+    return load_config([f"--model={model}", f"--num_generations={G}", "--max_prompt_length=8", f"--max_completion_length={L}", "--learning_rate=1e-3", *flags])
+
+
+def batch_of(seed: int = 0) -> dict:
+    rng = random.Random(seed)
+    rows = [{"prompt_ids": [5 + i // G, 7, 9], "completion_ids": [rng.randrange(5, 100) for _ in range(rng.randint(1, L - 1))] + [0]} for i in range(P * G)]
+    return rollout.to_batch([{**row, "logprobs": [-1.0] * len(row["completion_ids"])} for row in rows], "cpu")
+
+
+def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
+    """({name: gradient}, metrics) of one accumulation, no step."""
+    start_distributed() if not torch.distributed.is_initialized() else None
+    c = config(model, *flags)
+    engine, batch = train.load_policy(c, torch.float32), batch or batch_of()
+    targets = group_targets(rewards, None, c["maxent_tau"], 0.0, c)
+    norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(batch["lengths"].sum()), "active": max(1, int(targets["active"].sum()))}
+    metrics = accumulate_gradients(engine, batch, targets, 0.0, c, norm)
+    return {name: p.grad.clone() for name, p in engine.module.lm.named_parameters()}, metrics
+
+
+REWARDS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0.5, 1], [0, 0, 0, 0]])
+OBJECTIVES = ["maxent", "xdr", "grpo", "dr_grpo", "dapo"]
+
+
+def largest(grads: dict) -> float:
+    return max(g.abs().max().item() for g in grads.values())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_model_dir, objective):
+    equal = torch.tensor([[0.1] * G, [0.0] * G, [1.0] * G])      # the fp32 mean of four 0.1 need not be 0.1
+    flags = [f"--objective={objective}", *(["--mode_entropy_coef=0.5"] if objective != "maxent" else [])]
+    assert largest(gradients(tiny_model_dir, equal, *flags)[0]) == 0.0
+    assert largest(gradients(tiny_model_dir, REWARDS, *flags)[0]) > 1e-5
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_micro_batches_of_any_size_give_the_same_gradient(tiny_model_dir, objective):
+    flags = [f"--objective={objective}", *(["--mode_entropy_coef=0.5"] if objective != "maxent" else [])]
+    whole, metrics = gradients(tiny_model_dir, REWARDS, *flags)
+    for budget in (16, 30, 60):      # 16 cuts every group, 60 holds one
+        split, same = gradients(tiny_model_dir, REWARDS, *flags, f"--max_tokens_per_micro_batch={budget}")
+        assert same["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-7)
+        assert all(torch.allclose(split[name], whole[name], rtol=1e-4, atol=1e-5 * largest(whole)) for name in whole)
+
+
+def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
+    infinite, _ = gradients(tiny_model_dir, REWARDS, "--objective=xdr", "--maxent_tau=inf")
+    plain, _ = gradients(tiny_model_dir, REWARDS, "--objective=dr_grpo")
+    finite, _ = gradients(tiny_model_dir, REWARDS, "--objective=xdr", "--maxent_tau=0.3")
+    assert all(torch.equal(infinite[name], plain[name]) for name in plain)
+    assert not all(torch.equal(finite[name], plain[name]) for name in plain)
+
+
+def test_the_first_gradient_is_reinforce(tiny_model_dir):
+    """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and plain autograd."""
+    from transformers import AutoModelForCausalLM
+    ours, _ = gradients(tiny_model_dir, REWARDS, "--objective=dr_grpo", "--importance_sampling=none")
+    lm, batch = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), batch_of()
+    advantages = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten()
+    loss = 0.0
+    for i in range(P * G):
+        n, t = int(batch["prompt_lengths"][i]), int(batch["lengths"][i])
+        ids = batch["ids"][i, :n + t]
+        logps = lm(ids[None]).logits[0].log_softmax(1)[:-1].gather(1, ids[1:, None])[:, 0]
+        loss = loss - advantages[i] * logps[n - 1:].sum() / (P * G * L)     # prompt tokens have no loss, the EOS has
+    loss.backward()
+    for name, p in lm.named_parameters():
+        assert torch.allclose(ours[name], p.grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_the_eos_is_trained_and_the_padding_is_not(tiny_model_dir):
+    base, _ = gradients(tiny_model_dir, REWARDS, "--objective=maxent")
+    padded, cut = batch_of(), batch_of()
+    padded["ids"] = torch.nn.functional.pad(padded["ids"], (0, 5), value=77)
+    padded["sampler_logps"] = torch.nn.functional.pad(padded["sampler_logps"], (0, 5), value=3.0)
+    same, _ = gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=padded)
+    assert all(torch.equal(same[name], base[name]) for name in base)
+    cut["lengths"] = cut["lengths"] - 1      # without the EOS
+    less, _ = gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch={**cut, "lengths": cut["lengths"].clamp(min=1)})
+    assert any((less[name] - base[name]).abs().max() > 1e-5 for name in base)
+
+
+def test_a_batch_is_not_changed_but_for_its_old_logps(tiny_model_dir):
+    batch, before = batch_of(), batch_of()
+    gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
+    assert set(batch) == {*before, "old_logps"} and all(torch.equal(batch[k], before[k]) for k in before)
+
+
+def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
+    batch = batch_of()
+    gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
+    batch["sampler_logps"] = batch["old_logps"].clone()
+    assert sampler_mismatch(batch, int(batch["lengths"].sum()), 0.001)["sampling/sampling_logp_difference/mean"] == 0
+    batch["sampler_logps"] = batch["old_logps"] - 0.2
+    with pytest.raises(RunStopped, match="0.200 nats"):
+        sampler_mismatch(batch, int(batch["lengths"].sum()), 0.1)
+
+
+def test_learning_rate_warms_up_and_decays():
+    c = {"learning_rate": 1.0, "warmup_steps": 4, "max_steps": 12, "lr_scheduler_type": "cosine"}
+    rates = [train.learning_rate_at(step, c) for step in range(13)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0.0)
+    assert [train.learning_rate_at(s, {**c, "lr_scheduler_type": "linear"}) for s in (4, 8, 12)] == [1.0, 0.5, 0.0]
+    assert train.learning_rate_at(11, {**c, "lr_scheduler_type": "constant"}) == 1.0

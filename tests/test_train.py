@@ -1,0 +1,131 @@
+"""The real scripts as a user runs them: torchrun, vLLM, DeepSpeed, Weights & Biases offline."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3"]
+
+
+def run(script: str, *flags, ranks: int = 0, patch: str = "") -> subprocess.CompletedProcess:
+    """A script of this project on config/countdown_tiny.py; `patch` is code that runs before its main."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    program = [script] if not patch else ["-c", f"import sys\nimport {script[:-3]} as main\n{patch}\nmain.script(main.main)"]
+    return subprocess.run([sys.executable, *launcher, *program, "config/countdown_tiny.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(line: dict) -> dict:
+    return {k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={folder}", "--max_steps=3", "--eval_steps=2", "--save_steps=2", "--log_rollouts_steps=2",
+               "--report_to=wandb", "--wandb_mode=offline", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--num_iterations=2",
+               "--max_tokens_per_micro_batch=100", ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
+    lines = metrics_of(two_ranks[0])
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 3]      # evaluations at 0, 2 and the end
+    step = lines[-2]
+    for name in ("reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm weights/entropy weights/entropy_norm weights/effective_rollouts "
+                 "weights/incorrect_mass weights/max tau beta delta_tau delta_beta completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1 "
+                 "completions/distinct_2 completions/jaccard time/rollout time/reward time/score time/learn time/sync time/step tokens_per_second reward/countdown/mean "
+                 "sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max").split():
+        assert name in step, name
+    assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(lines[0])
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines if "reward" in line)
+    assert lines[1]["kl"] < 1e-5 < step["kl"] and step["grad_norm"] > 0      # at first the policy is the reference
+
+
+def test_a_run_shows_its_header_its_first_prompt_and_two_rollouts(two_ranks):
+    folder, text = two_ranks
+    assert "world_size=2" in text and "prompt (" in text and text.count("  reward ") == 4 and "held-out problems" in text
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert json.loads((folder / "config.json").read_text())["maxent_tau"] == 0.2 and len((folder / "launches.jsonl").read_text().splitlines()) == 1
+
+
+def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
+    rows = [json.loads(line) for path in sorted((two_ranks[0] / "rollouts").glob("step_000002*")) for line in path.read_text().splitlines()]
+    assert len(rows) == 16 and {"prompt", "completion", "reward", "finish_reason"} <= set(rows[0])
+
+
+def test_wandb_offline_holds_the_run(two_ranks):
+    assert list((two_ranks[0] / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_checkpoint_is_whole_and_a_hugging_face_model(two_ranks):
+    folder = two_ranks[0]
+    assert [p.name for p in checkpoint.steps_of(folder)] == ["step_000002", "step_000003"] and checkpoint.verify(folder / "step_000003") == ""
+    assert AutoModelForCausalLM.from_pretrained(folder / "step_000003").config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(folder / "step_000003").eos_token_id == 0
+    assert checkpoint.latest(folder).name == "step_000003"
+
+
+def test_a_damaged_checkpoint_is_noticed_and_passed_over(two_ranks, tmp_path):
+    folder = shutil.copytree(two_ranks[0], tmp_path / "copy")
+    file = folder / "step_000003" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    assert "has changed" in checkpoint.verify(folder / "step_000003") and checkpoint.latest(folder).name == "step_000002"
+
+
+def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, tmp_path):
+    whole = two_ranks[0]
+    part = shutil.copytree(whole, tmp_path / "part")
+    shutil.rmtree(part / "step_000003")     # as if killed during step 3
+    config = json.loads((whole / "config.json").read_text())
+    flags = [f"--{key}={value}" for key, value in config.items() if key not in ("output_dir", "report_to")]
+    done = run("train.py", *flags, f"--output_dir={part}", "--resume_from_checkpoint=latest", ranks=2)
+    assert done.returncode == 0 and "step_000002, 2 steps done" in done.stdout, done.stderr[-3000:]
+    last, same = (without_times(next(line for line in metrics_of(folder) if line["step"] == 3 and "reward" in line)) for folder in (whole, part))
+    assert same == pytest.approx(last, rel=1e-4, abs=1e-6)
+    assert [line["step"] for line in metrics_of(part)] == [0, 1, 2, 2, 3, 3]
+    one, two = (load_file(folder / "step_000003" / "model.safetensors") for folder in (whole, part))
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+def test_evaluate_scores_a_checkpoint(two_ranks):
+    done = run("evaluate.py", *SMALL, f"--model={two_ranks[0] / 'step_000003'}", "--rollout_engine=hf")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["problems"] == 6
+
+
+def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
+    done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0", "--max_steps=9",
+               patch="main.rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)")
+    assert done.returncode == 1 and "does not hold the policy's weights" in done.stderr and "Traceback" not in done.stderr
+    assert 1 <= len(metrics_of(tmp_path / "run")) < 9
+
+
+def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
+    done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0", "--max_steps=9", "--max_skipped_steps=2",
+               "--maxent_skip_equal_groups=none",
+               patch="old = main.L.maxent_weights\nlearner = sys.modules['learner']\nlearner.L.maxent_weights = lambda *a: old(*a) * float('nan')")
+    assert done.returncode == 1 and "2 steps in a row had a non-finite loss" in done.stderr and "Traceback" not in done.stderr
+    assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+
+
+def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
+    done = run("sft.py", "--model=tiny", f"--output_dir={tmp_path / 'sft'}", "--sft_steps=30", "--sft_batch_size=64", ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "sft" / "sft.json").read_text())["loss"] < 2.0        # ln(101 tokens) = 4.6 before
+    assert 0.5e6 < sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "sft").parameters()) < 1.5e6
