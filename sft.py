@@ -1,4 +1,4 @@
-"""Supervised warm start: trains a causal LM on a task's demonstrations (the rows' "solution") until it answers well enough for RL.
+"""Supervised warm start: trains a causal LM on demonstrations, any of a row's "solutions" each time, until it answers well enough for RL.
 
     torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
     python sft.py config/countdown_0.5b.py --output_dir=runs/warm --sft_steps=200
@@ -48,20 +48,22 @@ def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, ti
         max_position_embeddings=positions, tie_word_embeddings=tied, rope_theta=10000.0, eos_token_id=0, pad_token_id=0, bos_token_id=None))
 
 
-def demonstrations(rows: list[dict], tokenizer, max_completion_length: int) -> list[dict]:
-    """{"prompt_ids", "completion_ids"} of every row that has a solution, EOS included."""
-    rows = [row for row in rows if row.get("solution")]
-    if not rows:
-        raise UserError("dataset_name: none of its rows has a \"solution\" to learn from")
-    solutions = tokenizer([row["solution"] for row in rows], add_special_tokens=False)["input_ids"]
-    pairs = [{"prompt_ids": row["prompt_ids"], "completion_ids": ids + [tokenizer.eos_token_id]} for row, ids in zip(rows, solutions)]
-    return [pair for pair in pairs if len(pair["completion_ids"]) <= max_completion_length]
+def demonstrations(rows: list[dict], tokenizer, max_completion_length: int) -> list[list[dict]]:
+    """Per row with "solutions" its [{"prompt_ids", "completion_ids"}, ...], EOS included; those over max_completion_length left out."""
+    texts = [text for row in rows for text in row.get("solutions", ())]
+    if not texts:
+        raise UserError('dataset_name: none of its rows has "solutions", a list of texts to learn from')
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []} for _ in row.get("solutions", ())]
+              for row in rows]
+    return [short for group in groups if (short := [pair for pair in group if len(pair["completion_ids"]) <= max_completion_length])]
 
 
-def sft_batch(pairs: list[dict], step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
-    """This rank's share of the step's demonstrations, drawn with replacement."""
-    chosen = [pairs[i] for i in random.Random(f"sft/{seed}/{step}").choices(range(len(pairs)), k=size)][rank::world]
-    return rollout.to_batch([{**pair, "logprobs": [0.0] * len(pair["completion_ids"])} for pair in chosen], device)
+def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
+    """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the solutions of each."""
+    rng = random.Random(f"sft/{seed}/{step}")
+    chosen = [rng.choice(rng.choice(groups)) for _ in range(size)]
+    return rollout.to_batch(chosen[rank::world], device)
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
@@ -83,18 +85,18 @@ def main(argv) -> None:
         _, tokenizer = data.load_model_files(c["model"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
-    pairs = demonstrations(data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]), tokenizer, c["max_completion_length"])
+    groups = demonstrations(data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]), tokenizer, c["max_completion_length"])
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
     if rank == 0:
-        print(f"{len(pairs)} demonstrations, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
-              f"{tokenizer.decode(pairs[0]['prompt_ids'] + pairs[0]['completion_ids'])!r}")
+        print(f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
+              f"{tokenizer.decode(groups[0][0]['prompt_ids'] + groups[0][0]['completion_ids'])!r}")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, c["sft_steps"] // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (c["sft_steps"] - s) / (c["sft_steps"] - warmup + 1)))
     bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.time()
     for step in bar:
-        batch = sft_batch(pairs, step, c["sft_batch_size"], c["seed"], rank, world, device)
+        batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)
         logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False)       # (n, T)
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
         loss = -logps.sum() / tokens * world        # DistributedDataParallel averages over ranks what is meant to be a sum

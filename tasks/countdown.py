@@ -2,9 +2,10 @@ r"""Countdown: reach a target with + - * / and parentheses, using every given nu
 
 One row, rows("test", 1, seed=0, config="3"):
   {'id': 'countdown-3-5,8,9=22', 'task': 'countdown', 'prompt': 'Use the numbers 5, 8, 9, each exactly once, with + - * / and
-   parentheses to make 22. Reason inside <think> </think>, then put only the expression inside <answer> </answer>.', 'answer':
-   {'numbers': [5, 8, 9], 'target': 22}, 'solution': '<think>5+9+8 uses 5, 8, 9 once each and gives
-   22.</think>\n<answer>5+9+8</answer>', 'num_modes': 3}
+   parentheses to make 22. Reason inside <think> </think>, then put only the expression inside <answer> </answer>.',
+   'answer': {'numbers': [5, 8, 9], 'target': 22}, 'solutions': ['<think>5+8+9 uses 5, 8, 9 once each and gives
+   22.</think>\n<answer>5+8+9</answer>', '<think>5+9+8 uses 5, 8, 9 once each and gives 22.</think>\n<answer>5+9+8</answer>',
+   '<think>8+9+5 uses 5, 8, 9 once each and gives 22.</think>\n<answer>8+9+5</answer>'], 'num_modes': 3}
 
 Rules. Numbers are distinct; any intermediate value is fine (0, negative, fractions: exact arithmetic), only division by zero is not.
 A mode is an expression up to the order of operands of + and *: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key
@@ -113,7 +114,7 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 @cache
 def problems(config: str) -> list[tuple]:
-    """All (SHA-256, numbers, target, one mode, number of modes) of a variant, smallest SHA-256 first."""
+    """All (SHA-256, numbers, target, sorted modes) of a variant, smallest SHA-256 first."""
     c, found = CONFIGS[config], []
     for numbers in combinations(range(c["low"], c["high"] + 1), c["count"]):
         values = expressions(numbers)
@@ -121,7 +122,7 @@ def problems(config: str) -> list[tuple]:
             keys = sorted(text for text, _ in values.get(target, ()))
             if c["min_modes"] <= len(keys) <= c["max_modes"] and (c["target_among_numbers"] or target not in numbers):
                 digest = hashlib.sha256(f"{numbers}={target}".encode()).hexdigest()
-                found.append((digest, numbers, target, keys[int(digest[-8:], 16) % len(keys)], len(keys)))
+                found.append((digest, numbers, target, keys))
     return sorted(found)
 
 
@@ -132,13 +133,15 @@ def take(found: list, n: int, seed: int) -> list:
     return random.Random(f"rows/{seed}").sample(found, len(found))[:None if n == -1 else n]      # sample(found, n) orders others for each n
 
 
-def to_row(config: str, numbers: tuple, target: int, key: str, count: int) -> dict:
-    short = f"{','.join(map(str, numbers))}={target}"
-    words = WORDS.format(numbers=", ".join(map(str, numbers)), target=target)
-    demo = f"<think>{key} uses {', '.join(map(str, numbers))} once each and gives {target}.</think>\n<answer>{key}</answer>"
-    in_words = CONFIGS[config]["words"]      # the short prompt ends in ":", or the target would run into the completion's first number
-    return {"id": f"countdown-{config}-{short}", "task": "countdown", "prompt": words if in_words else short + ":",
-            "answer": {"numbers": list(numbers), "target": target}, "solution": demo if in_words else key, "num_modes": count}
+def to_row(config: str, numbers: tuple, target: int, keys: list) -> dict:
+    short, spelled = f"{','.join(map(str, numbers))}={target}", ", ".join(map(str, numbers))
+    if CONFIGS[config]["words"]:
+        prompt = WORDS.format(numbers=spelled, target=target)
+        solutions = [f"<think>{key} uses {spelled} once each and gives {target}.</think>\n<answer>{key}</answer>" for key in keys]
+    else:
+        prompt, solutions = short + ":", list(keys)      # ":", or the target would run into the completion's first number
+    return {"id": f"countdown-{config}-{short}", "task": "countdown", "prompt": prompt, "answer": {"numbers": list(numbers), "target": target},
+            "solutions": solutions, "num_modes": len(keys)}
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:

@@ -6,8 +6,9 @@ One row, rows("test", 1, seed=0, config="small"):
    d-g, d-h, e-g. Give every vertex one of the colours R, G, B so that no edge joins two vertices of the same colour. Already
    coloured: f=G, h=B. Reason inside <think> </think>, then put only the 8 colours of a, b, c, d, e, f, g, h, in this order
    and without spaces, inside <answer> </answer>.', 'answer': {'n': 8, 'edges': [[0, 2], [0, 4], [0, 6], [1, 4], [1, 5], [1,
-   7], [2, 3], [2, 7], [3, 4], [3, 5], [3, 6], [3, 7], [4, 6]], 'partial': '.....G.B'}, 'solution': '<think>a=R, b=R, c=G,
-   d=R, e=B, f=G, g=G, h=B</think>\n<answer>RRGRBGGB</answer>', 'num_modes': 2}
+   7], [2, 3], [2, 7], [3, 4], [3, 5], [3, 6], [3, 7], [4, 6]], 'partial': '.....G.B'}, 'solutions': ['<think>a=R, b=R, c=G,
+   d=R, e=B, f=G, g=G, h=B</think>\n<answer>RRGRBGGB</answer>', '<think>a=R, b=R, c=G, d=R, e=G, f=G, g=B,
+   h=B</think>\n<answer>RRGRGGBB</answer>'], 'num_modes': 2}
 
 Vertices are 0..n-1 in "answer" and letters a, b, ... in the prompt. "partial" has one character per vertex, "." where it is free.
 A mode is a correct answer itself ("RGBRGB"): the colours have names, so two assignments are never the same answer.
@@ -109,15 +110,14 @@ def problem_text(answer: dict) -> str:
 
 
 def to_row(config: str, answer: dict) -> dict:
-    short, v, found = problem_text(answer), letters(answer["n"]), sorted(modes(answer))
-    key = found[zlib.crc32(short.encode()) % len(found)]
-    given = ", ".join(f"{v[i]}={c}" for i, c in enumerate(answer["partial"]) if c != ".")
-    words = WORDS.format(n=answer["n"], names=", ".join(v), edges=short.split(";")[0].replace(",", ", "), given=given)
-    demo = f"<think>{', '.join(f'{a}={c}' for a, c in zip(v, key))}</think>\n<answer>{key}</answer>"
-    in_words = CONFIGS[config]["words"]
-    return {"id": f"graph_coloring-{config}-{short}", "task": "graph_coloring", "prompt": words if in_words else short + ":",
-            "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]}, "solution": demo if in_words else key,
-            "num_modes": len(found)}
+    short, v, solutions = problem_text(answer), letters(answer["n"]), sorted(modes(answer))
+    prompt = short + ":"
+    if CONFIGS[config]["words"]:
+        given = ", ".join(f"{v[i]}={c}" for i, c in enumerate(answer["partial"]) if c != ".")
+        prompt = WORDS.format(n=answer["n"], names=", ".join(v), edges=short.split(";")[0].replace(",", ", "), given=given)
+        solutions = [f"<think>{', '.join(f'{a}={c}' for a, c in zip(v, key))}</think>\n<answer>{key}</answer>" for key in solutions]
+    return {"id": f"graph_coloring-{config}-{short}", "task": "graph_coloring", "prompt": prompt,
+            "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]}, "solutions": solutions, "num_modes": len(solutions)}
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:

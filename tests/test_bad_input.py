@@ -1,0 +1,184 @@
+"""What a person can get wrong: one sentence with key and value, exit status 2, nothing left behind. And the dry run, which says so first."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sft
+import train
+from common import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "config" / "countdown_tiny.py")
+
+
+def jsonl(path: Path, *rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def refusal(tiny_model_dir, tmp_path):
+    """A function from flags to the sentence that train.py refuses them with, before there is a run folder."""
+    def refused(*flags) -> str:
+        with pytest.raises(UserError) as caught:
+            train.main([TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *map(str, flags)])
+        assert not (tmp_path / "run").exists() and "\n" not in str(caught.value)
+        return str(caught.value)
+    return refused
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
+    (["--dataset_name=nobody/nothing"], ["dataset_name='nobody/nothing'"]),
+    (["--dataset_name=nowhere.jsonl"], ["dataset_name='nowhere.jsonl'"]),
+    (["--dataset_name="], ["dataset_name"]),
+    (["--dataset_config=5"], ["dataset_name='countdown'", "'5'"]),
+    (["--dataset_split=dev"], ["dataset_name='countdown'", "'dev'"]),
+    (["--eval_dataset_name=nobody/nothing"], ["'nobody/nothing'"]),
+    (["--model=no/such/folder"], ["model='no/such/folder'"]),
+    (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
+    (["--model=nobody/nothing"], ["model='nobody/nothing'"]),
+    (["--model="], ["model is empty"]),
+    (["--num_generations=1", "--scale_rewards=group"], ["num_generations=1", "scale_rewards='group'"]),
+    (["--max_prompt_length=5"], ["max_prompt_length=5", "10489 of 10489", "tokens"]),
+    (["--max_prompt_length=5", "--long_prompts=drop"], ["max_prompt_length=5", "10489 of 10489"]),
+    (["--reward_funcs=['magic']"], ["reward_funcs", "'magic'", "countdown"]),
+    (["--vllm_tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
+    (["--resume_from_checkpoint=/no/such/step_000001"], ["resume_from_checkpoint='/no/such/step_000001'"]),
+    (["--resume_from_checkpoint=latest"], ["resume_from_checkpoint='latest'", "output_dir", "run"])])
+def test_bad_input_is_one_sentence_with_key_and_value_and_no_run_folder(refusal, flags, words):
+    message = refusal(*flags)
+    assert all(word in message for word in words), message
+
+
+def test_a_number_of_prompts_that_ranks_can_not_share_is_refused(refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert all(word in refusal() for word in ("prompts_per_step=32", "3"))
+
+
+def test_an_empty_dataset_is_refused(refusal, tmp_path):
+    path = jsonl(tmp_path / "empty.jsonl")
+    assert f"dataset_name={path!r}" in refusal(f"--dataset_name={path}") and "0 rows" in refusal(f"--dataset_name={path}")
+
+
+def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert f"model={str(tmp_path / 'empty')!r} is a folder without" in refusal(f"--model={tmp_path / 'empty'}")
+
+
+def test_a_reward_that_can_not_read_the_answers_of_the_dataset_is_refused(refusal, tmp_path):
+    path = jsonl(tmp_path / "mine.jsonl", {"prompt": "1+1", "answer": "2"})
+    assert all(word in refusal(f"--dataset_name={path}", "--eval_steps=0") for word in ("reward_funcs", "'countdown'", path))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """An earlier run with a metric and no checkpoint."""
+    folder = tmp_path / "earlier"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_a_run_folder_that_is_not_empty_is_left_alone(refusal, run_folder):
+    message = refusal(f"--output_dir={run_folder}")
+    assert all(word in message for word in (f"output_dir={str(run_folder)!r}", "overwrite_output_dir", "resume_from_checkpoint"))
+    assert (run_folder / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(refusal, run_folder, tiny_model_dir):
+    message = refusal(f"--output_dir={tiny_model_dir}", "--overwrite_output_dir=True")
+    assert f"output_dir={str(tiny_model_dir)!r}" in message and (tiny_model_dir / "config.json").exists()
+    inside = run_folder / "step_000001"
+    inside.symlink_to(tiny_model_dir)
+    message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}")
+    assert "model=" in message and f"output_dir={str(run_folder)!r}" in message and inside.exists()
+
+
+def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert f"output_dir={str(tmp_path / 'file')!r}" in refusal(f"--output_dir={tmp_path / 'file'}")
+    assert "output_dir" in refusal(f"--output_dir={tmp_path / 'file' / 'run'}")
+
+
+def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
+    message = refusal(f"--output_dir={run_folder}", "--resume_from_checkpoint=latest")
+    assert "resume_from_checkpoint='latest'" in message and str(run_folder) in message
+    (run_folder / "step_000001").mkdir()
+    assert "manifest.json" in refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}")
+
+
+# --- the script
+
+def script(*flags, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--max_stepz=3"], ["max_stepz", "max_steps"]), (["--num_generations=1"], ["num_generations=1"]), (["--model=no/such/folder"], ["model='no/such/folder'"])])
+def test_the_script_ends_with_status_2_and_one_line(flags, words, tmp_path):
+    done = script(TINY, f"--output_dir={tmp_path / 'run'}", *flags)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and all(word in errors[0] for word in words)
+    assert "Traceback" not in done.stderr and done.stdout == "" and not (tmp_path / "run").exists()
+
+
+def test_help_says_how_to_run():
+    done = script("--help")
+    assert done.returncode == 0 and "torchrun" in done.stdout and "config/default.py" in done.stdout
+
+
+# --- dry run
+
+@pytest.fixture
+def no_weights(tmp_path):
+    """A model folder from which the weights were deleted."""
+    folder, tokenizer = tmp_path / "model", sft.tiny_tokenizer()
+    sft.tiny_model(len(tokenizer), seed=0, layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def deepspeed_of(text: str) -> dict:
+    return json.loads(next(line for line in text.splitlines() if line.startswith("deepspeed: ")).removeprefix("deepspeed: "))
+
+
+def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path):
+    done = script(TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "'<|user|>" in done.stdout and "<|assistant|>'" in done.stdout and "GiB" in done.stdout and "512 rows" in done.stdout
+    assert "maxent_tau = 0.2" in done.stdout and deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(no_weights, tmp_path):
+    problem = {"problem": "What is 1+1?", "answer": "2"}
+    path = jsonl(tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
+    done = script("config/math_maxent.py", f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", f"--output_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "What is 1+1?" in done.stdout and "boxed{}" in done.stdout and "data: 1 prompts" in done.stdout
+    assert "1 of 3 rows have no prompt or no answer" in done.stdout and "1 of 2 prompts are over max_prompt_length=512" in done.stdout
+    assert deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 2
+
+
+def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_path):
+    """The Hub's cache stands in for the Hub: Qwen2.5-1.5B-Instruct's own shape, no weights."""
+    cached = tmp_path / "hf" / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    no_weights.rename(cached / "snapshots" / ("0" * 40))
+    config = cached / "snapshots" / ("0" * 40) / "config.json"
+    shape = dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
+                 tie_word_embeddings=True, layer_types=["full_attention"] * 28, max_window_layers=28)
+    config.write_text(json.dumps(json.loads(config.read_text()) | shape))
+    path = jsonl(tmp_path / "rows.jsonl", {"problem": "What is 1+1?", "answer": "2"})
+    done = script("config/math_maxent.py", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", f"--output_dir={tmp_path / 'run'}",
+                  HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1543.7M parameters" in done.stdout

@@ -1,0 +1,275 @@
+"""From rollouts to tensors, micro-batches and log-probs, against loops that do the same slowly."""
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import evaluate
+import learner
+import rollout
+import sft
+from common import load_config
+
+examples = settings(derandomize=True, deadline=None, max_examples=60)
+EOS = 0     # also what pad() fills with
+
+
+def rollout_of(prompt_ids: list, completion_ids: list) -> dict:
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": [-0.1 * (i + 1) for i in range(len(completion_ids))]}
+
+
+RAGGED = [rollout_of([5, 6], [7, EOS]), rollout_of([5, 6, 7, 8, 9], [10, 11, EOS, EOS, 12, EOS]), rollout_of([EOS], [13]), rollout_of([9, 9, 9], [EOS])]
+
+
+def random_rollouts(count: int, seed: int) -> list[dict]:
+    """Ragged, with token id 0 anywhere."""
+    rng = random.Random(seed)
+    return [rollout_of(*(rng.choices(range(100), k=rng.randint(1, 9)) for _ in range(2))) for _ in range(count)]
+
+
+# --- tensors
+
+def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
+    batch = rollout.to_batch(RAGGED, "cpu")
+    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3] and batch["lengths"].tolist() == [2, 6, 1, 1]
+    for row, r in enumerate(RAGGED):
+        whole = r["prompt_ids"] + r["completion_ids"]
+        assert batch["ids"][row].tolist() == whole + [0] * (11 - len(whole))
+        assert batch["sampler_logps"][row, :len(r["logprobs"])].tolist() == pytest.approx(r["logprobs"])
+    assert batch["sampler_logps"].shape == (4, 6) and batch["ids"].dtype == torch.long
+
+
+def test_masks_come_from_lengths_and_keep_a_completion_of_zeros():
+    mask = learner.completion_mask(rollout.to_batch(RAGGED, "cpu")["lengths"])
+    assert mask.tolist() == [[t < len(r["completion_ids"]) for t in range(6)] for r in RAGGED]
+
+
+def test_building_a_batch_leaves_the_rollouts_as_they_are():
+    before = [{key: list(value) for key, value in r.items()} for r in RAGGED]
+    rollout.to_batch(RAGGED, "cpu")
+    assert before == RAGGED
+
+
+def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
+    batch = rollout.to_batch(RAGGED, "cpu") | {"old_logps": torch.arange(24.0).view(4, 6)}
+    part = rollout.take(batch, torch.tensor([3, 0]))
+    assert part["ids"].tolist() == [[9, 9, 9, EOS], [5, 6, 7, EOS]]
+    assert part["sampler_logps"].shape == (2, 2) and part["old_logps"].tolist() == [[18.0, 19.0], [0.0, 1.0]]
+    assert part["lengths"].tolist() == [1, 2] and batch["ids"].shape == (4, 11)
+    one = rollout.take(batch, torch.tensor([1]))
+    assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
+
+
+class Fake:
+    """An engine that answers with what it was given."""
+
+    def __init__(self, *rollouts):
+        self.rollouts = list(rollouts)
+
+    def generate(self, prompts_ids, n, sampling):
+        return self.rollouts
+
+
+def test_generate_decodes_without_special_tokens():
+    tokenizer = sft.tiny_tokenizer()
+    ids = tokenizer("2*3+4", add_special_tokens=False)["input_ids"]
+    found = rollout.generate(Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {})
+    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][-1] == EOS
+
+
+@pytest.mark.parametrize("rollouts, words", [
+    ([rollout_of([5], [6])], "1 completions for 1 prompts x 2"),
+    ([rollout_of([5], [6]), {**rollout_of([5], [6, 7]), "logprobs": [-0.1]}], "2 tokens with 1 log-probs"),
+    ([rollout_of([5], [6]), rollout_of([5], [])], "0 tokens")])
+def test_an_engine_that_returns_too_little_is_an_error(rollouts, words):
+    with pytest.raises(RuntimeError, match=words):
+        rollout.generate(Fake(*rollouts), sft.tiny_tokenizer(), [[5]], 2, {})
+
+
+# --- micro-batches
+
+plans = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 300), st.integers(0, 9999))
+
+
+def lengths_of(units: int, unit: int, seed: int):
+    return torch.randint(1, 60, (units * unit,), generator=torch.Generator().manual_seed(seed))
+
+
+@examples
+@given(plans)
+def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(case):
+    units, unit, budget, seed = case
+    plan = learner.plan_micro_batches(lengths_of(units, unit, seed), budget, unit)
+    assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
+    for rows in plan:
+        groups = rows.view(-1, unit)
+        assert torch.equal(groups, groups[:, :1] + torch.arange(unit)) and not (groups[:, 0] % unit).any()
+
+
+@examples
+@given(plans)
+def test_no_micro_batch_is_over_the_budget_unless_one_group_alone_is(case):
+    units, unit, budget, seed = case
+    lengths = lengths_of(units, unit, seed)
+    for rows in learner.plan_micro_batches(lengths, budget, unit):
+        assert len(rows) * int(lengths[rows].max()) <= budget or len(rows) == unit
+
+
+@examples
+@given(plans)
+def test_no_two_neighbouring_micro_batches_would_fit_into_one(case):
+    units, unit, budget, seed = case
+    lengths = lengths_of(units, unit, seed)
+    plan = learner.plan_micro_batches(lengths, budget, unit)
+    assert all((len(a) + unit) * int(lengths[a].max()) > budget for a in plan[:-1])
+
+
+@examples
+@given(plans, st.data())
+def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(case, data):
+    units, unit, budget, seed = case
+    lengths = lengths_of(units, unit, seed)
+    own = len(learner.plan_micro_batches(lengths, budget, unit))
+    at_least = data.draw(st.integers(1, units))
+    plan = learner.plan_micro_batches(lengths, budget, unit, at_least)
+    assert len(plan) == max(own, at_least) and all(len(rows) for rows in plan)
+    assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
+    assert all(len(rows) * int(lengths[rows].max()) <= budget or len(rows) == unit for rows in plan)
+
+
+@examples
+@given(plans)
+def test_plans_are_the_same_every_time_and_leave_the_lengths_alone(case):
+    units, unit, budget, seed = case
+    lengths = lengths_of(units, unit, seed)
+    first, second = (learner.plan_micro_batches(lengths, budget, unit, units) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and torch.equal(lengths, lengths_of(units, unit, seed))
+
+
+# --- log-probs
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def lm(request):
+    return sft.tiny_model(100, seed=1, layers=2, width=32, tied=request.param == "tied")
+
+
+def naive_logps(lm, r: dict, temperature: float):
+    """(T,) log-probs and entropies of one row, alone and with all its logits."""
+    ids = torch.tensor([r["prompt_ids"] + r["completion_ids"]])
+    all_logps = (lm(ids).logits[0].float() / temperature).log_softmax(-1)
+    at = range(len(r["prompt_ids"]), ids.shape[1])
+    return torch.stack([all_logps[t - 1, ids[0, t]] for t in at]), torch.stack([-(all_logps[t - 1].exp() * all_logps[t - 1]).sum() for t in at])
+
+
+def policy_logps(lm, rollouts: list, chunk: int = 7, temperature: float = 0.7):
+    batch = rollout.to_batch(rollouts, "cpu")
+    return learner.Policy(lm, temperature, chunk)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+
+
+def test_log_probs_and_entropy_equal_those_of_the_full_logits_row_by_row(lm):
+    rollouts = RAGGED + random_rollouts(6, seed=2)
+    logps, entropy = policy_logps(lm, rollouts)
+    for row, r in enumerate(rollouts):
+        T = len(r["completion_ids"])
+        for found, wanted in zip((logps, entropy), naive_logps(lm, r, 0.7)):
+            torch.testing.assert_close(found[row, :T], wanted, rtol=0, atol=1e-5)
+            assert not found[row, T:].any()
+
+
+def test_gradients_equal_those_of_the_full_logits(lm):
+    rollouts = random_rollouts(5, seed=3)
+    coefficients = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    lm.zero_grad()
+    sum((naive_logps(lm, r, 0.7)[0] * coefficients[i, :len(r["completion_ids"])]).sum() for i, r in enumerate(rollouts)).backward()
+    wanted = {name: p.grad.clone() for name, p in lm.named_parameters()}
+    lm.zero_grad()
+    logps, _ = policy_logps(lm, rollouts)
+    (logps * coefficients[:, :logps.shape[1]]).sum().backward()
+    for name, p in lm.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm):
+    rollouts = RAGGED + random_rollouts(4, seed=4)
+    whole, _ = policy_logps(lm, rollouts)
+    reverse, _ = policy_logps(lm, rollouts[::-1], chunk=1000)
+    torch.testing.assert_close(reverse.flip(0), whole, rtol=0, atol=1e-5)
+    batch = rollout.to_batch(rollouts, "cpu")
+    junk = torch.where(torch.arange(batch["ids"].shape[1] + 3) < (batch["prompt_lengths"] + batch["lengths"])[:, None],
+                       torch.nn.functional.pad(batch["ids"], (0, 3)), 77)      # other and more padding
+    padded, _ = learner.Policy(lm, 0.7, 7)(junk, batch["prompt_lengths"], batch["lengths"])
+    torch.testing.assert_close(padded, whole, rtol=0, atol=1e-5)
+    for row, r in enumerate(rollouts):
+        alone, _ = policy_logps(lm, [r])
+        torch.testing.assert_close(alone[0], whole[row, :alone.shape[1]], rtol=0, atol=1e-5)
+
+
+def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm):
+    batch = rollout.to_batch(RAGGED + random_rollouts(6, seed=5), "cpu")
+    plan = learner.plan_micro_batches(batch["prompt_lengths"] + batch["lengths"], 25, 1)
+    assert len(plan) > 3
+    policy = learner.Policy(lm, 0.7, 7)
+    whole, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    torch.testing.assert_close(learner.score_rows(policy, batch, plan), whole, rtol=0, atol=1e-5)
+
+
+# --- what is trained
+
+OBJECTIVES = ["grpo", "dapo", "dr_grpo", "xdr", "maxent", "maxent --maxent_loss=policy_gradient"]
+
+
+def loss_of(logps, batch: dict, advantages, rewards, weights, c: dict):
+    """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as accumulate_gradients does."""
+    norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
+    part = batch | {"old_logps": logps.detach(), "sampler_logps": logps.detach()}
+    total, *_ = learner.token_loss(logps, part, advantages, 0.0, c, norm)
+    if learner.couples_rows(c):
+        targets = {"rewards": rewards, "weights": weights, "active": torch.tensor([True, True])}
+        total = total + learner.group_loss(learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm)
+    return total
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective):
+    """Of all hidden states, only those that predict a completion token get a gradient."""
+    c = load_config(["--num_generations=2", *f"--objective={objective}".split()])
+    batch = rollout.to_batch(RAGGED, "cpu")
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    targets = learner.group_targets(rewards, None, 0.2, 0.0, c)
+    policy = learner.Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64)
+    seen = []
+    policy.lm.base_model.register_forward_hook(lambda module, args, out: (out.last_hidden_state.retain_grad(), seen.append(out.last_hidden_state)) and None)
+    logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    loss_of(logps, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c).backward()
+    assert seen[0].grad.abs().sum(-1).nonzero().tolist() == [
+        [row, t] for row, r in enumerate(RAGGED) for t in range(len(r["prompt_ids"]) - 1, len(r["prompt_ids"]) + len(r["completion_ids"]) - 1)]
+
+
+# --- metrics
+
+@examples
+@given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 9999))
+def test_diversity_equals_a_slow_loop(prompts, n, seed):
+    rng = random.Random(seed)
+    rollouts = [rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))) for _ in range(prompts * n)]
+    one, two, overlap = 0.0, 0.0, 0.0
+    for g in range(prompts):
+        group = [r["completion_ids"] for r in rollouts[g * n:(g + 1) * n]]
+        tokens = [t for ids in group for t in ids]
+        bigrams = [(ids[i], ids[i + 1]) for ids in group for i in range(len(ids) - 1)]
+        one += len(set(tokens)) / len(tokens) / prompts
+        two += (len(set(bigrams)) / len(bigrams) if bigrams else 0.0) / prompts
+        pairs = list(itertools.combinations(map(set, group), 2))
+        overlap += sum(len(a & b) / len(a | b) for a, b in pairs) / len(pairs) / prompts
+    found = rollout.diversity_metrics(rollouts, n)
+    assert found == pytest.approx({"completions/distinct_1": one, "completions/distinct_2": two, "completions/jaccard": overlap}, abs=1e-6)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
+def test_pass_at_k_equals_trying_every_choice_of_k(n, k):
+    for correct in range(n + 1):
+        draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        assert evaluate.pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
