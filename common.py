@@ -218,6 +218,9 @@ def run_header(world: int) -> dict:
 def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}")
     if resuming or not folder.exists() or not any(folder.iterdir()):
         return
     if not config["overwrite_output_dir"]:
@@ -225,6 +228,9 @@ def check_run_folder(config: dict, resuming: bool) -> None:
                         f"replace it with --overwrite_output_dir=True, or choose another --output_dir")
     if not (folder / "metrics.jsonl").exists():
         raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl, so it is not a run of this program and will not be deleted")
+    for key in ("model", "dataset_name", "eval_dataset_name"):
+        if config[key] and Path(config[key]).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{key}={config[key]!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: choose another --output_dir")
 
 
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:

@@ -67,10 +67,10 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
     """
     if math.isinf(tau) and math.isinf(beta):
         raise ValueError("tau and beta are both infinite: the weights are not defined")
-    if beta > 0 and ref_scores is None:
-        raise ValueError(f"beta={beta} needs the reference model's scores")
     if math.isinf(tau):
         return torch.full_like(utilities, 1 / utilities.shape[1])
+    if beta > 0 and ref_scores is None:
+        raise ValueError(f"beta={beta} needs the reference model's scores")
     if math.isinf(beta):
         return ref_scores.detach().softmax(1)
     z = utilities.detach() + (beta * ref_scores.detach() if beta > 0 else 0.0)
@@ -96,10 +96,8 @@ def objective_advantages(objective: str, rewards: Tensor, scale: str, tau: float
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
     """(P,) bool: groups that maxent learns from. skip "all": not those with equal rewards; "wrong": not those that are equal
     and at the lowest reward of the step; "none": every group. `rewards` are those of the whole step."""
-    if skip == "none":
-        return torch.ones_like(rewards[:, 0], dtype=torch.bool)
     equal = equal_groups(rewards)
-    return ~equal if skip == "all" else ~(equal & (rewards[:, 0] == rewards.min()))
+    return ~{"all": equal, "wrong": equal & (rewards[:, 0] == rewards.min()), "none": equal & False}[skip]
 
 
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
@@ -157,9 +155,8 @@ def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, low:
 def token_weights(aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int) -> Tensor:
     """The share of every token in the loss, (n, T): "row_mean" m / (T_i * N), "token_mean" m / tokens of the step,
     "constant" m / (N * L). rows N and tokens count the whole step, all ranks."""
-    if aggregation == "row_mean":
-        return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
-    return mask / (tokens if aggregation == "token_mean" else rows * max_length)
+    divisor = {"row_mean": mask.sum(1, keepdim=True).clamp(min=1) * rows, "token_mean": tokens, "constant": rows * max_length}[aggregation]
+    return mask / divisor
 
 
 def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -173,9 +170,7 @@ def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, kind: str, cap: f
     """Weight of every token for the mismatch between trainer and sampler, (N, T), detached: exp(old_logp - sampler_logp), capped
     ("token_truncate") or 0 above the cap ("token_mask"); 1 everywhere for "none"."""
     ratio = (old_logps.detach() - sampler_logps).clamp(max=20).exp()
-    if kind == "none":
-        return torch.ones_like(ratio)
-    return ratio.clamp(max=cap) if kind == "token_truncate" else ratio * (ratio <= cap)
+    return {"token_truncate": ratio.clamp(max=cap), "token_mask": ratio * (ratio <= cap), "none": torch.ones_like(ratio)}[kind]
 
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)
@@ -191,14 +186,16 @@ class ChunkedLogps(torch.autograd.Function):
             part = slice(i, i + chunk)
             logits = (hidden[part] @ weight.T).float().div_(temperature)       # (chunk, V)
             log_z[part] = logits.logsumexp(1)
-            logps[part] = logits.gather(1, targets[part, None])[:, 0] - log_z[part]
+            log_p = logits.sub_(log_z[part, None])
+            logps[part] = log_p.gather(1, targets[part, None])[:, 0]
             if want_entropy:
-                entropy[part] = log_z[part] - torch.linalg.vecdot((logits - log_z[part, None]).exp_(), logits)
+                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
         return logps, entropy
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
@@ -221,6 +218,6 @@ class ChunkedLogps(torch.autograd.Function):
 
 def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, want_entropy: bool = True):
     """(logps (n,), entropy (n,) or None) of `targets` (n,) under softmax(hidden @ head_weight.T / temperature), float32, nats.
-    hidden (n, H), head_weight (V, H). At most `chunk` * V logits exist at any time, in forward and in backward."""
+    hidden (n, H), head_weight (V, H). Memory: about 4 float32 buffers of `chunk` * V at a time, whatever n is."""
     logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, want_entropy)
     return logps, entropy if want_entropy else None

@@ -48,6 +48,17 @@ def check_names(names: list[str]) -> None:
             raise UserError(f"reward_funcs: {name!r} is not registered in rewards.REWARDS, which has {', '.join(REWARDS)}")
 
 
+def check_answers(names: list[str], row: dict, dataset: str) -> None:
+    """A UserError if one of the rewards can't read this row's answer: another task's reward on one's own dataset."""
+    for name in names:
+        try:
+            for completion in ("1", "\\boxed{1}"):
+                REWARDS[name](completion, **row)
+        except Exception as error:
+            raise UserError(f"reward_funcs: {name!r} can't score the rows of dataset_name={dataset!r}, such as answer {str(row['answer'])[:60]!r} "
+                            f"({type(error).__name__}: {error})") from None
+
+
 def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
     """(P, G) float32, the weighted sum of reward_funcs, and {"reward/<name>/mean": mean over this rank's rows}.
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import data
 import rollout
@@ -28,16 +27,16 @@ TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + 
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, four for the turns of a chat; anything else becomes <|unknown|>."""
+def tiny_tokenizer() -> Qwen2Tokenizer:
+    """One token per printable ASCII character, four for the turns of a chat; other characters are left out.
+    A Qwen2Tokenizer without merges, because AutoTokenizer loads that class beside a Qwen2 model whatever was saved there:
+    another class would come back as one that loses every space."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(special + CHARACTERS)}, unk_token="<|unknown|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", unk_token="<|unknown|>",
-                                   additional_special_tokens=special[2:], clean_up_tokenization_spaces=False)
-    fast.chat_template = TEMPLATE
-    return fast
+    byte_level = [{" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS]
+    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(special + byte_level)}, merges=[], eos_token="<|end|>", pad_token="<|end|>",
+                               unk_token="<|unknown|>", additional_special_tokens=special[2:], clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, tied: bool = True, positions: int = 1024) -> Qwen2ForCausalLM:

@@ -120,6 +120,7 @@ def load_inputs(c: dict, world: int):
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
     model_config, tokenizer = data.load_model_files(c["model"])
     rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    R.check_answers(c["reward_funcs"], rows[0], c["dataset_name"])
     rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
     return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
 
@@ -157,12 +158,13 @@ def main(argv) -> None:
     c = load_config(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
     dtype = dtype_of(c)
-    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
+    resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
+    if not c["dry_run"]:
+        check_run_folder(c, resuming)
+    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
     if c["dry_run"]:
         return dry_run(c, world, dtype, model_config, tokenizer, rows) if int(os.environ.get("RANK", 0)) == 0 else None
-
-    check_run_folder(c, resuming=resume_path is not None)
 
     rank, world, device = start_distributed()
     folder, header = Path(c["output_dir"]), run_header(world)
@@ -181,7 +183,7 @@ def main(argv) -> None:
         step, state = checkpoint.load(resume_path, engine, rank)
         say(f"resumed from {resume_path}, {step} steps done")
     if rank == 0:       # everything has loaded: only now does the run leave a trace
-        make_run_folder(c, header, resuming=resume_path is not None)
+        make_run_folder(c, header, resuming)
     dist.barrier()
     lm, G = engine.module.lm, c["num_generations"]
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)

@@ -54,13 +54,25 @@ def apply(op: str, a: Fraction, b: Fraction) -> Fraction:
     return a + b if op == "+" else a - b if op == "-" else a * b if op == "*" else a / b
 
 
-def join(op: str, x: tuple, y: tuple) -> tuple[str, int]:
-    """Canonical (text, binding strength) of two canonical operands. Text and tree determine each other, as Python reads it."""
-    if op in "+*" and (-len(x[0]), x[0]) > (-len(y[0]), y[0]):
-        x, y = y, x
+def write(op: str, x: tuple, y: tuple) -> tuple[str, int]:
+    """(text, binding strength) of x op y without needless parentheses."""
     left = f"({x[0]})" if x[1] < BINDS[op] else x[0]
     right = f"({y[0]})" if y[1] <= BINDS[op] else y[0]      # <=: a-(b-c) and a+(b+c) keep theirs
     return f"{left}{op}{right}", BINDS[op]
+
+
+def join(op: str, x: tuple, y: tuple) -> tuple[str, int]:
+    """The canonical one of x op y and y op x. Text and tree determine each other, as Python reads it."""
+    swap = op in "+*" and (-len(x[0]), x[0]) > (-len(y[0]), y[0])
+    return write(op, y, x) if swap else write(op, x, y)
+
+
+def spellings(node: ast.expr) -> set:
+    """All (text, binding strength) of one mode: the operands of + and * in either order."""
+    if isinstance(node, ast.Constant):
+        return {(str(node.value), 2)}
+    op, pairs = SIGNS[type(node.op)], [(x, y) for x in spellings(node.left) for y in spellings(node.right)]
+    return {write(op, x, y) for x, y in pairs + [(y, x) for x, y in pairs if op in "+*"]}
 
 
 @lru_cache(maxsize=300)     # all parts of 2..12 or 1..20 that recur, not the thousands of big tables
@@ -139,7 +151,8 @@ def to_row(config: str, numbers: tuple, target: int, keys: list) -> dict:
         prompt = WORDS.format(numbers=spelled, target=target)
         solutions = [f"<think>{key} uses {spelled} once each and gives {target}.</think>\n<answer>{key}</answer>" for key in keys]
     else:
-        prompt, solutions = short + ":", list(keys)      # ":", or the target would run into the completion's first number
+        prompt = short + ":"      # or the target would run into the completion's first number
+        solutions = [text for key in keys for text, _ in sorted(spellings(ast.parse(key, mode="eval").body))]
     return {"id": f"countdown-{config}-{short}", "task": "countdown", "prompt": prompt, "answer": {"numbers": list(numbers), "target": target},
             "solutions": solutions, "num_modes": len(keys)}
 

@@ -1,12 +1,14 @@
 """What a person can get wrong: one sentence with key and value, exit status 2, nothing left behind. And the dry run, which says so first."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import common
 import sft
 import train
 from common import UserError
@@ -21,8 +23,10 @@ def jsonl(path: Path, *rows) -> str:
 
 
 @pytest.fixture
-def refusal(tiny_model_dir, tmp_path):
-    """A function from flags to the sentence that train.py refuses them with, before there is a run folder."""
+def refusal(tiny_model_dir, tmp_path, monkeypatch):
+    """A function from flags to the sentence that train.py refuses them with, before anything starts and before there is a run folder."""
+    monkeypatch.setattr(train, "start_distributed", lambda: pytest.fail("the run started"))
+
     def refused(*flags) -> str:
         with pytest.raises(UserError) as caught:
             train.main([TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *map(str, flags)])
@@ -93,8 +97,7 @@ def test_a_run_folder_that_is_not_empty_is_left_alone(refusal, run_folder):
 def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(refusal, run_folder, tiny_model_dir):
     message = refusal(f"--output_dir={tiny_model_dir}", "--overwrite_output_dir=True")
     assert f"output_dir={str(tiny_model_dir)!r}" in message and (tiny_model_dir / "config.json").exists()
-    inside = run_folder / "step_000001"
-    inside.symlink_to(tiny_model_dir)
+    inside = shutil.copytree(tiny_model_dir, run_folder / "step_000001")
     message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}")
     assert "model=" in message and f"output_dir={str(run_folder)!r}" in message and inside.exists()
 
@@ -103,6 +106,11 @@ def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert f"output_dir={str(tmp_path / 'file')!r}" in refusal(f"--output_dir={tmp_path / 'file'}")
     assert "output_dir" in refusal(f"--output_dir={tmp_path / 'file' / 'run'}")
+
+
+def test_resuming_from_another_run_does_not_write_over_a_third(refusal, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.checkpoint, "find", lambda *_: tmp_path / "other" / "step_000001")
+    assert f"output_dir={str(run_folder)!r}" in refusal(f"--output_dir={run_folder}", "--resume_from_checkpoint=somewhere")
 
 
 def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
@@ -124,12 +132,14 @@ def test_the_script_ends_with_status_2_and_one_line(flags, words, tmp_path):
     done = script(TINY, f"--output_dir={tmp_path / 'run'}", *flags)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1 and all(word in errors[0] for word in words)
-    assert "Traceback" not in done.stderr and done.stdout == "" and not (tmp_path / "run").exists()
+    assert "Traceback" not in done.stderr + done.stdout and not (tmp_path / "run").exists()
 
 
-def test_help_says_how_to_run():
-    done = script("--help")
-    assert done.returncode == 0 and "torchrun" in done.stdout and "config/default.py" in done.stdout
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_how_to_run(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", TINY, flag])
+    common.script(train.main)
+    assert "torchrun" in (text := capsys.readouterr().out) and "config/default.py" in text
 
 
 # --- dry run
@@ -159,7 +169,7 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
 def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(no_weights, tmp_path):
     problem = {"problem": "What is 1+1?", "answer": "2"}
     path = jsonl(tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
-    done = script("config/math_maxent.py", f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", f"--output_dir={tmp_path / 'run'}")
+    done = script("config/math_maxent.py", f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "What is 1+1?" in done.stdout and "boxed{}" in done.stdout and "data: 1 prompts" in done.stdout
     assert "1 of 3 rows have no prompt or no answer" in done.stdout and "1 of 2 prompts are over max_prompt_length=512" in done.stdout
@@ -178,7 +188,7 @@ def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_p
                  tie_word_embeddings=True, layer_types=["full_attention"] * 28, max_window_layers=28)
     config.write_text(json.dumps(json.loads(config.read_text()) | shape))
     path = jsonl(tmp_path / "rows.jsonl", {"problem": "What is 1+1?", "answer": "2"})
-    done = script("config/math_maxent.py", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", f"--output_dir={tmp_path / 'run'}",
+    done = script("config/math_maxent.py", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True",
                   HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1543.7M parameters" in done.stdout

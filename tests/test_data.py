@@ -165,6 +165,17 @@ def test_prompts_over_the_limit_stop_the_run_or_are_dropped_and_counted(capsys):
     assert "prompt_ids" not in rows[0]
 
 
+def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_model_dir):
+    """AutoTokenizer chooses the class by the model beside it, not by what was saved."""
+    _, loaded = data.load_model_files(str(tiny_model_dir))
+    text = "".join(sft.CHARACTERS) + "  a\n\n b it's <|end|> 10\n"
+    for tokenizer in (TOKENIZER, loaded):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text and len(ids) == len(text) - len("<|end|>") + 1 and len(tokenizer) == 101
+        assert ids[:96] == list(range(5, 101))
+    assert loaded.chat_template == TOKENIZER.chat_template and loaded.eos_token_id == TOKENIZER.eos_token_id == 0
+
+
 # --- rewards
 
 @pytest.mark.parametrize("text, content", [

@@ -28,14 +28,14 @@ def test_two_ranks_at_any_zero_stage_learn_what_one_rank_learns(results, case, s
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     for name, weight in one["weights"].items():
-        assert torch.allclose(two["weights"][name], weight, atol=2e-5, rtol=0), name       # three AdamW steps of 1e-3
+        assert torch.allclose(two["weights"][name], weight, atol=5e-5, rtol=0), name       # after three AdamW steps of 1e-3, in fp32
 
 
 def test_cutting_groups_into_micro_batches_changes_nothing(results):
     whole, cut = results["maxent_1_0"], results["maxent_cut_1_0"]
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     for name, weight in whole["weights"].items():
-        assert torch.allclose(cut["weights"][name], weight, atol=2e-5, rtol=0), name
+        assert torch.allclose(cut["weights"][name], weight, atol=5e-5, rtol=0), name
 
 
 def test_the_cases_learn_different_things(results):
