@@ -122,7 +122,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     """{key: value} of one --key=value; strings need no quotes."""
     key, equals, text = argument[2:].partition("=")
     if not equals or not argument.startswith("--"):
-        raise UserError(f"{argument}: write --key=value, in one word: --{key or 'key'}=...")
+        raise UserError(f"{argument}: write --key=value, in one word: --{argument.lstrip('-').partition('=')[0] or 'key'}=...")
     if isinstance(defaults.get(ALIASES.get(key, key)), str):
         return {key: text}
     try:
@@ -158,6 +158,8 @@ def check_config(c: dict) -> None:
     for key in [k for k, v in c.items() if v == math.inf and k != "maxent_tau"]:
         raise UserError(f"{key}=inf must be finite")
     need(c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
+    for key in ("output_dir", "model", "dataset_name", "eval_dataset_name", "resume_from_checkpoint"):
+        need(not c[key].startswith("~"), f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path")
     for key in ("adam_beta1", "adam_beta2"):
         need(0 <= c[key] < 1, f"{key}={c[key]} must be at least 0 and below 1")
     for key in ("max_logp_difference", "maxent_target_weight_entropy", "maxent_tau_warmup_steps", "save_steps"):

@@ -70,7 +70,7 @@ def read_hub(name: str, config: str, split: str, columns: tuple) -> list[dict]:
     import datasets
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:     # OSError covers an unreachable hub
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:     # OSError covers an unreachable hub
         raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) is not a task of tasks/ ({', '.join(TASKS)}), "
                         f"not a .jsonl file, and can't be loaded from the hub: {str(error).splitlines()[0]}") from None
     missing = [c for c in columns if c not in dataset.column_names]
@@ -83,11 +83,21 @@ def load_model_files(model: str):
     """(model config, tokenizer) of a folder or a hub id, no weights; a UserError that names it when there is no such model."""
     if not model:
         raise UserError("model is empty: name a Hugging Face id or a folder, such as --model=Qwen/Qwen2.5-0.5B-Instruct")
+    if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():      # no hub id: don't go and ask
+        raise UserError(f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how")
     try:
         return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:      # OSError covers an unreachable hub
         what = "is a folder without a usable model" if Path(model).is_dir() else "is not a folder, and can't be loaded from the hub"
         raise UserError(f"model={model!r} {what}: {str(error).splitlines()[0]}") from None
+
+
+def check_context(model_config, model: str, max_prompt_length: int, max_completion_length: int) -> None:
+    """A UserError if the model has fewer positions than a prompt and its completion need. Stretched ones (YaRN and so on) are left to vLLM."""
+    stretched = (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit and not stretched and max_prompt_length + max_completion_length > limit:
+        raise UserError(f"max_prompt_length={max_prompt_length} + max_completion_length={max_completion_length} is more than the {limit} positions of model={model!r}")
 
 
 def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:

@@ -27,6 +27,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
     else:
         source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
     rows = data.load_rows(*source, seed=0)[:c["eval_max_prompts"]]
+    R.check_answers(c["reward_funcs"][:1], rows[0], source[0])
     return data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
 
 

@@ -216,6 +216,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
 
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
     G, world = c["num_generations"], dist.get_world_size()
+    targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
     plan, cut = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], G if couples_rows(c) else 1)
     coefficients, value, first = None, 0.0, "old_logps" not in batch
     if cut:     # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
@@ -223,7 +224,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
         value = group_loss(scores.view(-1, G), targets, c, norm)
         coefficients, value = torch.autograd.grad(value, scores)[0], value.item()
     old_logps = torch.zeros_like(batch["sampler_logps"])
-    sums = torch.zeros(6, dtype=torch.float64)
+    sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = value
     for rows in plan:
         part = rollout.take(batch, rows)
@@ -231,23 +232,23 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
         if first:
             part["old_logps"] = logps.detach()
             old_logps[rows, :logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(logps, part, targets["advantages"].flatten()[rows].to(logps.device), beta, c, norm)
+        loss, low, high, kl = token_loss(logps, part, targets["advantages"].flatten()[rows], beta, c, norm)
         reported = loss.item()
         if couples_rows(c):
             scores = scores_of(logps, part["lengths"], c)
             if cut:
                 loss = loss + (coefficients[rows] * scores).sum()
             else:
-                whole = {k: v[rows[::G] // G].to(logps.device) for k, v in targets.items()}
+                whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
         # A NaN loss can have a finite gradient: make sure it has not, then the optimizer skips the step on every rank.
         # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
         engine.backward(loss * (world if math.isfinite(reported) else math.nan), scale_wrt_gas=False)
-        sums += torch.tensor([reported, entropy.sum().item(), kl.item(), low.sum().item(), high.sum().item(), 0])
+        sums += torch.tensor([reported, entropy.sum().item(), kl.item(), low.sum().item(), high.sum().item()])
     if first:
         batch["old_logps"] = old_logps
-    total, entropy, kl, low, high, _ = across_ranks(sums).tolist()
+    total, entropy, kl, low, high = across_ranks(sums).tolist()
     tokens = norm["tokens"]
     metrics = {"loss": total, "entropy": entropy / tokens, "clip_ratio/low": low / tokens, "clip_ratio/high": high / tokens}
     return metrics | ({"kl": kl / tokens} if "ref_logps" in batch else {})

@@ -119,6 +119,7 @@ def load_inputs(c: dict, world: int):
     if world % c["vllm_tensor_parallel_size"]:
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
     model_config, tokenizer = data.load_model_files(c["model"])
+    data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
     rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
     R.check_answers(c["reward_funcs"], rows[0], c["dataset_name"])
     rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
@@ -226,10 +227,12 @@ def main(argv) -> None:
             lengths = gather_groups(batch["lengths"].view(p, G))
             if reference is not None:
                 plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
-                batch["ref_logps"] = score_rows(reference.to(device), batch, plan)
-                ref_scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, G))
+                if c["reference_placement"] == "cpu":
+                    reference.to(device)
+                batch["ref_logps"] = score_rows(reference, batch, plan)
                 if c["reference_placement"] == "cpu":
                     reference.to("cpu")
+                ref_scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, G))
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
@@ -240,9 +243,11 @@ def main(argv) -> None:
                 group["lr"] = learning_rate_at(step, c)
             applied = True
             for update in range(c["num_iterations"]):
-                metrics = accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
+                found = accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
                 if update == 0:
-                    mismatch = sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
+                    metrics = found | sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
+                else:       # loss, entropy and KL are those of the policy that sampled; clipping shows only in later updates
+                    metrics |= {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
                 engine.step()       # skips itself, on all ranks, when the gradient is not finite
                 applied = applied and engine.was_step_applied()
             skipped_in_a_row = 0 if applied else skipped_in_a_row + 1
@@ -263,7 +268,7 @@ def main(argv) -> None:
         shared = across_ranks(torch.tensor([clipped / len(rollouts), *reward_metrics.values(), *rollout.diversity_metrics(rollouts, G).values()])) / world
         names = ["completions/clipped_ratio", *reward_metrics, "completions/distinct_1", "completions/distinct_2", "completions/jaccard"]
         times = timer.take()
-        metrics |= mismatch | weights | dict(zip(names, shared.tolist())) | times | {
+        metrics |= weights | dict(zip(names, shared.tolist())) | times | {
             "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(), "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
             "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(), "tau": before["tau"], "beta": before["beta"],
             "delta_tau": state["tau"] - before["tau"], "delta_beta": state["beta"] - before["beta"], "controller/skipped": state["skipped"],

@@ -38,6 +38,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, words", [
     (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
     (["--dataset_name=nobody/nothing"], ["dataset_name='nobody/nothing'"]),
+    (["--dataset_name=tasks/countdown.py"], ["dataset_name='tasks/countdown.py'"]),
     (["--dataset_name=nowhere.jsonl"], ["dataset_name='nowhere.jsonl'"]),
     (["--dataset_name="], ["dataset_name"]),
     (["--dataset_config=5"], ["dataset_name='countdown'", "'5'"]),
@@ -46,11 +47,13 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
     (["--model=no/such/folder"], ["model='no/such/folder'"]),
     (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
     (["--model=nobody/nothing"], ["model='nobody/nothing'"]),
+    (["--model=runs/nothing"], ["model='runs/nothing'", "sft.py"]),
     (["--model="], ["model is empty"]),
     (["--num_generations=1", "--scale_rewards=group"], ["num_generations=1", "scale_rewards='group'"]),
     (["--max_prompt_length=5"], ["max_prompt_length=5", "10489 of 10489", "tokens"]),
     (["--max_prompt_length=5", "--long_prompts=drop"], ["max_prompt_length=5", "10489 of 10489"]),
     (["--reward_funcs=['magic']"], ["reward_funcs", "'magic'", "countdown"]),
+    (["--max_completion_length=1000"], ["max_prompt_length=32", "max_completion_length=1000", "1024 positions", "model="]),
     (["--vllm_tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
     (["--resume_from_checkpoint=/no/such/step_000001"], ["resume_from_checkpoint='/no/such/step_000001'"]),
     (["--resume_from_checkpoint=latest"], ["resume_from_checkpoint='latest'", "output_dir", "run"])])
@@ -76,7 +79,8 @@ def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
 
 def test_a_reward_that_can_not_read_the_answers_of_the_dataset_is_refused(refusal, tmp_path):
     path = jsonl(tmp_path / "mine.jsonl", {"prompt": "1+1", "answer": "2"})
-    assert all(word in refusal(f"--dataset_name={path}", "--eval_steps=0") for word in ("reward_funcs", "'countdown'", path))
+    assert all(word in refusal(f"--dataset_name={path}") for word in ("reward_funcs", "'countdown'", path))
+    assert all(word in refusal(f"--eval_dataset_name={path}") for word in ("reward_funcs", "'countdown'", path))
 
 
 @pytest.fixture
@@ -148,7 +152,7 @@ def test_help_says_how_to_run(flag, monkeypatch, capsys):
 def no_weights(tmp_path):
     """A model folder from which the weights were deleted."""
     folder, tokenizer = tmp_path / "model", sft.tiny_tokenizer()
-    sft.tiny_model(len(tokenizer), seed=0, layers=2).save_pretrained(folder)
+    sft.tiny_model(len(tokenizer), seed=0, layers=2, positions=4096).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     return folder

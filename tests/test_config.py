@@ -113,7 +113,7 @@ def test_files_that_can_not_be_read_are_named(tmp_path):
 
 def test_a_flag_without_a_value_is_named_even_before_a_stray_word():
     assert "--max_steps" in refusal("--max_steps", "3") and "--max_steps=" in refusal("--max_steps", "3")
-    assert "--dry_run" in refusal("--dry_run")
+    assert "--dry_run=" in refusal("--dry_run") and "--seed=" in refusal("-seed=3")
 
 
 BAD = [
@@ -130,7 +130,7 @@ BAD = [
     "seed=-1", "adam_beta1=1.0", "adam_beta1=-0.1", "adam_beta2=1.5", "save_steps=-2", "maxent_tau_warmup_steps=-2", "max_logp_difference=-0.5",
     "maxent_target_weight_entropy=-0.5", "epsilon_high=-0.5", "delta=0.5", "delta=1.1", "num_generations=1", "num_generations=0", "maxent_q_epsilon=0.2",
     "reward_funcs=[]", "reward_weights=[]", "reward_weights=[1.0, 2.0]", "reward_weights=[1e999]", "reward_weights=['1']", "reward_weights=[True]",
-    "output_dir=", "learning_rate=1e999",
+    "output_dir=", "output_dir=~/run", "model=~/model", "learning_rate=1e999",
 ]
 
 

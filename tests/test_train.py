@@ -133,5 +133,5 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     done = run("sft.py", "--model=tiny", f"--output_dir={tmp_path / 'sft'}", "--sft_steps=30", "--sft_batch_size=64", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "sft" / "sft.json").read_text())["loss"] < 2.0        # ln(101 tokens) = 4.6 before
+    assert json.loads((tmp_path / "sft" / "sft.json").read_text())["loss"] < 3.0        # ln(101 tokens) = 4.6 before
     assert 0.5e6 < sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "sft").parameters()) < 1.5e6
