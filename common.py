@@ -171,24 +171,30 @@ def check_config(c: dict) -> None:
     need(c["epsilon_high"] == -1 or c["epsilon_high"] >= 0, f"epsilon_high={c['epsilon_high']} must be -1 (as epsilon) or not negative")
     ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
     need(c["delta"] == -1 or c["delta"] >= ceiling, f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}")
-    need(c["vllm_gpu_memory_utilization"] < 1, f"vllm_gpu_memory_utilization={c['vllm_gpu_memory_utilization']} must be below 1: the learner needs memory too")
+    need(c["vllm_gpu_memory_utilization"] < 1,
+         f"vllm_gpu_memory_utilization={c['vllm_gpu_memory_utilization']} must be below 1: the learner needs memory too")
     need(len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
     need(len(c["reward_funcs"]) == len(c["reward_weights"]),
          f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}")
-    need(all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]), f"reward_weights={c['reward_weights']} must be finite numbers")
+    need(all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]),
+         f"reward_weights={c['reward_weights']} must be finite numbers")
     need(not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
     need(c["mode_entropy_coef"] == 0 or c["objective"] != "maxent", "mode_entropy_coef belongs to the policy-gradient objectives; "
          "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")
     if c["maxent_target_weight_entropy"] >= 0:
-        need(c["objective"] in ("maxent", "xdr"), f"maxent_target_weight_entropy steers the weights of maxent and xdr; objective={c['objective']!r} has none")
+        need(c["objective"] in ("maxent", "xdr"),
+             f"maxent_target_weight_entropy steers the weights of maxent and xdr; objective={c['objective']!r} has none")
         need(c["maxent_target_weight_entropy"] <= math.log(G), f"maxent_target_weight_entropy={c['maxent_target_weight_entropy']} is above "
              f"ln(num_generations) = {math.log(G):.3f}, which no weights can reach")
-        need(c["maxent_tau_max"] > c["maxent_tau_min"], f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered")
-        need(0 < c["maxent_tau"] < math.inf, f"maxent_tau={c['maxent_tau']} can't be steered: start it between maxent_tau_min and maxent_tau_max")
+        need(c["maxent_tau_max"] > c["maxent_tau_min"],
+             f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered")
+        need(c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
+             f"maxent_tau={c['maxent_tau']} is steered: start it between maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}")
     if c["kl_target"] > 0 and c["kl_horizon"] > 0 and c["kl_ctl_step_size"] > 0:
         need(c["beta"] > 0, f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0")
         need(c["beta_max"] > c["beta_min"], f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered")
-        need(c["kl_ctl_step_size"] < c["kl_horizon"], f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative")
+        need(c["kl_ctl_step_size"] < c["kl_horizon"],
+             f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative")
 
 
 def warn_config(c: dict, vocabulary: int) -> list[str]:
@@ -196,8 +202,8 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     warnings = []
     product, limit = c["maxent_q_temperature"] * c["maxent_tau"], 1 / math.log(vocabulary)
     if c["objective"] == "maxent" and product > limit * 1.001:
-        warnings.append(f"maxent_q_temperature * maxent_tau = {product:.3f} is above 1/ln(vocabulary {vocabulary}) = {limit:.3f}: the wrong answers of a group "
-                        f"outnumber the right ones and a target this flat feeds them; expect a policy that gets worse")
+        warnings.append(f"maxent_q_temperature * maxent_tau = {product:.3f} is above 1/ln(vocabulary {vocabulary}) = {limit:.3f}: the wrong answers "
+                        f"of a group outnumber the right ones and a target this flat feeds them; expect a policy that gets worse")
     if c["objective"] == "maxent" and c["maxent_loss"] == "listwise" and c["maxent_score_norm"] == "sum":
         warnings.append("maxent_score_norm='sum' has destroyed policies (held-out accuracy to 0 in 50 steps); 'length' is the safe choice")
     if c["maxent_target_weight_entropy"] >= 0 and c["maxent_tau_lr"] > 0.3:
@@ -232,7 +238,8 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl, so it is not a run of this program and will not be deleted")
     for key in ("model", "dataset_name", "eval_dataset_name"):
         if config[key] and Path(config[key]).resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{key}={config[key]!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: choose another --output_dir")
+            raise UserError(f"{key}={config[key]!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
+                            f"choose another --output_dir")
 
 
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:

@@ -40,7 +40,8 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
                         f"and an answer (column {answer_column!r}); its columns are: {columns}")
     for row in rows:
         if not isinstance(row["prompt"], str):
-            raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, not a {type(row['prompt']).__name__}")
+            raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
+                            f"not a {type(row['prompt']).__name__}")
         row.pop("completion", None)     # a reward's own argument
     if len(rows) < len(found):
         print(f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out")
@@ -97,7 +98,8 @@ def check_context(model_config, model: str, max_prompt_length: int, max_completi
     stretched = (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     limit = getattr(model_config, "max_position_embeddings", None)
     if limit and not stretched and max_prompt_length + max_completion_length > limit:
-        raise UserError(f"max_prompt_length={max_prompt_length} + max_completion_length={max_completion_length} is more than the {limit} positions of model={model!r}")
+        raise UserError(f"max_prompt_length={max_prompt_length} + max_completion_length={max_completion_length} is more than "
+                        f"the {limit} positions of model={model!r}")
 
 
 def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:

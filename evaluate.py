@@ -72,12 +72,14 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")       # a file, no window
     import matplotlib.pyplot as plt
-    panels = {"training reward": ("reward",), "held-out accuracy": ("eval/mean@", "eval/pass@"), "different correct answers": ("eval/distinct@", "eval/coverage@"),
+    panels = {"training reward": ("reward",), "held-out accuracy": ("eval/mean@", "eval/pass@"),
+              "different correct answers": ("eval/distinct@", "eval/coverage@"),
               "entropy per token (nats)": ("entropy",), "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
               "distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (title, wanted) in zip(axes.flat, panels.items()):
-        names = dict.fromkeys(key for line in lines for key in line for w in wanted if key == w or (w.endswith("@") and key.startswith(w) and key != "eval/pass@1"))
+        seen = dict.fromkeys(key for line in lines for key in line if key != "eval/pass@1")
+        names = [key for key in seen if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)]
         for name in names:
             points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             axis.plot(*zip(*points), marker="o" if name.startswith("eval/") else "", markersize=3, label=name.removeprefix("eval/"))

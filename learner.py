@@ -13,11 +13,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
-
 import loss as L
 import rollout
 from common import RunStopped, UserError
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
 
 # --- the model
 
@@ -28,7 +28,7 @@ class Policy(torch.nn.Module):
         super().__init__()
         head = lm.get_output_embeddings()
         if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
-            raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the chunked log-probs do not cover")
+            raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
         self.lm, self.temperature, self.chunk = lm, temperature, chunk
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True):
@@ -36,7 +36,8 @@ class Policy(torch.nn.Module):
         hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state        # (n, S, H)
         row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
         at = prompt_lengths[row] + t
-        flat = L.token_logps(hidden[row, at - 1], self.lm.get_output_embeddings().weight, ids[row, at], self.temperature, self.chunk, want_entropy)
+        head = self.lm.get_output_embeddings().weight
+        flat = L.token_logps(hidden[row, at - 1], head, ids[row, at], self.temperature, self.chunk, want_entropy)
         return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
 
 
@@ -263,7 +264,8 @@ def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:
     mean, ratio_mean = (across_ranks(torch.stack([d.abs().sum(), ratio.sum()])) / tokens).tolist()
     largest, ratio_max, ratio_min = across_ranks(torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX).tolist()
     if limit >= 0 and mean > limit:
-        raise RunStopped(f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), over "
-                         f"max_logp_difference={limit}: the rollout engine does not hold the policy's weights")
-    return {"sampling/sampling_logp_difference/mean": mean, "sampling/sampling_logp_difference/max": largest, "sampling/importance_sampling_ratio/mean": ratio_mean,
-            "sampling/importance_sampling_ratio/min": -ratio_min, "sampling/importance_sampling_ratio/max": ratio_max}
+        raise RunStopped(f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), "
+                         f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights")
+    found = {"sampling_logp_difference/mean": mean, "sampling_logp_difference/max": largest, "importance_sampling_ratio/mean": ratio_mean,
+             "importance_sampling_ratio/min": -ratio_min, "importance_sampling_ratio/max": ratio_max}
+    return {f"sampling/{name}": value for name, value in found.items()}

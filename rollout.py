@@ -13,6 +13,7 @@ import json
 import os
 import random
 import warnings
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class VllmEngine:
             tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",          # of the distribution that is sampled from: at the temperature
             generation_config="vllm",                    # not the model's own top_p and repetition penalty, which the loss knows nothing of
-            enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # a seeded prompt must not be cut (vLLM's CPU sampler fails)
+            enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # vLLM's CPU sampler fails on a seeded prompt that is cut
             enforce_eager=not self.on_gpu, enable_sleep_mode=self.sleeps, disable_log_stats=True,
             **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else {}))
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
@@ -52,10 +53,12 @@ class VllmEngine:
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict) -> list[dict]:
         requests = list(zip(prompts_ids, sampling["seeds"]))
         everyone, first = self.pool(requests)
-        params = [self.vllm.SamplingParams(n=n, temperature=sampling["temperature"], max_tokens=sampling["max_tokens"], seed=seed, logprobs=0,
-                                           flat_logprobs=True, stop_token_ids=sampling["stop_token_ids"], detokenize=False) for _, seed in everyone]
+        params = [self.vllm.SamplingParams(
+            n=n, temperature=sampling["temperature"], max_tokens=sampling["max_tokens"], stop_token_ids=sampling["stop_token_ids"], seed=seed,
+            logprobs=0, flat_logprobs=True, detokenize=False) for _, seed in everyone]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids, _ in everyone], params, use_tqdm=False)
-        return [{"prompt_ids": out.prompt_token_ids, "completion_ids": list(one.token_ids), "logprobs": one.logprobs.logprobs, "finish_reason": one.finish_reason}
+        return [{"prompt_ids": out.prompt_token_ids, "completion_ids": list(one.token_ids), "logprobs": one.logprobs.logprobs,
+                 "finish_reason": one.finish_reason}
                 for out in outputs[first:first + len(requests)] for one in out.outputs]
 
     def pool(self, requests: list) -> tuple[list, int]:
@@ -64,7 +67,7 @@ class VllmEngine:
             return requests, 0
         shares = [None] * self.tp
         dist.all_gather_object(shares, requests, group=self.group)
-        return sum(shares, []), sum(len(s) for s in shares[:dist.get_rank(self.group)])
+        return [request for share in shares for request in share], sum(len(share) for share in shares[:dist.get_rank(self.group)])
 
     def sync(self, named_parameters) -> None:
         """Takes over the weights of the iterator of (name, tensor); with tied embeddings it must also carry lm_head.weight."""
@@ -155,7 +158,8 @@ def stop_token_ids(model: str, tokenizer) -> list[int]:
     ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     found = [i for i in dict.fromkeys(ids) if i is not None]
     if not found:
-        raise UserError(f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in generation_config.json: completions would never end")
+        raise UserError(f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in generation_config.json: "
+                        f"completions would never end")
     return found
 
 
@@ -172,7 +176,7 @@ def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: 
         raise RuntimeError(f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}")
     for r in rollouts:
         if not r["completion_ids"] or len(r["completion_ids"]) != len(r["logprobs"]):
-            raise RuntimeError(f"the rollout engine returned {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs for one completion")
+            raise RuntimeError(f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs")
     texts = tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True)
     return [{**r, "text": text} for r, text in zip(rollouts, texts)]
 
@@ -206,12 +210,12 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     sums = torch.zeros(3, dtype=torch.float64)
     for g in range(0, len(rollouts), n):
         group = [r["completion_ids"] for r in rollouts[g:g + n]]
-        pairs = [list(zip(ids, ids[1:])) for ids in group]
+        pairs = [list(pairwise(ids)) for ids in group]
         for k, grams in enumerate((group, pairs)):
             sums[k] += len(set().union(*grams)) / max(1, sum(map(len, grams)))
         _, column = torch.cat([torch.tensor(ids) for ids in group]).unique(return_inverse=True)
-        present = torch.zeros(n, int(column.max()) + 1).index_put((torch.arange(n).repeat_interleave(torch.tensor([len(ids) for ids in group])), column),
-                                                                  torch.tensor(1.0))
+        member = torch.arange(n).repeat_interleave(torch.tensor([len(ids) for ids in group]))
+        present = torch.zeros(n, int(column.max()) + 1).index_put((member, column), torch.tensor(1.0))      # (n, different tokens)
         shared = present @ present.T                                    # (n, n) sizes of intersections
         size = present.sum(1)
         jaccard = shared / (size[:, None] + size - shared)
@@ -224,7 +228,8 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     group, scores = rollouts[:rewards.shape[1]], rewards[0].tolist()
     lines = [f"prompt ({len(group[0]['prompt_ids'])} tokens): {tokenizer.decode(group[0]['prompt_ids'])!r}"]
     for i in (scores.index(max(scores)), scores.index(min(scores))):
-        lines.append(f"  reward {scores[i]:.3f}, {len(group[i]['completion_ids'])} tokens ({group[i]['finish_reason']}): {tokenizer.decode(group[i]['completion_ids'])!r}")
+        ids = group[i]["completion_ids"]
+        lines.append(f"  reward {scores[i]:.3f}, {len(ids)} tokens ({group[i]['finish_reason']}): {tokenizer.decode(ids)!r}")
     return "\n".join(lines)
 
 
@@ -235,5 +240,6 @@ def log_rollouts(folder, rollouts: list[dict], rewards: torch.Tensor, rows: list
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(rollouts, rewards.flatten().tolist())):
             row = rows[i // rewards.shape[1]]
-            file.write(json.dumps({"step": step, "id": row["id"], "prompt": row["prompt"], "completion": r["text"], "reward": reward,
-                                   "finish_reason": r["finish_reason"], "tokens": len(r["completion_ids"]), "logprob": sum(r["logprobs"])}) + "\n")
+            file.write(json.dumps({
+                "step": step, "id": row["id"], "prompt": row["prompt"], "completion": r["text"], "reward": reward,
+                "finish_reason": r["finish_reason"], "tokens": len(r["completion_ids"]), "logprob": sum(r["logprobs"])}) + "\n")

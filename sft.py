@@ -53,8 +53,8 @@ def demonstrations(rows: list[dict], tokenizer, max_completion_length: int) -> l
     if not texts:
         raise UserError('dataset_name: none of its rows has "solutions", a list of texts to learn from')
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []} for _ in row.get("solutions", ())]
-              for row in rows]
+    groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []}
+               for _ in row.get("solutions", ())] for row in rows]
     return [short for group in groups if (short := [pair for pair in group if len(pair["completion_ids"]) <= max_completion_length])]
 
 
@@ -83,16 +83,18 @@ def main(argv) -> None:
     else:
         _, tokenizer = data.load_model_files(c["model"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
-    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
-    groups = demonstrations(data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]), tokenizer, c["max_completion_length"])
+    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"],
+                          c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+    groups = demonstrations(rows, tokenizer, c["max_completion_length"])
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
     if rank == 0:
         print(f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
               f"{tokenizer.decode(groups[0][0]['prompt_ids'] + groups[0][0]['completion_ids'])!r}")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
-    warmup = max(1, c["sft_steps"] // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (c["sft_steps"] - s) / (c["sft_steps"] - warmup + 1)))
+    steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1)))
     bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.time()
     for step in bar:
         batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)

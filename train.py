@@ -120,7 +120,8 @@ def load_inputs(c: dict, world: int):
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
     model_config, tokenizer = data.load_model_files(c["model"])
     data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
-    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"],
+                          c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
     R.check_answers(c["reward_funcs"], rows[0], c["dataset_name"])
     rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
     return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
@@ -143,14 +144,16 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, model_config, tokenizer, ro
         "vocabulary logits of a chunk": 3 * 4 * c["logprob_chunk_size"] * model_config.vocab_size,
     }
     print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
-    print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s); "
-          f"{c['num_iterations']} update(s) a step; at most {math.ceil(N // world * longest / tokens)} micro-batches of {tokens} tokens a rank if every row has all {longest} tokens")
+    print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
+          f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}")
     print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
     print("deepspeed:", json.dumps(deepspeed_config(c, dtype)))
     print(f"stop tokens: {rollout.stop_token_ids(c['model'], tokenizer)}")
     print(f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}")
-    print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:", *(f"  {v / 2**30:8.2f} GiB  {k}" for k, v in gib.items()),
-          f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)", sep="\n")
+    print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:")
+    print(*(f"  {size / 2**30:8.2f} GiB  {what}" for what, size in gib.items()), sep="\n")
+    print(f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
+          *(f"warning: {warning}" for warning in warn_config(c, model_config.vocab_size)), sep="\n")
 
 
 # --- the loop
@@ -232,13 +235,15 @@ def main(argv) -> None:
                 batch["ref_logps"] = score_rows(reference, batch, plan)
                 if c["reference_placement"] == "cpu":
                     reference.to("cpu")
-                ref_scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, G))
+                own_scores = L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"])
+                ref_scores = gather_groups(own_scores.view(p, G))
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
             targets = group_targets(rewards, ref_scores, state["tau"], state["beta"], c)
             mine = {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}
-            norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(lengths.sum()), "active": max(1, int(targets["active"].sum()))}
+            norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(lengths.sum()),
+                    "active": max(1, int(targets["active"].sum()))}
             for group in engine.optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, c)
             applied = True
@@ -265,26 +270,29 @@ def main(argv) -> None:
 
         # 7. what happened
         clipped = sum(r["finish_reason"] == "length" for r in rollouts)
-        shared = across_ranks(torch.tensor([clipped / len(rollouts), *reward_metrics.values(), *rollout.diversity_metrics(rollouts, G).values()])) / world
-        names = ["completions/clipped_ratio", *reward_metrics, "completions/distinct_1", "completions/distinct_2", "completions/jaccard"]
+        own = {"completions/clipped_ratio": clipped / len(rollouts), **reward_metrics, **rollout.diversity_metrics(rollouts, G)}
+        shared = across_ranks(torch.tensor(list(own.values()))) / world
         times = timer.take()
-        metrics |= weights | dict(zip(names, shared.tolist())) | times | {
-            "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(), "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
-            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(), "tau": before["tau"], "beta": before["beta"],
-            "delta_tau": state["tau"] - before["tau"], "delta_beta": state["beta"] - before["beta"], "controller/skipped": state["skipped"],
+        metrics |= weights | dict(zip(own, shared.tolist())) | times | {
+            "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(),
+            "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(),
+            "tau": before["tau"], "delta_tau": state["tau"] - before["tau"], "beta": before["beta"], "delta_beta": state["beta"] - before["beta"],
+            "controller/skipped": state["skipped"],
             "grad_norm": float(engine.get_global_grad_norm()), "learning_rate": learning_rate_at(step - 1, c), "skipped_steps": skipped_in_a_row,
             "tokens_per_second": norm["tokens"] / times["time/step"]}
         if rank == 0:
             log.write(step, metrics)
             bar.update()
-            bar.set_postfix_str(" ".join(f"{k.replace('_per_second', '/s')} {metrics[k]:.3g}" for k in ("reward", "kl", "entropy", "tokens_per_second") if k in metrics))
+            shown = {"reward": "reward", "kl": "kl", "entropy": "entropy", "tokens/s": "tokens_per_second"}
+            bar.set_postfix_str(" ".join(f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics))
         if c["log_rollouts_steps"] and step % c["log_rollouts_steps"] == 0:
             rollout.log_rollouts(folder, rollouts, own_rewards, batch_rows, step, rank)
         if step == 1 or step == c["max_steps"]:
             say(rollout.show(tokenizer, rollouts, own_rewards))
         if skipped_in_a_row >= c["max_skipped_steps"]:
-            raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); "
-                             f"the policy is as it was before them; lower learning_rate={c['learning_rate']} or look at rewards and log-probs in metrics.jsonl")
+            raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); the "
+                             f"policy is as it was before them; lower learning_rate={c['learning_rate']} or look into metrics.jsonl")
         if eval_rows and (step % c["eval_steps"] == 0 or step == c["max_steps"]):
             evaluate_now()
         if c["save_steps"] >= 0 and (step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 import learner
 import rollout
 from common import load_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = [[7, 20, 33, 41], [50, 51], [9, 8, 7, 6, 5, 90]]
 

@@ -163,10 +163,11 @@ def deepspeed_of(text: str) -> dict:
 
 
 def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path):
-    done = script(TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True")
+    done = script(TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True", "--maxent_tau=0.5")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "'<|user|>" in done.stdout and "<|assistant|>'" in done.stdout and "GiB" in done.stdout and "512 rows" in done.stdout
-    assert "maxent_tau = 0.2" in done.stdout and deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 0
+    assert "maxent_tau = 0.5" in done.stdout and "warning: maxent_q_temperature * maxent_tau = 0.500" in done.stdout
+    assert deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 0
     assert not (tmp_path / "run").exists()
 
 

@@ -108,7 +108,7 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
     batch["sampler_logps"] = batch["old_logps"].clone()
     assert sampler_mismatch(batch, int(batch["lengths"].sum()), 0.001)["sampling/sampling_logp_difference/mean"] == 0
     batch["sampler_logps"] = batch["old_logps"] - 0.2
-    with pytest.raises(RunStopped, match="0.200 nats"):
+    with pytest.raises(RunStopped, match=r"0\.200 nats"):
         sampler_mismatch(batch, int(batch["lengths"].sum()), 0.1)
 
 

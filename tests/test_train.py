@@ -52,10 +52,11 @@ def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
     lines = metrics_of(two_ranks[0])
     assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 3]      # evaluations at 0, 2 and the end
     step = lines[-2]
-    for name in ("reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm weights/entropy weights/entropy_norm weights/effective_rollouts "
-                 "weights/incorrect_mass weights/max tau beta delta_tau delta_beta completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1 "
-                 "completions/distinct_2 completions/jaccard time/rollout time/reward time/score time/learn time/sync time/step tokens_per_second reward/countdown/mean "
-                 "sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max").split():
+    for name in """reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm weights/entropy weights/entropy_norm
+                   weights/effective_rollouts weights/incorrect_mass weights/max tau beta delta_tau delta_beta completions/mean_length
+                   completions/max_length completions/clipped_ratio completions/distinct_1 completions/distinct_2 completions/jaccard time/rollout
+                   time/reward time/score time/learn time/sync time/step tokens_per_second reward/countdown/mean
+                   sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max""".split():
         assert name in step, name
     assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(lines[0])
     assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines if "reward" in line)
@@ -124,7 +125,8 @@ def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir,
 
 
 def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
-    done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0", "--max_steps=9", "--max_skipped_steps=2",
+    done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0",
+               "--max_steps=9", "--max_skipped_steps=2",
                patch=f"{PARITY}\nimport loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')", folder=tmp_path)
     assert done.returncode == 1 and "2 steps in a row had a non-finite loss" in done.stderr and "Traceback" not in done.stderr
     assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
