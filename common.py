@@ -265,8 +265,11 @@ class MetricsLog:
         self.wandb = None
         if config["report_to"] == "wandb":
             import wandb
-            self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config,
-                                    mode=config["wandb_mode"], dir=folder)
+            try:
+                self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config,
+                                        mode=config["wandb_mode"], dir=folder)
+            except wandb.errors.Error as error:
+                raise UserError(f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {error}; log in, or use --wandb_mode=offline") from None
 
     def write(self, step: int, metrics: dict) -> None:
         # NaN and infinity are not JSON: they become null, so that any reader can parse the file

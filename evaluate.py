@@ -8,6 +8,7 @@ distinct@k different correct answers (modes) among k          coverage@k  those 
 """
 import json
 import math
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -75,14 +76,19 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     panels = {"training reward": ("reward",), "held-out accuracy": ("eval/mean@", "eval/pass@"),
               "different correct answers": ("eval/distinct@", "eval/coverage@"),
               "entropy per token (nats)": ("entropy",), "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
-              "distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
+              "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (title, wanted) in zip(axes.flat, panels.items()):
         seen = dict.fromkeys(key for line in lines for key in line if key != "eval/pass@1")
         names = [key for key in seen if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)]
         for name in names:
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            axis.plot(*zip(*points), marker="o" if name.startswith("eval/") else "", markersize=3, label=name.removeprefix("eval/"))
+            steps, values = zip(*[(line["step"], line[name]) for line in lines if line.get(name) is not None])
+            if name.startswith("eval/"):
+                axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
+            else:       # single steps are noisy: faint, under their running mean
+                mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
+                line, = axis.plot(steps, mean, label=name)
+                axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         if names:

@@ -29,14 +29,14 @@ def math_reward(completion: str, answer: str, **row) -> float:
     r"""1.0 if the last \boxed{} of the completion equals `answer` according to math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
-    Not covered: an answer outside \boxed{} scores 0, whatever else the text says. math-verify gives up after 5 seconds.
+    Not covered: an answer outside \boxed{} scores 0, whatever else the text says. math-verify gives up after 1 second at each of its steps.
     """
     import math_verify
     boxed = last_boxed(completion[-10_000:])     # what a model boxes last is its answer; bounded, for it may be a megabyte
     if boxed is None or len(boxed) > 1000:
         return 0.0
-    gold, found = (math_verify.parse(f"\\boxed{{{text}}}") for text in (answer, boxed))
-    return float(bool(gold) and math_verify.verify(gold, found))
+    gold, found = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=1) for text in (answer, boxed))
+    return float(bool(gold) and math_verify.verify(gold, found, timeout_seconds=1))
 
 
 REWARDS = {"countdown": countdown.reward, "graph_coloring": graph_coloring.reward, "math": math_reward}

@@ -131,7 +131,8 @@ def script(*flags, **environment) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--max_stepz=3"], ["max_stepz", "max_steps"]), (["--num_generations=1"], ["num_generations=1"]), (["--model=no/such/folder"], ["model='no/such/folder'"])])
+    (["--max_stepz=3"], ["max_stepz", "max_steps"]), (["--num_generations=1"], ["num_generations=1"]),
+    (["--model=no/such/folder"], ["model='no/such/folder'"])])
 def test_the_script_ends_with_status_2_and_one_line(flags, words, tmp_path):
     done = script(TINY, f"--output_dir={tmp_path / 'run'}", *flags)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -192,7 +192,8 @@ def test_the_published_settings_are_those_of_the_issue():
     assert [half[k] for k in ("model", "num_generations", "learning_rate", "lr_scheduler_type", "max_completion_length", "objective", "maxent_tau")] == [
         "Qwen/Qwen2.5-0.5B-Instruct", 16, 2e-7, "constant", 192, "xdr", 0.05]
     maths = load_config([str(ROOT / "config" / "math_maxent.py")])
-    assert [maths[k] for k in ("model", "dataset_name", "eval_dataset_name", "eval_dataset_split", "eval_prompt_column", "eval_answer_column", "eval_steps", "seed")] == [
+    assert [maths[k] for k in ("model", "dataset_name", "eval_dataset_name", "eval_dataset_split", "eval_prompt_column",
+                               "eval_answer_column", "eval_steps", "seed")] == [
         "Qwen/Qwen2.5-1.5B-Instruct", "open-r1/OpenR1-Math-220k", "HuggingFaceH4/MATH-500", "test", "problem", "answer", 25, 42]
 
 

@@ -85,7 +85,8 @@ def test_other_columns_are_renamed_to_prompt_and_answer(tmp_path):
 
 
 def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys):
-    path = jsonl(tmp_path, {"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "", "answer": "1"}, {"prompt": "c", "answer": ""}, {"prompt": "d", "answer": None})
+    path = jsonl(tmp_path, {"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "", "answer": "1"}, {"prompt": "c", "answer": ""},
+                 {"prompt": "d", "answer": None})
     assert [row["prompt"] for row in load(path)] == ["a"]
     assert "4 of 5" in capsys.readouterr().out
 
@@ -193,7 +194,8 @@ def test_a_megabyte_of_open_boxes_costs_no_time():
 
 
 @pytest.mark.parametrize("box, answer, expected", [
-    (r"\frac{1}{2}", "0.5", 1), ("0.5", r"\frac{1}{2}", 1), (r"\frac12", "1/2", 1), ("4", "4", 1), ("4.0", "4", 1), ("5", "4", 0), (r"2\sqrt{3}", r"\sqrt{12}", 1),
+    (r"\frac{1}{2}", "0.5", 1), ("0.5", r"\frac{1}{2}", 1), (r"\frac12", "1/2", 1), ("4", "4", 1), ("4.0", "4", 1), ("5", "4", 0),
+    (r"2\sqrt{3}", r"\sqrt{12}", 1),
     (r"\{1, 2\}", r"\{2,1\}", 1), ("(1,2)", "(2,1)", 0), ("x+1", "1+x", 1), ("", "4", 0), ("-3", "3", 0), ("4", 4, 1)])
 def test_math_reward_compares_values_not_spellings(box, answer, expected):
     assert rewards.math_reward(f"I get \\boxed{{{box}}}.", answer) == expected
