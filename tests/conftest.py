@@ -20,3 +20,13 @@ def tiny_model_dir(tmp_path_factory) -> Path:
     sft.tiny_model(len(tokenizer), seed=0, layers=2).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left_behind():
+    """A module that starts torch.distributed in this process must not leave its address to the scripts that others start."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)

@@ -99,3 +99,5 @@ def tensor_parallel(model: str) -> dict:
 
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](sys.argv[2])), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()       # else gloo's threads may abort the process as it ends

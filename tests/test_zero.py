@@ -20,6 +20,13 @@ def results(tiny_model_dir, tmp_path_factory):
     return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 
 
+def assert_same_weights(ours: dict, theirs: dict) -> None:
+    """Within 2e-5 after three AdamW steps of 1e-3, but for at most 1 in 10,000: AdamW divides by the gradient's own size, so where a
+    gradient is rounding noise the step is noise too, up to 1e-3 each."""
+    difference = torch.cat([(ours[name] - weight).abs().flatten() for name, weight in theirs.items()])
+    assert difference.max() < 3e-3 and (difference > 2e-5).float().mean() < 1e-4
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_at_any_zero_stage_learn_what_one_rank_learns(results, case, stage):
@@ -27,15 +34,13 @@ def test_two_ranks_at_any_zero_stage_learn_what_one_rank_learns(results, case, s
     assert one["applied"] and two["applied"]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
-    for name, weight in one["weights"].items():
-        assert torch.allclose(two["weights"][name], weight, atol=5e-5, rtol=0), name       # after three AdamW steps of 1e-3, in fp32
+    assert_same_weights(two["weights"], one["weights"])
 
 
 def test_cutting_groups_into_micro_batches_changes_nothing(results):
     whole, cut = results["maxent_1_0"], results["maxent_cut_1_0"]
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    for name, weight in whole["weights"].items():
-        assert torch.allclose(cut["weights"][name], weight, atol=5e-5, rtol=0), name
+    assert_same_weights(cut["weights"], whole["weights"])
 
 
 def test_the_cases_learn_different_things(results):

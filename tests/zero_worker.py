@@ -82,3 +82,5 @@ if __name__ == "__main__":
             result = three_updates(load_config([*common, *flags, f"--zero_stage={stage}"]), rank, world)
             if rank == 0:
                 torch.save(result, Path(out) / f"{name}_{world}_{stage}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()       # else gloo's threads may abort the process as it ends
