@@ -19,6 +19,7 @@ from common import RunStopped, UserError
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
 
+
 # --- the model
 
 class Policy(torch.nn.Module):
@@ -105,7 +106,7 @@ def dtype_of(c: dict) -> torch.dtype:
 
 def across_ranks(tensor, op=dist.ReduceOp.SUM):
     """`tensor` reduced over all ranks, on the CPU."""
-    tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
     dist.all_reduce(tensor, op)
     return tensor.cpu()
 

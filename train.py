@@ -32,24 +32,11 @@ import checkpoint
 import controllers
 import data
 import evaluate
+import learner
 import loss as L
 import rewards as R
 import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
-from learner import (
-    CheckedAdamW,
-    Policy,
-    accumulate_gradients,
-    across_ranks,
-    agree_on_plan,
-    dtype_of,
-    gather_groups,
-    group_targets,
-    named_weights,
-    sampler_mismatch,
-    score_rows,
-    start_distributed,
-)
 
 # --- set-up
 
@@ -71,11 +58,11 @@ def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
     }
 
 
-def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> Policy:
+def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> learner.Policy:
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"])
+    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"])
 
 
 def load_policy(c: dict, dtype: torch.dtype):
@@ -83,7 +70,7 @@ def load_policy(c: dict, dtype: torch.dtype):
     policy = load_lm(c["model"], dtype, c, trains=True)
     settings = dict(lr=c["learning_rate"], betas=(c["adam_beta1"], c["adam_beta2"]), weight_decay=c["weight_decay"])
     if c["zero_stage"] == 0 and dtype == torch.float32:
-        optimizer = CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
+        optimizer = learner.CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
     else:
         optimizer = torch.optim.AdamW(policy.parameters(), **settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c, dtype))
@@ -161,7 +148,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, model_config, tokenizer, ro
 def main(argv) -> None:
     c = load_config(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    dtype = dtype_of(c)
+    dtype = learner.dtype_of(c)
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
     resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
     if not c["dry_run"]:
@@ -170,7 +157,7 @@ def main(argv) -> None:
     if c["dry_run"]:
         return dry_run(c, world, dtype, model_config, tokenizer, rows) if int(os.environ.get("RANK", 0)) == 0 else None
 
-    rank, world, device = start_distributed()
+    rank, world, device = learner.start_distributed()
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
     say(*(f"{k}={v!r}" for k, v in header.items()))
@@ -196,7 +183,7 @@ def main(argv) -> None:
 
     def sync():
         sampler.wake()
-        sampler.sync(named_weights(lm, c["zero_stage"]))
+        sampler.sync(learner.named_weights(lm, c["zero_stage"]))
 
     def evaluate_now():
         metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, stop_ids, c, rank, world)
@@ -222,25 +209,25 @@ def main(argv) -> None:
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
         with timer("reward"):
             own_rewards, reward_metrics = R.score(rollouts, batch_rows, c)
-            rewards = gather_groups(own_rewards)
+            rewards = learner.gather_groups(own_rewards)
 
         # 3. the reference's opinion of the same tokens
         with timer("score"):
             batch, ref_scores = rollout.to_batch(rollouts, device), None
-            lengths = gather_groups(batch["lengths"].view(p, G))
+            lengths = learner.gather_groups(batch["lengths"].view(p, G))
             if reference is not None:
-                plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+                plan, _ = learner.agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
                 if c["reference_placement"] == "cpu":
                     reference.to(device)
-                batch["ref_logps"] = score_rows(reference, batch, plan)
+                batch["ref_logps"] = learner.score_rows(reference, batch, plan)
                 if c["reference_placement"] == "cpu":
                     reference.to("cpu")
                 own_scores = L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"])
-                ref_scores = gather_groups(own_scores.view(p, G))
+                ref_scores = learner.gather_groups(own_scores.view(p, G))
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
-            targets = group_targets(rewards, ref_scores, state["tau"], state["beta"], c)
+            targets = learner.group_targets(rewards, ref_scores, state["tau"], state["beta"], c)
             mine = {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}
             norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(lengths.sum()),
                     "active": max(1, int(targets["active"].sum()))}
@@ -248,9 +235,9 @@ def main(argv) -> None:
                 group["lr"] = learning_rate_at(step, c)
             applied = True
             for update in range(c["num_iterations"]):
-                found = accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
+                found = learner.accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
                 if update == 0:
-                    metrics = found | sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
+                    metrics = found | learner.sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
                 else:       # loss, entropy and KL are those of the policy that sampled; clipping shows only in later updates
                     metrics |= {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
                 engine.step()       # skips itself, on all ranks, when the gradient is not finite
@@ -271,7 +258,7 @@ def main(argv) -> None:
         # 7. what happened
         clipped = sum(r["finish_reason"] == "length" for r in rollouts)
         own = {"completions/clipped_ratio": clipped / len(rollouts), **reward_metrics, **rollout.diversity_metrics(rollouts, G)}
-        shared = across_ranks(torch.tensor(list(own.values()))) / world
+        shared = learner.across_ranks(torch.tensor(list(own.values()))) / world
         times = timer.take()
         metrics |= weights | dict(zip(own, shared.tolist())) | times | {
             "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(),

@@ -59,6 +59,12 @@ def test_micro_batches_of_any_size_give_the_same_gradient(tiny_model_dir, object
         assert all(torch.allclose(split[name], whole[name], rtol=1e-4, atol=1e-5 * largest(whole)) for name in whole)
 
 
+def test_gradient_checkpointing_gives_the_same_gradient(tiny_model_dir):
+    plain, _ = gradients(tiny_model_dir, REWARDS)
+    recomputed, _ = gradients(tiny_model_dir, REWARDS, "--gradient_checkpointing=True")
+    assert all(torch.allclose(recomputed[name], plain[name], rtol=1e-5, atol=1e-7) for name in plain)
+
+
 def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
     infinite, _ = gradients(tiny_model_dir, REWARDS, "--objective=xdr", "--maxent_tau=inf")
     plain, _ = gradients(tiny_model_dir, REWARDS, "--objective=dr_grpo")
