@@ -8,6 +8,9 @@ RANKS ?= $(if $(GPU),1,2)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu")
 
+# one thread a rank: two that share a busy core wait for each other for seconds
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo test env clean
 
 # the stamp holds the hash of what was installed: a changed pin installs again

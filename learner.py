@@ -12,6 +12,7 @@ import socket
 import deepspeed
 import torch
 import torch.distributed as dist
+import transformers
 
 import loss as L
 import rollout
@@ -96,6 +97,7 @@ def start_distributed():
     if gpu:
         torch.cuda.set_device(device)
     deepspeed.utils.logger.setLevel("ERROR")
+    transformers.utils.logging.disable_progress_bar()       # of files that load in a blink, once per rank
     deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
     return dist.get_rank(), dist.get_world_size(), device
 

@@ -186,7 +186,8 @@ def main(argv) -> None:
         sampler.sync(learner.named_weights(lm, c["zero_stage"]))
 
     def evaluate_now():
-        metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, stop_ids, c, rank, world)
+        with timer("evaluate"):
+            metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, stop_ids, c, rank, world)
         if rank == 0:
             log.write(step, metrics)
         say(f"step {step}:", *(f"{k} {v:.3f}" for k, v in metrics.items()))
@@ -259,7 +260,8 @@ def main(argv) -> None:
         clipped = sum(r["finish_reason"] == "length" for r in rollouts)
         own = {"completions/clipped_ratio": clipped / len(rollouts), **reward_metrics, **rollout.diversity_metrics(rollouts, G)}
         shared = learner.across_ranks(torch.tensor(list(own.values()))) / world
-        times = timer.take()
+        times = timer.take()        # evaluate and checkpoint are those since the last line
+        busy = times["time/step"] - times.get("time/evaluate", 0) - times.get("time/checkpoint", 0)
         metrics |= weights | dict(zip(own, shared.tolist())) | times | {
             "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(),
             "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
@@ -267,7 +269,7 @@ def main(argv) -> None:
             "tau": before["tau"], "delta_tau": state["tau"] - before["tau"], "beta": before["beta"], "delta_beta": state["beta"] - before["beta"],
             "controller/skipped": state["skipped"],
             "grad_norm": float(engine.get_global_grad_norm()), "learning_rate": learning_rate_at(step - 1, c), "skipped_steps": skipped_in_a_row,
-            "tokens_per_second": norm["tokens"] / times["time/step"]}
+            "tokens_per_second": norm["tokens"] / busy}
         if rank == 0:
             log.write(step, metrics)
             bar.update()
