@@ -114,33 +114,35 @@ def load_inputs(c: dict, world: int):
     return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
 
 
-def dry_run(c: dict, world: int, dtype: torch.dtype, model_config, tokenizer, rows: list) -> None:
-    """Prints what a run of this config would do."""
+def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
+    """Prints what a run of this config would do; what needs the model's files or the data comes last, they may be out of reach."""
     N, longest = c["prompts_per_step"] * c["num_generations"], c["max_prompt_length"] + c["max_completion_length"]
-    with torch.device("meta"):
-        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
-    size, shard = dtype.itemsize, (lambda stage: world if c["zero_stage"] >= stage else 1)
-    tokens = c["max_tokens_per_micro_batch"]
-    activations = tokens * model_config.num_hidden_layers * (12 * model_config.hidden_size + 4 * model_config.intermediate_size) * size
-    gib = {
-        "weights": n * size / shard(3), "gradients": n * size / shard(2),
-        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n * (12 if size == 2 else 8) / shard(1),
-        "reference": 0 if c["beta"] == 0 else n * size / (world if c["reference_placement"] == "sharded" else 1),
-        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
-        "activations of a micro-batch": activations / (model_config.num_hidden_layers if c["gradient_checkpointing"] else 1),
-        "vocabulary logits of a chunk": 3 * 4 * c["logprob_chunk_size"] * model_config.vocab_size,
-    }
+    tokens, size = c["max_tokens_per_micro_batch"], dtype.itemsize
     print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
     print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
           f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}")
+    print("deepspeed:", json.dumps(deepspeed_config(c, dtype)), flush=True)
+
+    model, tokenizer, rows, _ = load_inputs(c, world)
+    with torch.device("meta"):
+        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+    share = [world if c["zero_stage"] >= stage else 1 for stage in range(4)]        # ranks that split what a ZeRO stage splits
+    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
+    gib = {
+        "weights": n * size / share[3], "gradients": n * size / share[2],
+        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n * (12 if size == 2 else 8) / share[1],
+        "reference": 0 if c["beta"] == 0 else n * size / (world if c["reference_placement"] == "sharded" else 1),
+        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
+        "activations of a micro-batch": tokens * layers * (12 * model.hidden_size + 4 * model.intermediate_size) * size,
+        "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
+    }
     print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
-    print("deepspeed:", json.dumps(deepspeed_config(c, dtype)))
     print(f"stop tokens: {rollout.stop_token_ids(c['model'], tokenizer)}")
     print(f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}")
     print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:")
-    print(*(f"  {size / 2**30:8.2f} GiB  {what}" for what, size in gib.items()), sep="\n")
+    print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
     print(f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
-          *(f"warning: {warning}" for warning in warn_config(c, model_config.vocab_size)), sep="\n")
+          *(f"warning: {warning}" for warning in warn_config(c, model.vocab_size)), sep="\n")
 
 
 # --- the loop
@@ -151,11 +153,10 @@ def main(argv) -> None:
     dtype = learner.dtype_of(c)
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
     resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
-    if not c["dry_run"]:
-        check_run_folder(c, resuming)
-    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
     if c["dry_run"]:
-        return dry_run(c, world, dtype, model_config, tokenizer, rows) if int(os.environ.get("RANK", 0)) == 0 else None
+        return dry_run(c, world, dtype)
+    check_run_folder(c, resuming)
+    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
 
     rank, world, device = learner.start_distributed()
     folder, header = Path(c["output_dir"]), run_header(world)
