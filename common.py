@@ -217,8 +217,10 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
 
 def run_header(world: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""
-    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv), "commit": git.stdout.strip() or "not a git checkout",
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv), "commit": commit or "not a git checkout",
             "host": platform.node(), "cpus": os.cpu_count(), "world_size": world, "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")}}
 

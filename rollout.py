@@ -29,13 +29,15 @@ class VllmEngine:
         # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config["vllm_kv_cache_gib"]))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")     # otherwise every rank is pinned to the same first core
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")     # ranks share the cores: the kernel places them
         try:
             import vllm
         except ImportError as error:
             raise UserError(f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU machine, requirements-cpu.txt "
                             f"on others, or choose the slow rollout_engine='hf'") from None
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        if device.type == "cpu":        # vLLM compiles one small function of its sampler there: needs g++, costs 2 s, gains nothing
+            torch._dynamo.config.disable = True
         self.vllm, self.on_gpu, self.tp = vllm, device.type == "cuda", config["vllm_tensor_parallel_size"]
         self.sleeps = self.on_gpu and config["vllm_enable_sleep_mode"]
         longest = config["max_prompt_length"] + config["max_completion_length"]
