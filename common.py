@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from controllers import steers_beta, steers_tau
+
 ROOT = Path(__file__).resolve().parent
 ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ours
 
@@ -181,7 +183,7 @@ def check_config(c: dict) -> None:
     need(not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
     need(c["mode_entropy_coef"] == 0 or c["objective"] != "maxent", "mode_entropy_coef belongs to the policy-gradient objectives; "
          "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")
-    if c["maxent_target_weight_entropy"] >= 0:
+    if steers_tau(c):
         need(c["objective"] in ("maxent", "xdr"),
              f"maxent_target_weight_entropy steers the weights of maxent and xdr; objective={c['objective']!r} has none")
         need(c["maxent_target_weight_entropy"] <= math.log(G), f"maxent_target_weight_entropy={c['maxent_target_weight_entropy']} is above "
@@ -190,7 +192,7 @@ def check_config(c: dict) -> None:
              f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered")
         need(c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
              f"maxent_tau={c['maxent_tau']} is steered: start it between maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}")
-    if c["kl_target"] > 0 and c["kl_horizon"] > 0 and c["kl_ctl_step_size"] > 0:
+    if steers_beta(c):
         need(c["beta"] > 0, f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0")
         need(c["beta_max"] > c["beta_min"], f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered")
         need(c["kl_ctl_step_size"] < c["kl_horizon"],
@@ -206,9 +208,9 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
                         f"of a group outnumber the right ones and a target this flat feeds them; expect a policy that gets worse")
     if c["objective"] == "maxent" and c["maxent_loss"] == "listwise" and c["maxent_score_norm"] == "sum":
         warnings.append("maxent_score_norm='sum' has destroyed policies (held-out accuracy to 0 in 50 steps); 'length' is the safe choice")
-    if c["maxent_target_weight_entropy"] >= 0 and c["maxent_tau_lr"] > 0.3:
+    if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target")
-    if c["maxent_target_weight_entropy"] >= 0 and c["objective"] == "xdr":
+    if steers_tau(c) and c["objective"] == "xdr":
         warnings.append("under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way")
     return warnings
 

@@ -125,6 +125,12 @@ def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: 
     return [{**row, "prompt_ids": prompt} for i, (row, prompt) in enumerate(zip(rows, ids)) if i not in drop]
 
 
+def training_rows(c: dict, tokenizer) -> list[dict]:
+    """All rows of the config's training dataset, encoded: what train.py and sft.py learn from."""
+    rows = load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+
+
 @lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)

@@ -83,10 +83,7 @@ def main(argv) -> None:
     else:
         _, tokenizer = data.load_model_files(c["model"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
-    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"],
-                          c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
-    rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
-    groups = demonstrations(rows, tokenizer, c["max_completion_length"])
+    groups = demonstrations(data.training_rows(c, tokenizer), tokenizer, c["max_completion_length"])
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
     if rank == 0:

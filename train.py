@@ -107,10 +107,8 @@ def load_inputs(c: dict, world: int):
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
     model_config, tokenizer = data.load_model_files(c["model"])
     data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
-    rows = data.load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"],
-                          c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+    rows = data.training_rows(c, tokenizer)
     R.check_answers(c["reward_funcs"], rows[0], c["dataset_name"])
-    rows = data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
     return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
 
 
@@ -154,7 +152,7 @@ def main(argv) -> None:
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
     resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
     if c["dry_run"]:
-        return dry_run(c, world, dtype)
+        return dry_run(c, world, dtype) if int(os.environ.get("RANK", 0)) == 0 else None
     check_run_folder(c, resuming)
     model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
 
