@@ -25,12 +25,19 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop"),
     "rollout_engine": ("vllm", "hf"),
-    "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo"),
+    "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"),
     "scale_rewards": ("", "group", "batch", "none"),
-    "importance_sampling": ("token_truncate", "token_mask", "none"),
+    "importance_sampling": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric", "none"),
+    "kl_loss_type": ("k3", "k2"),
     "maxent_score_norm": ("length", "constant", "sum"),
-    "maxent_loss": ("listwise", "policy_gradient"),
+    "mode_entropy_score_norm": ("length", "constant", "sum"),
+    "maxent_loss": ("listwise", "policy_gradient", "mle"),
+    "xdr_utility": ("advantage", "surrogate"),
     "maxent_skip_equal_groups": ("all", "wrong", "none"),
+    "controller_meta_method": ("analytic", "first_order", "truncated_backprop"),
+    "controller_meta_optimizer": ("sgd", "adam"),
+    "info_seed_loss_type": ("infonce", "ce"),
+    "info_seed_pooling": ("mean", "last"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),
     "zero_stage": (0, 1, 2, 3),
     "reference_placement": ("device", "sharded", "cpu"),
@@ -39,10 +46,14 @@ CHOICES = {
 }
 POSITIVE = ("prompts_per_step", "max_prompt_length", "max_completion_length", "temperature", "maxent_q_temperature", "max_steps",
             "learning_rate", "max_tokens_per_micro_batch", "logprob_chunk_size", "max_skipped_steps", "importance_sampling_cap",
-            "maxent_tau_min", "beta_min", "maxent_tau_lr", "vllm_kv_cache_gib", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
-            "eval_max_prompts", "eval_num_generations", "eval_temperature", "sft_steps", "sft_batch_size", "sft_learning_rate", "num_iterations")
-NOT_NEGATIVE = ("beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef", "epsilon", "kl_target", "kl_horizon", "kl_ctl_step_size",
-                "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_total_limit", "log_rollouts_steps", "seed")
+            "cispo_epsilon_max", "maxent_tau_min", "beta_min", "maxent_tau_lr", "controller_meta_lr", "info_seed_temperature", "controller_meta_update_interval",
+            "controller_meta_truncation_steps", "controller_meta_virtual_lr", "vllm_kv_cache_gib", "vllm_gpu_memory_utilization",
+            "vllm_tensor_parallel_size", "eval_max_prompts", "eval_num_generations", "eval_seeds", "eval_temperature", "sft_steps",
+            "sft_batch_size", "sft_learning_rate", "num_iterations")
+NOT_NEGATIVE = ("info_seed_lambda", "info_seed_reward", "beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef", "policy_entropy_bonus_coef", "token_entropy_coef",
+                "seed_grpo_alpha", "epsilon", "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_target_horizon",
+                "controller_meta_beta_grad_clip", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_total_limit",
+                "log_rollouts_steps", "seed")
 
 
 class UserError(ValueError):
@@ -164,12 +175,18 @@ def check_config(c: dict) -> None:
         need(not c[key].startswith("~"), f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path")
     for key in ("adam_beta1", "adam_beta2"):
         need(0 <= c[key] < 1, f"{key}={c[key]} must be at least 0 and below 1")
-    for key in ("max_logp_difference", "maxent_target_weight_entropy", "maxent_tau_warmup_steps", "save_steps"):
+    for key in ("max_logp_difference", "maxent_target_weight_entropy", "maxent_target_excess_entropy", "maxent_target_final",
+                "maxent_tau_warmup_steps", "save_steps", "controller_meta_tau_lr", "controller_meta_beta_lr"):
         need(c[key] == -1 or c[key] >= 0, f"{key}={c[key]} must be -1 or not negative")
     G = c["num_generations"]
     need(G >= 2, f"num_generations={G} must be at least 2: a completion is compared with its group (the group's mean, its standard deviation "
                  f"under scale_rewards={c['scale_rewards']!r}), and alone it has advantage 0")
-    need(c["maxent_q_epsilon"] * G <= 1, f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1/num_generations = {1 / G:.4f}")
+    if c["info_seed_enabled"]:
+        need("{seed}" in c["info_seed_prompt_template"], f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}")
+        need(c["info_seed_num_seeds"] >= 2, f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't be told from another")
+        need(c["prompts_per_step"] >= 2, "info_seed_enabled=True needs prompts_per_step of at least 2: a seed's completions are compared over prompts")
+        G += c["info_seed_num_seeds"]
+    need(c["maxent_q_epsilon"] * G <= 1, f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = {1 / G:.4f}")
     need(c["epsilon_high"] == -1 or c["epsilon_high"] >= 0, f"epsilon_high={c['epsilon_high']} must be -1 (as epsilon) or not negative")
     ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
     need(c["delta"] == -1 or c["delta"] >= ceiling, f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}")
@@ -183,20 +200,43 @@ def check_config(c: dict) -> None:
     need(not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
     need(c["mode_entropy_coef"] == 0 or c["objective"] != "maxent", "mode_entropy_coef belongs to the policy-gradient objectives; "
          "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")
-    if steers_tau(c):
-        need(c["objective"] in ("maxent", "xdr"),
-             f"maxent_target_weight_entropy steers the weights of maxent and xdr; objective={c['objective']!r} has none")
-        need(c["maxent_target_weight_entropy"] <= math.log(G), f"maxent_target_weight_entropy={c['maxent_target_weight_entropy']} is above "
-             f"ln(num_generations) = {math.log(G):.3f}, which no weights can reach")
+    need(not c["xdr_ref_tilt"] or (c["objective"] == "xdr" and c["beta"] > 0),
+         f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}")
+    need(not c["xdr_mode_adaptive_tau"] or c["objective"] == "xdr", f"xdr_mode_adaptive_tau=True needs objective='xdr', not {c['objective']!r}")
+    check_controllers(c, need)
+
+
+def check_controllers(c: dict, need) -> None:
+    """The targets of tau and beta must be reachable, and their start inside the bounds."""
+    meta, G = c["controller_meta_enabled"], c["num_generations"] + (c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0)
+    entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
+    need(entropy == -1 or excess == -1, f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are both on: choose one")
+    need(excess == -1 or 0 < excess < 1, f"maxent_target_excess_entropy={excess} must lie between 0 and 1")
+    if c["maxent_target_final"] >= 0:
+        need(entropy >= 0 or excess >= 0, f"maxent_target_final={c['maxent_target_final']} needs a target to start from")
+        need(c["maxent_target_horizon"] > 0, f"maxent_target_final={c['maxent_target_final']} needs maxent_target_horizon > 0, in how many steps to get there")
+        need(excess == -1 or 0 < c["maxent_target_final"] < 1, f"maxent_target_final={c['maxent_target_final']} is of an excess entropy: between 0 and 1")
+    highest = max(entropy, c["maxent_target_final"] if entropy >= 0 else -1)
+    need(highest <= math.log(G), f"maxent_target_weight_entropy or maxent_target_final, {highest}, is above ln(rows of a group) = {math.log(G):.3f}, "
+                                 f"which no weights can reach")
+    if meta:
+        need(c["objective"] == "maxent", f"controller_meta_enabled=True steers the weights of maxent; objective={c['objective']!r} has none that it knows")
+        need(entropy >= 0 and c["kl_target"] > 0, f"controller_meta_enabled=True needs both targets, maxent_target_weight_entropy={entropy} and "
+                                                  f"kl_target={c['kl_target']}")
+        need(c["controller_meta_virtual_lr"] < 4, f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or virtual steps overshoot for ever")
+    if meta or steers_tau(c):
+        need(c["objective"] in ("maxent", "xdr"), f"an entropy target steers the weights of maxent and xdr; objective={c['objective']!r} has none")
         need(c["maxent_tau_max"] > c["maxent_tau_min"],
              f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered")
         need(c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
              f"maxent_tau={c['maxent_tau']} is steered: start it between maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}")
-    if steers_beta(c):
+    if meta or steers_beta(c):
         need(c["beta"] > 0, f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0")
         need(c["beta_max"] > c["beta_min"], f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered")
-        need(c["kl_ctl_step_size"] < c["kl_horizon"],
-             f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative")
+        need(c["beta_min"] <= c["beta"] <= c["beta_max"],
+             f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and beta_max={c['beta_max']}")
+    need(not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
+         f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative")
 
 
 def warn_config(c: dict, vocabulary: int) -> list[str]:
@@ -212,6 +252,14 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         warnings.append(f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target")
     if steers_tau(c) and c["objective"] == "xdr":
         warnings.append("under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way")
+    reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]      # range of log q, if a reward is in 0..1
+    if c["controller_meta_enabled"] and c["controller_meta_method"] != "analytic":
+        if c["maxent_tau"] + c["beta"] < 0.05 * reach:
+            warnings.append(f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of log q = {0.05 * reach:.3f}: the weights are "
+                            f"saturated and controller_meta_method={c['controller_meta_method']!r} has no gradient to follow; start both higher")
+        if c["controller_meta_optimizer"] == "sgd":
+            warnings.append(f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where its gradient is small: use "
+                            f"controller_meta_optimizer='adam'")
     return warnings
 
 

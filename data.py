@@ -125,6 +125,21 @@ def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: 
     return [{**row, "prompt_ids": prompt} for i, (row, prompt) in enumerate(zip(rows, ids)) if i not in drop]
 
 
+def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
+    """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with {seed} and {prompt} filled in, or added to the
+    prompt where it doesn't hold {prompt}. One over max_prompt_length is a UserError."""
+    template = c["info_seed_prompt_template"] if "{prompt}" in c["info_seed_prompt_template"] else "{prompt}\n" + c["info_seed_prompt_template"]
+    before, after = template.replace("{seed}", "\0").split("{prompt}", 1)      # in this order: a prompt may hold braces itself
+    prompts = [before.replace("\0", str(z)) + row["prompt"] + after.replace("\0", str(z)) for z in range(c["info_seed_num_seeds"])]
+    texts = [render_prompt(row | {"prompt": prompt}, tokenizer, c["system_prompt"]) for prompt in prompts]
+    ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    longest = max(map(len, ids))
+    if longest > c["max_prompt_length"]:
+        raise UserError(f"max_prompt_length={c['max_prompt_length']}: the prompt of row {row['id']!r} has {longest} tokens with its seed; "
+                        f"raise max_prompt_length")
+    return ids
+
+
 def training_rows(c: dict, tokenizer) -> list[dict]:
     """All rows of the config's training dataset, encoded: what train.py and sft.py learn from."""
     rows = load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])

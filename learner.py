@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import loss as L
+import rewards as R
 import rollout
 from common import RunStopped, UserError
 
@@ -26,20 +27,29 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo
 class Policy(torch.nn.Module):
     """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
 
-    def __init__(self, lm, temperature: float, chunk: int):
+    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0):
         super().__init__()
         head = lm.get_output_embeddings()
         if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
             raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
         self.lm, self.temperature, self.chunk = lm, temperature, chunk
+        self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
 
-    def forward(self, ids, prompt_lengths, lengths, want_entropy=True):
-        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,)."""
+    def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
+        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
+        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
         hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state        # (n, S, H)
         row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
         at = prompt_lengths[row] + t
+        if pool:
+            last = hidden[torch.arange(len(ids)), prompt_lengths + lengths - 1].float()
+            sums = torch.zeros_like(last).index_add(0, row, hidden[row, at].float())
+            pooled = last if pool == "last" else sums / lengths[:, None]
+            return pooled, None if self.seed_head is None else self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
         head = self.lm.get_output_embeddings().weight
         flat = L.token_logps(hidden[row, at - 1], head, ids[row, at], self.temperature, self.chunk, want_entropy)
+        if self.seed_head is not None:      # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
+            flat = (flat[0] + 0.0 * self.seed_head(hidden[:, -1]).sum(), flat[1])
         return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
 
 
@@ -152,66 +162,125 @@ def agree_on_plan(lengths, budget: int, unit: int) -> tuple[list, bool]:
 
 
 @torch.no_grad()
-def score_rows(model, batch: dict, plan: list):
-    """Log-probs (N, T) of all rows under `model`, 0 outside completions. No gradient, no entropy."""
-    logps = torch.zeros_like(batch["sampler_logps"])
+def score_rows(model, batch: dict, plan: list, entropy: bool = False):
+    """Log-probs (N, T) of all rows under `model`, or the entropies of its next-token distributions; 0 outside completions."""
+    found = torch.zeros_like(batch["sampler_logps"])
     for rows in plan:
         part = rollout.take(batch, rows)
-        values, _ = model(part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=False)
-        logps[rows, :values.shape[1]] = values
-    return logps
+        values = model(part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy)[int(entropy)]
+        found[rows, :values.shape[1]] = values
+    return found
 
 
 # --- the step's loss
 
-def group_targets(rewards, ref_scores, tau: float, beta: float, c: dict) -> dict:
-    """What the rewards (P, G) of the whole step ask of the policy: weights and active groups (maxent, xdr), advantages, all (P, G)."""
-    scale = c["scale_rewards"] or L.OWN_SCALE[c["objective"]]
-    targets = {"rewards": rewards, "active": ~L.equal_groups(rewards)}
+def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, c: dict) -> dict:
+    """What group_targets needs of the whole step, all ranks: "rewards", "lengths" and what this config asks for. Sets batch["ref_logps"]."""
+    def gather(values):
+        return gather_groups(values.view(len(rows), -1))
+    group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
+    plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+    if reference is not None:
+        if c["reference_placement"] == "cpu":
+            reference.to(batch["ids"].device)
+        batch["ref_logps"] = score_rows(reference, batch, plan)
+        if c["reference_placement"] == "cpu":
+            reference.to("cpu")
+        group["ref_scores"] = gather(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]))
+    if c["policy_entropy_bonus_coef"] > 0:
+        group["entropies"] = gather(score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"])
+    if c["objective"] == "seed_grpo":
+        group["clusters"] = gather(R.answer_clusters(rollouts, rows, c["reward_funcs"][0]))
+        group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
+    if c["xdr_mode_adaptive_tau"]:
+        modes = [len(modes or ()) for _, modes in R.correct_modes(rollouts, rows, c["reward_funcs"][0])]
+        group["correct_modes"] = gather(torch.tensor(modes))[:, 0]
+    return group
+
+
+def step_counts(targets: dict, lengths) -> dict:
+    """The normalisers of the step, all ranks: rows, prompts, completion tokens, active groups (at least 1)."""
+    return {"rows": lengths.numel(), "prompts": len(lengths), "tokens": int(lengths.sum()), "active": max(1, int(targets["active"].sum()))}
+
+
+def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+    """What the whole step asks of the policy: weights and active groups (maxent, xdr), advantages, all (P, G).
+
+    group: "rewards" and "lengths" (P, G); where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters",
+    "mean_logps" (P, G) and "correct_modes" (P,)."""
+    rewards, (P, G) = group["rewards"], group["rewards"].shape
+    shaped = rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"]) if "entropies" in group else rewards
     if c["objective"] == "maxent":
-        utilities = L.log_reward_targets(rewards, c["maxent_q_temperature"], c["maxent_q_epsilon"])
-        targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
-        targets["active"] = L.active_groups(rewards, c["maxent_skip_equal_groups"])
-    elif c["objective"] == "xdr":
-        targets["weights"] = L.maxent_weights(L.group_advantages(rewards, scale), None, tau, 0.0)
-    targets["advantages"] = L.objective_advantages(c["objective"], rewards, scale, tau, targets.get("weights"))
-    if c["objective"] == "maxent":
-        targets["advantages"] = targets["advantages"].masked_fill(~targets["active"][:, None], 0.0)
+        utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
+        weights = L.maxent_weights(utilities, group.get("ref_scores"), tau, beta)
+        active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
+        # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
+        advantages = (G * (weights - 1 / G)).masked_fill(~active[:, None], 0.0)
+        return {"rewards": rewards, "weights": weights, "active": active, "advantages": advantages, "utilities": utilities}
+    advantages = L.group_advantages(shaped, c["scale_rewards"] or L.OBJECTIVES[c["objective"]][1])
+    targets = {"rewards": rewards, "active": ~L.equal_groups(rewards), "advantages": advantages}
+    if c["objective"] == "xdr":
+        utilities = L.xdr_utilities(advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"])
+        taus = L.mode_adaptive_tau(tau, group["correct_modes"]) if c["xdr_mode_adaptive_tau"] else [tau] * P
+        targets["weights"] = L.xdr_weights(utilities, group.get("ref_scores"), taus, beta if c["xdr_ref_tilt"] else 0.0)
+        if not math.isinf(tau):         # infinite: the dr_grpo path, to the bit
+            targets["advantages"] = G * targets["weights"] * advantages
+    if c["objective"] == "seed_grpo":
+        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])
+        targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     return targets
 
 
 def couples_rows(c: dict) -> bool:
-    """Whether the loss of a row depends on the log-probs of the others in its group."""
-    return (c["objective"] == "maxent" and c["maxent_loss"] == "listwise") or c["mode_entropy_coef"] > 0
+    """Whether part of the loss is a function of a whole group's scores."""
+    return (c["objective"] == "maxent" and c["maxent_loss"] != "policy_gradient") or c["mode_entropy_coef"] > 0
 
 
 def scores_of(logps, lengths, c: dict):
-    """Sequence scores (n,) for group_loss: in maxent_score_norm, or plain sums for the mode-entropy term."""
-    return L.sequence_scores(logps, lengths, c["maxent_score_norm"] if c["objective"] == "maxent" else "sum", c["max_completion_length"])
+    """Sequence scores (n,) for group_loss, in the norm that its loss asks for."""
+    maxent_norm = "length" if c["maxent_loss"] == "mle" else c["maxent_score_norm"]
+    return L.sequence_scores(logps, lengths, maxent_norm if c["objective"] == "maxent" else c["mode_entropy_score_norm"], c["max_completion_length"])
 
 
 def group_loss(scores, targets: dict, c: dict, norm: dict):
-    """The part of the loss that couples the rows of a group, from their scores (p, G): listwise maxent or the mode-entropy term."""
+    """The part of the loss that takes the rows of a group together, from their scores (p, G): maxent or the mode-entropy term."""
     if c["objective"] == "maxent":
-        return L.listwise_loss(scores, targets["weights"], targets["active"], norm["active"])
+        loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
+        return loss(scores, targets["weights"], targets["active"], norm["active"])
     return c["mode_entropy_coef"] * L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * c["max_completion_length"])
 
 
-def token_loss(logps, part: dict, advantages, beta: float, c: dict, norm: dict) -> tuple:
-    """The part of the loss that is a sum over tokens: clipped surrogate and KL. (loss, clipped below, clipped above, KL sum)."""
+def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
+    """What a policy gradient maximises, per token, and the tokens clipped below and above: each (n, T), or (n, 1) for gspo."""
+    log_ratio = logps - part["old_logps"]
+    if c["objective"] == "cispo":
+        return L.cispo_surrogate(logps, log_ratio, advantages, c["cispo_epsilon_max"])
+    if c["objective"] == "gspo":
+        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]
+    high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]
+    return L.clipped_surrogate(log_ratio, advantages, c["epsilon"], high, c["delta"])
+
+
+def adds_kl(c: dict) -> bool:
+    """Whether beta * KL is a term of the loss; maxent and a tilted xdr have beta in their weights instead."""
+    return {"maxent": c["maxent_kl"], "xdr": not c["xdr_ref_tilt"]}.get(c["objective"], True)
+
+
+def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, norm: dict) -> tuple:
+    """The part of the loss that is a sum over tokens: surrogate, KL, entropy. (loss, clipped below, clipped above, KL sum)."""
     mask = completion_mask(part["lengths"])
-    share = L.token_weights(L.AGGREGATION[c["objective"]], mask, norm["rows"], norm["tokens"], c["max_completion_length"])
+    share = L.token_weights(L.OBJECTIVES[c["objective"]][0], mask, norm["rows"], norm["tokens"], c["max_completion_length"])     # (n, T)
     total, low, high, kl_sum = logps.new_zeros(()), mask & False, mask & False, logps.new_zeros(())
     if c["objective"] != "maxent" or c["maxent_loss"] == "policy_gradient":
-        surrogate, low, high = L.clipped_surrogate(logps, part["old_logps"], advantages, c["epsilon"],
-                                                   c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"], c["delta"])
-        correction = L.importance_ratio(part["old_logps"], part["sampler_logps"], c["importance_sampling"], c["importance_sampling_cap"])
-        total = total - (share * correction * surrogate).sum()
+        gain, low, high = surrogate(logps, part, advantages, c)
+        correction = L.importance_ratio(part["old_logps"], part["sampler_logps"], part["lengths"], c["importance_sampling"], c["importance_sampling_cap"])
+        total = total - (share * correction * gain).sum()
+    if c["objective"] == "token_entropy":
+        total = total - c["token_entropy_coef"] * (share * entropy).sum()
     if "ref_logps" in part:
-        kl = L.k3_kl(logps, part["ref_logps"]) * mask
-        kl_sum = kl.detach().sum()
-        if c["objective"] != "maxent" or c["maxent_kl"]:
-            total = total + beta * (share * kl).sum()
+        kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
+        if adds_kl(c):
+            total = total + beta * (share * {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]](logps, part["ref_logps"])).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
@@ -219,7 +288,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     """Forward and backward over all micro-batches of one update; the metrics of the step, over all ranks.
 
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
-    G, world = c["num_generations"], dist.get_world_size()
+    G, world = targets["rewards"].shape[1], dist.get_world_size()
     targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
     plan, cut = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], G if couples_rows(c) else 1)
     coefficients, value, first = None, 0.0, "old_logps" not in batch
@@ -236,7 +305,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
         if first:
             part["old_logps"] = logps.detach()
             old_logps[rows, :logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(logps, part, targets["advantages"].flatten()[rows], beta, c, norm)
+        loss, low, high, kl = token_loss(logps, entropy, part, targets["advantages"].flatten()[rows], beta, c, norm)
         reported = loss.item()
         if couples_rows(c):
             scores = scores_of(logps, part["lengths"], c)

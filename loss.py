@@ -8,16 +8,24 @@ knows before the first backward: so any split into micro-batches or ranks gives 
     grpo      clipped surrogate, mean over tokens of a row, then over rows        Shao et al. 2024, arXiv:2402.03300
     dapo      the same, mean over all tokens of the step                          Yu et al. 2025, arXiv:2503.14476
     dr_grpo   the same, sum over tokens / (N * L), advantages not scaled          Liu et al. 2025, arXiv:2503.20783
-    xdr       dr_grpo whose rows are weighted by G * softmax(A / tau)
+    gspo      the same as grpo with one ratio per row, exp(mean log ratio)        Zheng et al. 2025, arXiv:2507.18071
+    cispo     REINFORCE weighted by a capped, detached ratio, mean over tokens    MiniMax 2025, arXiv:2506.13585
+    xdr       dr_grpo whose rows are weighted by G * softmax(U / tau)
     maxent    cross-entropy from w = softmax((log q + beta * l) / (tau + beta)) to softmax(scores), over the group
+
+and two that exist to be compared with: seed_grpo (dr_grpo, advantages shrunk where the answers of a group differ, Chen et al. 2025,
+arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the entropy of every token).
 """
 import math
 
 import torch
 from torch import Tensor
 
-AGGREGATION = {"grpo": "row_mean", "dapo": "token_mean", "dr_grpo": "constant", "xdr": "constant", "maxent": "constant"}
-OWN_SCALE = {"grpo": "group", "dapo": "group", "dr_grpo": "none", "xdr": "none", "maxent": "none"}     # scale_rewards=""
+# objective: (how its tokens are aggregated, its own scale_rewards)
+OBJECTIVES = {
+    "maxent": ("constant", "none"), "xdr": ("constant", "none"), "grpo": ("row_mean", "group"), "dapo": ("token_mean", "group"),
+    "dr_grpo": ("constant", "none"), "gspo": ("row_mean", "group"), "cispo": ("token_mean", "group"),
+    "seed_grpo": ("constant", "none"), "token_entropy": ("constant", "none")}
 
 
 # --- rewards to advantages and weights, (P, G) in, (P, G) out
@@ -81,16 +89,44 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
     return (z / (tau + beta)).softmax(1)
 
 
-def objective_advantages(objective: str, rewards: Tensor, scale: str, tau: float, weights: Tensor | None) -> Tensor:
-    """The advantage of every row in the clipped surrogate, (P, G). xdr: G * a * A with a = softmax(A / tau), which is plain A
-    at tau = inf. maxent as a policy gradient: G * w - 1, that is (w - 1/G) in a sum over the group."""
-    G = rewards.shape[1]
-    if objective == "maxent":
-        return G * (weights - 1 / G)        # exactly 0 at w = 1/G, which G * w - 1 is not for every G
-    advantages = group_advantages(rewards, scale)
-    if objective == "xdr" and not math.isinf(tau):      # infinite: the dr_grpo path, to the bit
-        return G * maxent_weights(advantages, None, tau, 0.0) * advantages
-    return advantages
+def entropy_bonus(rewards: Tensor, entropies: Tensor, coef: float) -> Tensor:
+    """coef * std(r) * z per row, (P, G), to be added to the rewards: z is the z-score, within the group, of a row's mean token
+    entropy (P, G). 0 in groups whose rewards are equal (there is nothing to scale it by) or whose entropies are."""
+    centred = entropies - entropies.mean(1, keepdim=True)
+    z = centred / entropies.std(1, keepdim=True)
+    flat = equal_groups(rewards) | equal_groups(entropies)
+    return (coef * rewards.std(1, keepdim=True) * z).masked_fill(flat[:, None], 0.0)
+
+
+def xdr_utilities(advantages: Tensor, lengths: Tensor, kind: str, max_length: int) -> Tensor:
+    """What xdr's weights prefer, (P, G): the "advantage" A, or the "surrogate" A * T / L, the row's term of the loss: that one likes
+    length, and makes tau depend on L."""
+    return advantages if kind == "advantage" else advantages * lengths / max_length
+
+
+def mode_adaptive_tau(tau: float, correct_modes: Tensor) -> list[float]:
+    """tau * log 2 / log(1 + k) for each group, k = max(1, its different correct answers), (P,): tau itself while there is one."""
+    return [tau * math.log(2) / math.log1p(max(1.0, k)) for k in correct_modes.tolist()]
+
+
+def xdr_weights(utilities: Tensor, ref_scores: Tensor | None, taus: list[float], beta: float) -> Tensor:
+    """a = softmax((U + beta * l) / (tau_x + beta)), (P, G), one tau for each group."""
+    return torch.cat([maxent_weights(utilities[x:x + 1], None if ref_scores is None else ref_scores[x:x + 1], tau, beta)
+                      for x, tau in enumerate(taus)])
+
+
+def semantic_entropy(clusters: Tensor, mean_logps: Tensor) -> Tensor:
+    """H_sem, (P,), nats: the entropy over the answers of a group. clusters (P, G): rows of one number gave the same answer; the mass of
+    a cluster is that of its rows under the softmax over the group of their mean log-probs (P, G)."""
+    p = mean_logps.softmax(1)
+    same = clusters[:, :, None] == clusters[:, None, :]         # (P, G, G)
+    mass = (same * p[:, None, :]).sum(2)                        # of the row's own cluster
+    return -torch.xlogy(p, mass).sum(1)
+
+
+def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
+    """1 / (1 + alpha / log G * H_sem), (P, 1), G >= 2: seed_grpo trusts a group less the more its answers differ."""
+    return 1 / (1 + alpha / math.log(G) * entropy[:, None])
 
 
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
@@ -102,15 +138,18 @@ def active_groups(rewards: Tensor, skip: str) -> Tensor:
 
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     """How flat the weights are, means over active groups: entropy (nats), its share of ln G, exp(entropy), the largest
-    weight, and the mass on rows below the best reward of their group. Empty without an active group."""
+    weight, the mass on rows below the best reward of their group, and the excess entropy (H - ln n_top) / (ln G - ln n_top), n_top rows
+    at the best reward, which is 0 when only they have weight and 1 when w is uniform. Empty without an active group."""
     if not active.any():
         return {}
     w, r = weights[active], rewards[active]
-    entropy = torch.special.entr(w).sum(1)
-    wrong = (w * (r < r.amax(1, keepdim=True))).sum(1)
-    return {"weights/entropy": entropy.mean().item(), "weights/entropy_norm": (entropy / math.log(w.shape[1])).mean().item(),
-            "weights/effective_rollouts": entropy.exp().mean().item(), "weights/max": w.amax(1).mean().item(),
-            "weights/incorrect_mass": wrong.mean().item()}
+    H, G, top = torch.special.entr(w).sum(1), w.shape[1], r == r.amax(1, keepdim=True)
+    spread = top.sum(1) < G         # where all rows are best there is no room above ln n_top
+    excess = ((H - top.sum(1).log()) / (math.log(G) - top.sum(1).log()))[spread]
+    return {"weights/entropy": H.mean().item(), "weights/entropy_norm": (H / math.log(G)).mean().item(),
+            "weights/effective_rollouts": H.exp().mean().item(), "weights/max": w.amax(1).mean().item(),
+            "weights/incorrect_mass": (w * ~top).sum(1).mean().item(),
+            **({"weights/excess_entropy": excess.mean().item()} if spread.any() else {})}
 
 
 # --- losses
@@ -128,6 +167,12 @@ def listwise_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float |
     return cross_entropy.masked_fill(~active, 0.0).sum() / (norm if norm is not None else max(1, int(active.sum())))
 
 
+def mle_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float) -> Tensor:
+    """L = -sum_active sum_i w_i * s_i / norm, s the mean log-prob of a row (P, G): weighted imitation without a baseline. Groups of equal
+    rewards push their own samples, short ones more; for comparison only."""
+    return -(weights * scores).sum(1).masked_fill(~active, 0.0).sum() / norm
+
+
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
     """L = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax over C of S_i: a pull towards equally likely correct answers.
     C: rows at the best reward of a group that is not all equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L.
@@ -142,14 +187,21 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     return -((log_p * best).sum(1) / count[use]).sum() / norm
 
 
-def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0):
-    """PPO's min(c*A, clip(c, 1-low, 1+high)*A) per token, (N, T), with c = exp(logp - old_logp), and the two masks of clipped
-    tokens (below with A < 0, above with A > 0). delta > 0 caps c in the unclipped branch (two-sided clip). advantages (N,)."""
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0):
+    """PPO's min(c*A, clip(c, 1-low, 1+high)*A), (n, T), with c = exp(log_ratio), and the two masks of what is clipped (below with
+    A < 0, above with A > 0). delta > 0 caps c in the unclipped branch (two-sided clip). log_ratio (n, T), or (n, 1) of gspo; advantages (n,)."""
     A = advantages[:, None]
-    ratio = (logps - old_logps).clamp(max=20).exp()     # an infinite ratio would make clipped tokens and A = 0 NaN
+    ratio = log_ratio.clamp(max=20).exp()       # an infinite ratio would make clipped tokens and A = 0 NaN
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
     surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
     return surrogate, (ratio < 1 - low) & (A < 0), (ratio > 1 + high) & (A > 0)
+
+
+def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: float):
+    """min(c, cap) * A * logp per token, (n, T), the ratio detached: clipped tokens keep their gradient. Nothing is clipped below."""
+    A = advantages[:, None]
+    ratio = log_ratio.detach().clamp(max=20).exp()
+    return ratio.clamp(max=cap) * A * logps, torch.zeros_like(ratio, dtype=torch.bool), (ratio > cap) & (A > 0)
 
 
 def token_weights(aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int) -> Tensor:
@@ -166,11 +218,25 @@ def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return torch.exp(-d) + d - 1
 
 
-def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, kind: str, cap: float) -> Tensor:
-    """Weight of every token for the mismatch between trainer and sampler, (N, T), detached: exp(old_logp - sampler_logp), capped
-    ("token_truncate") or 0 above the cap ("token_mask"); 1 everywhere for "none"."""
-    ratio = (old_logps.detach() - sampler_logps).clamp(max=20).exp()
-    return {"token_truncate": ratio.clamp(max=cap), "token_mask": ratio * (ratio <= cap), "none": torch.ones_like(ratio)}[kind]
+def k2_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """d^2 / 2 with d = logp - ref_logp clamped to +-20: its gradient is that of the reverse KL, k3's that of the forward KL."""
+    return (logps - ref_logps).clamp(-20, 20) ** 2 / 2
+
+
+def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, lengths: Tensor, kind: str, cap: float) -> Tensor:
+    """Weight for the mismatch between trainer and sampler, detached: exp(old_logp - sampler_logp) of every token, (n, T), or exp of the
+    row's sum, (n, 1), capped ("token_truncate", "sequence_truncate") or 0 above the cap ("token_mask", "sequence_mask").
+    "sequence_geometric" is exp of the row's mean, capped: biased, but it does not explode with length. "none": 1.
+    Both log-probs are 0 outside completions; lengths (n,)."""
+    if kind == "none":
+        return torch.ones_like(old_logps)
+    d = old_logps.detach() - sampler_logps      # (n, T)
+    if kind.startswith("sequence"):
+        d = d.sum(1, keepdim=True)
+    if kind == "sequence_geometric":
+        d = d / lengths[:, None]
+    ratio = d.clamp(max=20).exp()
+    return ratio * (ratio <= cap) if kind.endswith("mask") else ratio.clamp(max=cap)
 
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)

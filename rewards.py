@@ -75,6 +75,19 @@ def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.T
     return total, metrics
 
 
+def answer_clusters(rollouts: list[dict], rows: list[dict], name: str) -> torch.Tensor:
+    """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones (reward `name` at least 1) are told apart by
+    their mode, wrong ones by the text of their answer; one without any answer is a cluster of its own."""
+    G, result = len(rollouts) // len(rows), []
+    for i, row in enumerate(rows):
+        task, seen = task_module(row["task"]), {}
+        for j, text in enumerate(r["text"] for r in rollouts[i * G:(i + 1) * G]):
+            right = REWARDS[name](text, **row) >= 1
+            key = (task.mode(text, row["answer"]) if task else "") if right else (last_boxed(text) or countdown.last_answer(text)).strip()
+            result.append(seen.setdefault((right, key) if right or key else ("none", j), len(seen)))
+    return torch.tensor(result).view(len(rows), G)
+
+
 def correct_modes(rollouts: list[dict], rows: list[dict], name: str) -> list[tuple[int, set | None]]:
     """Per prompt (number of correct completions, set of distinct correct answer modes or None for a task without modes).
     Correct means: reward `name` is at least 1."""

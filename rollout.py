@@ -244,4 +244,5 @@ def log_rollouts(folder, rollouts: list[dict], rewards: torch.Tensor, rows: list
             row = rows[i // rewards.shape[1]]
             file.write(json.dumps({
                 "step": step, "id": row["id"], "prompt": row["prompt"], "completion": r["text"], "reward": reward,
-                "finish_reason": r["finish_reason"], "tokens": len(r["completion_ids"]), "logprob": sum(r["logprobs"])}) + "\n")
+                "finish_reason": r["finish_reason"], "tokens": len(r["completion_ids"]), "logprob": sum(r["logprobs"]),
+                **({"seed_id": r["seed_id"]} if "seed_id" in r else {})}) + "\n")

@@ -14,7 +14,9 @@ Where this departs from the papers:
    With more updates the first one's log-probs serve as the old ones: no extra forward.
 4. Sampler and trainer compute slightly different log-probs. The ratio is measured every step and corrected, capped at 3
    (policy-gradient objectives; the fixed point of maxent does not depend on the sampling distribution).
-5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit.
+5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With xdr_ref_tilt beta is in these
+   weights and no longer in the loss: beta enters once.
+6. InfoSeed's class means leave out the whole prompt of the row that they judge, else chance would not be 1 / seeds.
 """
 import json
 import math
@@ -32,6 +34,7 @@ import checkpoint
 import controllers
 import data
 import evaluate
+import infoseed
 import learner
 import loss as L
 import rewards as R
@@ -62,7 +65,8 @@ def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> learner.Po
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"])
+    seeds = c["info_seed_num_seeds"] if trains and c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
+    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds)
 
 
 def load_policy(c: dict, dtype: torch.dtype):
@@ -175,7 +179,7 @@ def main(argv) -> None:
     if rank == 0:       # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
     dist.barrier()
-    lm, G = engine.module.lm, c["num_generations"]
+    lm, G, S = engine.module.lm, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
     log = MetricsLog(folder, c, step) if rank == 0 else None
     timer, skipped_in_a_row = Timer(), 0
@@ -202,42 +206,44 @@ def main(argv) -> None:
             batch_rows = data.prompts_for_step(rows, step, c["prompts_per_step"], c["seed"], rank, world)
             p = len(batch_rows)
             seeds = [rollout.prompt_seed(c["seed"], step, rank * p + i) for i in range(p)]
-            rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in batch_rows], G, {
-                "temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids, "seeds": seeds})
+            sampling = {"temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids, "seeds": seeds}
+            rollouts = base = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in batch_rows], G, sampling)
+            if S:
+                seeded = infoseed.completions(sampler, tokenizer, batch_rows, sampling, c)
+                rollouts = infoseed.join(base, seeded, p)
             sampler.sleep()
 
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
         with timer("reward"):
             own_rewards, reward_metrics = R.score(rollouts, batch_rows, c)
-            rewards = learner.gather_groups(own_rewards)
+            rewards = task_rewards = learner.gather_groups(own_rewards)
 
-        # 3. the reference's opinion of the same tokens
+        # 3. what else the objective wants to know of these completions: the reference's opinion, entropies, answers
         with timer("score"):
-            batch, ref_scores = rollout.to_batch(rollouts, device), None
-            lengths = learner.gather_groups(batch["lengths"].view(p, G))
-            if reference is not None:
-                plan, _ = learner.agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
-                if c["reference_placement"] == "cpu":
-                    reference.to(device)
-                batch["ref_logps"] = learner.score_rows(reference, batch, plan)
-                if c["reference_placement"] == "cpu":
-                    reference.to("cpu")
-                own_scores = L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"])
-                ref_scores = learner.gather_groups(own_scores.view(p, G))
+            batch = rollout.to_batch(rollouts, device)
+            if S:
+                seed_batch = infoseed.under_base_prompt(seeded, batch_rows, S, device)
+                h, log_q = infoseed.features(engine, seed_batch, c)
+                rewards = infoseed.add_rewards(task_rewards, log_q, S, c["info_seed_reward"])
+            group = learner.measure_groups(engine, reference, batch, rollouts, batch_rows, rewards, c)
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
-            targets = learner.group_targets(rewards, ref_scores, state["tau"], state["beta"], c)
+            targets = learner.group_targets(group, state["tau"], state["beta"], c)
             mine = {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}
-            norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(lengths.sum()),
-                    "active": max(1, int(targets["active"].sum()))}
-            for group in engine.optimizer.param_groups:
-                group["lr"] = learning_rate_at(step, c)
+            lengths = group["lengths"][:, :G]       # metrics are of the rows asked without a seed
+            norm = learner.step_counts(targets, group["lengths"])
+            for parameters in engine.optimizer.param_groups:
+                parameters["lr"] = learning_rate_at(step, c)
             applied = True
             for update in range(c["num_iterations"]):
                 found = learner.accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
+                if S and c["info_seed_lambda"] > 0:
+                    current = h if update == 0 else infoseed.features(engine, seed_batch, c)[0]
+                    found |= infoseed.accumulate_gradients(engine, seed_batch, current, c)
                 if update == 0:
-                    metrics = found | learner.sampler_mismatch(batch, norm["tokens"], c["max_logp_difference"])
+                    plain = torch.arange(len(rollouts)).view(p, -1)[:, :G].flatten()        # rows asked without a seed
+                    metrics = found | learner.sampler_mismatch(rollout.take(batch, plain), int(lengths.sum()), c["max_logp_difference"])
                 else:       # loss, entropy and KL are those of the policy that sampled; clipping shows only in later updates
                     metrics |= {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
                 engine.step()       # skips itself, on all ranks, when the gradient is not finite
@@ -247,8 +253,14 @@ def main(argv) -> None:
         # 5. controllers: tau and beta of the next step
         weights = L.weight_metrics(targets["weights"], rewards, targets["active"]) if "weights" in targets else {}
         before = state
-        state = controllers.update_tau(state, weights.get("weights/entropy"), c)
-        state = controllers.update_beta(state, metrics.get("kl"), c)
+        if c["controller_meta_enabled"]:
+            scores = L.sequence_scores(batch["old_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, -1)
+            measured = {"utilities": targets["utilities"], "ref_scores": group["ref_scores"], "scores": learner.gather_groups(scores)}
+            state, meta_metrics = controllers.meta_step(state, {k: v[targets["active"]] for k, v in measured.items()}, c)
+            metrics |= meta_metrics
+        else:
+            state = controllers.update_tau(state, weights.get(controllers.steering_entropy(c)), c)
+            state = controllers.update_beta(state, metrics.get("kl"), c)
         step += 1
 
         # 6. the sampler gets the new weights
@@ -256,14 +268,17 @@ def main(argv) -> None:
             sync()
 
         # 7. what happened
-        clipped = sum(r["finish_reason"] == "length" for r in rollouts)
-        own = {"completions/clipped_ratio": clipped / len(rollouts), **reward_metrics, **rollout.diversity_metrics(rollouts, G)}
+        clipped = sum(r["finish_reason"] == "length" for r in base)
+        own = {"completions/clipped_ratio": clipped / len(base), **reward_metrics, **rollout.diversity_metrics(base, G)}
         shared = learner.across_ranks(torch.tensor(list(own.values()))) / world
+        plain_rewards = task_rewards[:, :G]
+        if S:
+            metrics |= infoseed.measure(h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"])
         times = timer.take()        # evaluate and checkpoint are those since the last line
         busy = times["time/step"] - times.get("time/evaluate", 0) - times.get("time/checkpoint", 0)
         metrics |= weights | dict(zip(own, shared.tolist())) | times | {
-            "reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(),
-            "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+            "reward": plain_rewards.mean().item(), "reward_std": plain_rewards.std(1).mean().item(),
+            "frac_reward_zero_std": L.equal_groups(plain_rewards).float().mean().item(),
             "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(),
             "tau": before["tau"], "delta_tau": state["tau"] - before["tau"], "beta": before["beta"], "delta_beta": state["beta"] - before["beta"],
             "controller/skipped": state["skipped"],
@@ -277,7 +292,7 @@ def main(argv) -> None:
         if c["log_rollouts_steps"] and step % c["log_rollouts_steps"] == 0:
             rollout.log_rollouts(folder, rollouts, own_rewards, batch_rows, step, rank)
         if step == 1 or step == c["max_steps"]:
-            say(rollout.show(tokenizer, rollouts, own_rewards))
+            say(rollout.show(tokenizer, base, own_rewards[:, :G]))
         if skipped_in_a_row >= c["max_skipped_steps"]:
             raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); the "
                              f"policy is as it was before them; lower learning_rate={c['learning_rate']} or look into metrics.jsonl")

@@ -40,26 +40,38 @@ reward_funcs = ["countdown"]          # names in rewards.REWARDS; the first one 
 reward_weights = [1.0]                # one weight per reward function
 
 # --- objective
-objective = "maxent"                  # "maxent", "xdr", "grpo", "dr_grpo", "dapo"
-scale_rewards = ""                    # "group", "batch", "none"; "" the objective's own: grpo and dapo "group", the others "none"
+objective = "maxent"                  # "maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"
+scale_rewards = ""                    # "group", "batch", "none"; "" the objective's own: grpo, dapo, gspo, cispo "group", the others "none"
 num_iterations = 1                    # optimizer updates per batch of rollouts
 epsilon = 0.2                         # clip of the probability ratio, below
 epsilon_high = -1.0                   # above; -1 the same as epsilon
 delta = -1.0                          # cap of the unclipped branch for negative advantages, at least 1 + epsilon_high; -1 off
-importance_sampling = "token_truncate"  # sampler mismatch: "token_truncate", "token_mask", "none"
+cispo_epsilon_max = 5.0               # cap of cispo's ratio
+importance_sampling = "token_truncate"  # sampler mismatch: "token_" or "sequence_" + "truncate" or "mask", "sequence_geometric", "none"
 importance_sampling_cap = 3.0         # largest ratio trainer / sampler
 beta = 0.0                            # weight of the reference model, start value of its controller (alias init_kl_coeff); 0 loads none
+kl_loss_type = "k3"                   # estimator of beta * KL in the loss: "k3" (gradient of the forward KL), "k2" (of the reverse KL)
+policy_entropy_bonus_coef = 0.0       # adds coef * std(r) * z-score of a row's mean token entropy in its group to the reward; 0 off
+token_entropy_coef = 0.01             # token_entropy: weight of the policy's entropy, per token like dr_grpo
+seed_grpo_alpha = 1.0                 # seed_grpo: how much a group's advantages shrink when its answers differ
 maxent_tau = 0.2                      # temperature of the weights w over the group (maxent, xdr); "inf" allowed
 maxent_q_temperature = 1.0            # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0                # mixes a uniform share into the target, at most 1 / G; 0 off
 maxent_score_norm = "length"          # divisor of sequence scores: "length", "constant" (L), "sum" (1; destroys policies, for comparison)
-maxent_loss = "listwise"              # "listwise" (cross-entropy to w), "policy_gradient" (w - 1/G as advantage)
+maxent_loss = "listwise"              # "listwise" (cross-entropy to w), "policy_gradient" (w - 1/G as advantage), "mle" (no baseline)
 maxent_kl = False                     # True: maxent also adds beta * KL to the loss, next to tilting w
 maxent_skip_equal_groups = "all"      # groups of equal rewards: "all" are skipped, "wrong" only those at the step's lowest reward, "none"
+xdr_utility = "advantage"             # what xdr's weights prefer: "advantage" A, or "surrogate" A * T / L (the paper's; likes length)
+xdr_ref_tilt = False                  # True: beta tilts xdr's weights towards the reference, instead of a KL in the loss
+xdr_mode_adaptive_tau = False         # True: xdr's tau shrinks in groups with several different correct answers
 mode_entropy_coef = 0.0               # pull towards equally likely correct answers, policy-gradient objectives only; 0 off
+mode_entropy_score_norm = "sum"       # what is made equal: "sum" log-probs (favours long answers where they outnumber short ones), "length", "constant"
 
 # --- controllers
 maxent_target_weight_entropy = -1.0   # nats, of w over active groups; steers tau; -1 off
+maxent_target_excess_entropy = -1.0   # the same for the entropy above that of equally likely best answers, between 0 and 1; -1 off
+maxent_target_final = -1.0            # the target moves there in a straight line; -1 it stays
+maxent_target_horizon = 0             # over so many steps
 maxent_tau_lr = 0.03                  # step of log tau per nat of error
 maxent_tau_min = 0.01
 maxent_tau_max = 10.0
@@ -69,6 +81,27 @@ kl_horizon = 10.0                     # steps over which beta answers
 kl_ctl_step_size = 0.2                # largest relative error used in one step
 beta_min = 1e-4
 beta_max = 10.0
+controller_meta_enabled = False       # True: one controller moves tau and beta, towards maxent_target_weight_entropy and kl_target (of the group)
+controller_meta_method = "analytic"   # "analytic" (residual feedback), "first_order" (gradient, one virtual policy step), "truncated_backprop"
+controller_meta_optimizer = "sgd"     # on log tau and log beta: "sgd", "adam" (the gradient methods need it: far from the target theirs is tiny)
+controller_meta_lr = 0.03             # step of log tau and log beta per unit of gradient
+controller_meta_tau_lr = -1.0         # -1: controller_meta_lr
+controller_meta_beta_lr = -1.0        # -1: controller_meta_lr
+controller_meta_beta_grad_clip = 0.0  # largest gradient by log beta; 0 off
+controller_meta_update_interval = 1   # steps from one update to the next
+controller_meta_virtual_lr = 1.0      # size of a virtual step, stable below 4
+controller_meta_truncation_steps = 8  # virtual steps of "truncated_backprop"
+controller_meta_use_hessian = True    # False: a virtual step's own softmax counts as a constant
+
+# --- InfoSeed
+info_seed_enabled = False             # True: S more completions per prompt, each asked with a seed that it should come to show
+info_seed_num_seeds = 4               # S
+info_seed_prompt_template = "{prompt} (variant {seed})"     # must hold {seed}; without {prompt} it is added below the prompt
+info_seed_lambda = 0.01               # weight of the auxiliary loss on the seed rows; 0 off
+info_seed_loss_type = "infonce"       # "infonce" (contrastive), "ce" (a linear head, trained along)
+info_seed_temperature = 0.1           # of the cosines in infonce
+info_seed_pooling = "mean"            # hidden states of a completion: their "mean", or the "last"
+info_seed_reward = 0.0                # reward per nat that a completion tells about its seed; those rows train under their own prompt; 0 off
 
 # --- optimizer
 max_steps = 100
@@ -96,6 +129,8 @@ eval_answer_column = "answer"
 eval_max_prompts = 256
 eval_num_generations = 8              # k of pass@k, mean@k, distinct@k, coverage@k
 eval_temperature = 1.0
+eval_seeds = 1                        # evaluate.py: how often every problem is sampled, with seeds 0, 1, ...
+eval_output = ""                      # evaluate.py: a .jsonl file of one line per problem and seed; "" none
 
 # --- checkpoints and logs
 save_steps = 0                        # every so many steps and at the end; 0 only at the end, -1 never

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import evaluate
 import learner
+import loss
 import rollout
 import sft
 from common import load_config
@@ -218,14 +219,14 @@ def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm):
 
 # --- what is trained
 
-OBJECTIVES = ["grpo", "dapo", "dr_grpo", "xdr", "maxent", "maxent --maxent_loss=policy_gradient"]
+OBJECTIVES = [*loss.OBJECTIVES, "maxent --maxent_loss=policy_gradient", "maxent --maxent_loss=mle"]
 
 
-def loss_of(logps, batch: dict, advantages, rewards, weights, c: dict):
+def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):
     """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
     part = batch | {"old_logps": logps.detach(), "sampler_logps": logps.detach()}
-    total, *_ = learner.token_loss(logps, part, advantages, 0.0, c, norm)
+    total, *_ = learner.token_loss(logps, entropy, part, advantages, 0.0, c, norm)
     if learner.couples_rows(c):
         targets = {"rewards": rewards, "weights": weights, "active": torch.tensor([True, True])}
         total = total + learner.group_loss(learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm)
@@ -238,12 +239,13 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     c = load_config(["--num_generations=2", *f"--objective={objective}".split()])
     batch = rollout.to_batch(RAGGED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    targets = learner.group_targets(rewards, None, 0.2, 0.0, c)
+    group = {"rewards": rewards, "lengths": batch["lengths"].view(2, 2), "clusters": torch.tensor([[0, 1], [0, 1]]), "mean_logps": torch.zeros(2, 2)}
+    targets = learner.group_targets(group, 0.2, 0.0, c)
     policy = learner.Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64)
     seen = []
     policy.lm.base_model.register_forward_hook(lambda module, args, out: (out.last_hidden_state.retain_grad(), seen.append(out.last_hidden_state)) and None)
-    logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-    loss_of(logps, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c).backward()
+    logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    loss_of(logps, entropy, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c).backward()
     assert seen[0].grad.abs().sum(-1).nonzero().tolist() == [
         [row, t] for row, r in enumerate(RAGGED) for t in range(len(r["prompt_ids"]) - 1, len(r["prompt_ids"]) + len(r["completion_ids"]) - 1)]
 

@@ -201,7 +201,7 @@ def used_keys(path: Path) -> set:
     """The keys that a file reads as c["key"] or config["key"], checks and warnings aside."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name in ("check_config", "warn_config"):
+        if isinstance(node, ast.FunctionDef) and node.name in ("check_config", "check_controllers", "warn_config"):
             node.body = []
     return {node.slice.value for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
             and node.value.id in ("c", "config") and isinstance(node.slice, ast.Constant)}

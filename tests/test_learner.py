@@ -4,10 +4,11 @@ import random
 import pytest
 import torch
 
+import loss
 import rollout
 import train
 from common import RunStopped, load_config
-from learner import accumulate_gradients, group_targets, sampler_mismatch, start_distributed
+from learner import accumulate_gradients, group_targets, sampler_mismatch, start_distributed, step_counts
 
 P, G, L = 3, 4, 8
 
@@ -27,14 +28,16 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     start_distributed() if not torch.distributed.is_initialized() else None
     c = config(model, *flags)
     engine, batch = train.load_policy(c, torch.float32), batch or batch_of()
-    targets = group_targets(rewards, None, c["maxent_tau"], 0.0, c)
-    norm = {"rows": rewards.numel(), "prompts": len(rewards), "tokens": int(batch["lengths"].sum()), "active": max(1, int(targets["active"].sum()))}
+    lengths = batch["lengths"].view(P, G)
+    clusters = torch.arange(G).expand(P, G)     # for seed_grpo: every answer another one, equally likely
+    targets = group_targets({"rewards": rewards, "lengths": lengths, "clusters": clusters, "mean_logps": torch.zeros(P, G)}, c["maxent_tau"], 0.0, c)
+    norm = step_counts(targets, lengths)
     metrics = accumulate_gradients(engine, batch, targets, 0.0, c, norm)
     return {name: p.grad.clone() for name, p in engine.module.lm.named_parameters()}, metrics
 
 
 REWARDS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0.5, 1], [0, 0, 0, 0]])
-OBJECTIVES = ["maxent", "xdr", "grpo", "dr_grpo", "dapo"]
+OBJECTIVES = list(loss.OBJECTIVES)
 
 
 def largest(grads: dict) -> float:
@@ -45,7 +48,8 @@ def largest(grads: dict) -> float:
 def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_model_dir, objective):
     equal = torch.tensor([[0.1] * G, [0.0] * G, [1.0] * G])      # the fp32 mean of four 0.1 need not be 0.1
     flags = [f"--objective={objective}", *(["--mode_entropy_coef=0.5"] if objective != "maxent" else [])]
-    assert largest(gradients(tiny_model_dir, equal, *flags)[0]) == 0.0
+    no_bonus = ["--token_entropy_coef=0"]       # it is meant to act everywhere
+    assert largest(gradients(tiny_model_dir, equal, *flags, *no_bonus)[0]) == 0.0
     assert largest(gradients(tiny_model_dir, REWARDS, *flags)[0]) > 1e-5
 
 

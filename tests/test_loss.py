@@ -1,9 +1,10 @@
-"""loss.py against literal loops written from MATH.md, in float64, one token or row at a time.
+"""The loss of a step against literal loops written from MATH.md, in float64, one token or row at a time.
 
-make_step builds one training step (rewards with ties, ragged rows, four kinds of log-probs); policy_gradient and
-maxent compose the loss of some of its rows as the trainer does; slow_policy_gradient and slow_maxent are the page's
-formulas. Values and gradients must agree to 1e-5 (fp32), under any order, split and padding of the rows.
+make_step builds one training step (rewards with ties, ragged rows, four kinds of log-probs, answers); step_loss is the loss of all
+its rows through the learner's own functions, accumulate the same through its micro-batches; slow_step is the page's formulas.
+Values, gradients and metrics must agree to 1e-5 (fp32), under any order, split and padding of the rows.
 """
+import functools
 import itertools
 import math
 import subprocess
@@ -11,33 +12,50 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import learner
 import loss
+from common import load_config
 
 torch.set_num_threads(1)
 INF = math.inf
 LOW, HIGH, CAP, L = 0.2, 0.28, 1.5, 8       # clip range, cap of the sampler's ratio, max_completion_length
+CISPO = 1.3                                 # cap of cispo's ratio
+CONSTANTS = dict(epsilon=LOW, epsilon_high=HIGH, importance_sampling_cap=CAP, max_completion_length=L, cispo_epsilon_max=CISPO, maxent_tau=0.4,
+                 maxent_q_temperature=0.7, seed_grpo_alpha=0.7, token_entropy_coef=0.3)
 examples = settings(derandomize=True, deadline=None, max_examples=40)
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, 1.0, -0.5])       # drawn often enough for ties and all-equal groups
 SCALES, NORMS = ("group", "batch", "none"), ("length", "constant", "sum")
+SAMPLINGS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric", "none")
 groups = st.tuples(st.integers(1, 3), st.integers(1, 5)).flatmap(
     lambda PG: st.lists(st.lists(REWARDS, min_size=PG[1], max_size=PG[1]), min_size=PG[0], max_size=PG[0])).map(torch.tensor)
+pairs = groups.filter(lambda rewards: rewards.shape[1] >= 2)
 
 
-def close(a, b, tolerance=1e-5):
-    """Equal up to `tolerance` relative to the largest entry of b, NaN never equal."""
+def close(a, b, tolerance=1e-5, least=1e-3):
+    """Equal up to `tolerance` relative to the largest entry of b or to `least`, NaN never equal."""
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     assert b.isfinite().all()
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1e-3, b.abs().max().item() if b.numel() else 0))
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(least, b.abs().max().item() if b.numel() else 0))
 
 
 def randn(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@functools.cache
+def resolve(flags: tuple) -> dict:
+    return load_config([f"--{key}={value}" for key, value in (CONSTANTS | dict(flags)).items()])
+
+
+def config(G: int, case: dict) -> dict:
+    return resolve(tuple(case.items())) | {"num_generations": G}      # set afterwards: a config with G = 1 is refused
 
 
 # --- the page, literally
@@ -53,106 +71,199 @@ def slow_std(x):
 
 
 def slow_advantages(rewards, scale):
-    r = rewards.double().tolist()
     A = []
-    for group in r:
-        divisor = {"group": slow_std(group) + 1e-4, "batch": slow_std([v for other in r for v in other]) + 1e-4, "none": 1.0}[scale]
+    for group in rewards:
+        divisor = {"group": slow_std(group) + 1e-4, "batch": slow_std([v for other in rewards for v in other]) + 1e-4, "none": 1.0}[scale]
         A.append([0.0 if max(group) == min(group) else (v - sum(group) / len(group)) / divisor for v in group])
     return A
+
+
+def slow_bonus(rewards, entropies, coef):
+    """Section 3: what is added to the rewards of one group, coef times their std times the z-score of the entropies."""
+    if max(rewards) == min(rewards) or max(entropies) == min(entropies):
+        return [0.0] * len(rewards)
+    mean, spread = sum(entropies) / len(entropies), slow_std(entropies)
+    return [coef * slow_std(rewards) * (v - mean) / spread for v in entropies]
 
 
 def slow_targets(group, T_q, eps):
     return [(1 - len(group) * eps) * p + eps for p in slow_softmax([r / T_q for r in group])]
 
 
-def slow_policy_gradient(logps, step, objective, tau=INF, beta=0.0, delta=-1.0, sampling="token_truncate"):
-    """Minus the rows of the table in section 3, plus beta * k3 aggregated like the tokens and not multiplied by any weight."""
-    A, N, tokens, total = slow_advantages(step.rewards, loss.OWN_SCALE[objective]), step.P * step.G, sum(step.lengths.tolist()), 0.0
-    old, ref, mu = step.old.double(), step.ref.double(), step.sampler.double()
-    for x in range(step.P):
-        if objective == "xdr" and tau == 0:
-            a = [float(v == max(A[x])) / A[x].count(max(A[x])) for v in A[x]]
-        elif objective == "xdr":
-            a = slow_softmax([v / tau for v in A[x]])
-        for i in range(step.G):
-            n, T = x * step.G + i, int(step.lengths[x * step.G + i])
-            for t in range(T):
-                c, d = (logps[n, t] - old[n, t]).exp(), logps[n, t] - ref[n, t]
-                unclipped = min(c, delta) if delta > 0 else c
-                surrogate = min(unclipped * A[x][i], min(max(c, 1 - LOW), 1 + HIGH) * A[x][i])
-                ratio = math.exp(old[n, t] - mu[n, t])
-                ratio = {"none": 1.0, "token_truncate": min(ratio, CAP), "token_mask": ratio if ratio <= CAP else 0.0}[sampling]
-                share = {"grpo": 1 / T / N, "dapo": 1 / tokens, "dr_grpo": 1 / (N * L), "xdr": 1 / (N * L)}[objective]
-                weight = a[i] / L / step.P if objective == "xdr" else share      # xdr: mean over prompts of sum_i a_i * Ubar_i
-                total = total - weight * ratio * surrogate + beta * share * ((-d).exp() + d - 1)
-    return total
+def slow_weights(u, l, tau, beta):
+    if tau == INF:
+        return [1 / len(u)] * len(u)
+    if tau + beta == 0:
+        return [float(v == max(u)) / u.count(max(u)) for v in u]
+    return slow_softmax([(a + beta * b) / (tau + beta) for a, b in zip(u, l)])
 
 
-def slow_maxent(logps, step, tau, beta, norm, T_q=0.7, eps=0.0):
-    """Section 2: mean over groups with unequal rewards of -sum_i w_i * log softmax_i(s)."""
-    total, active = (logps * 0).sum(), 0
-    for x, group in enumerate(step.rewards.double().tolist()):
-        s, z = [], []
-        for i, q in enumerate(slow_targets(group, T_q, eps)):
-            n, T = x * step.G + i, int(step.lengths[x * step.G + i])
-            divisor = {"length": T, "constant": L, "sum": 1}[norm]
-            s.append(sum(logps[n, t] for t in range(T)) / divisor)
-            z.append((math.log(q) + beta * sum(step.ref[n, t].item() for t in range(T)) / divisor) / (tau + beta))
-        if max(group) != min(group):
-            active += 1
-            log_normaliser = sum(v.exp() for v in s).log()
-            total = total - sum(w * (v - log_normaliser) for w, v in zip(slow_softmax(z), s))
-    return total / max(1, active)
+def slow_semantic_entropy(clusters, mean_logps):
+    mass = {}
+    for cluster, p in zip(clusters, slow_softmax(mean_logps)):
+        mass[cluster] = mass.get(cluster, 0.0) + p
+    return -sum(p * math.log(p) for p in mass.values())
 
 
-# --- one step, and the loss of some of its rows as the trainer composes it
+def slow_log_softmax(x):
+    top = max(v.item() for v in x)
+    log_normaliser = sum((v - top).exp() for v in x).log() + top
+    return [v - log_normaliser for v in x]
+
+
+def slow_mode_entropy(scores, rewards):
+    """One group's term of L_modes, times P * L."""
+    C = [i for i, r in enumerate(rewards) if r == max(rewards) and max(rewards) != min(rewards)]
+    return -sum(slow_log_softmax([scores[i] for i in C])) / len(C) if len(C) >= 2 else 0.0
+
+
+TABLE = {"grpo": ("row", "group"), "dapo": ("token", "group"), "dr_grpo": ("constant", "none"), "gspo": ("row", "group"), "cispo": ("token", "group"),
+         "xdr": ("constant", "none"), "seed_grpo": ("constant", "none"), "token_entropy": ("constant", "none"), "maxent": ("constant", "none")}
+
+
+def slow_step(logps, entropy, step, c):
+    """Sections 2 to 4: (loss, tokens clipped below, above, sum of k3) of one step, as four loops over prompts, rows and tokens.
+
+    Where the page leaves something open: gspo's ratio of a row counts at each of its tokens for sampler weights and clip counts, and a
+    token counts as clipped only with an advantage, so not under a weight of 0."""
+    objective, P, G, N, tokens = c["objective"], step.P, step.G, step.P * step.G, sum(step.lengths.tolist())
+    policy, entropies = ([row.unbind() for row in x.unbind()] for x in (logps, entropy))
+    old, ref, mu = (x.double().tolist() for x in (step.old, step.ref, step.sampler))
+    measured = step.entropy.double().tolist()
+    aggregation, scale = TABLE[objective]
+    rewards, tau, beta = step.rewards.double().tolist(), c["maxent_tau"], c["beta"]
+    rows = [range(x * G, (x + 1) * G) for x in range(P)]
+    T = step.lengths.tolist()
+
+    def score(values, n, norm):
+        return sum(values[n][:T[n]]) / {"length": T[n], "constant": L, "sum": 1}[norm]
+
+    shaped = [[r + b for r, b in zip(group, slow_bonus(group, [score(measured, n, "length") for n in rows[x]], c["policy_entropy_bonus_coef"]))]
+              for x, group in enumerate(rewards)]
+    equal = [max(group) == min(group) for group in rewards]
+    lowest = min(min(group) for group in rewards)
+    active = [{"all": not same, "wrong": not (same and group[0] == lowest), "none": True}[c["maxent_skip_equal_groups"]] for same, group in zip(equal, rewards)]
+    A = slow_advantages(shaped, c["scale_rewards"] or scale)
+    total, low, high, kl = (logps * 0).sum(), 0, 0, 0.0
+    for x in range(P):
+        l = [score(ref, n, c["maxent_score_norm"]) for n in rows[x]]
+        a = [1 / G] * G                             # weights of the rows in a mean over prompts
+        if objective == "xdr":
+            U = A[x] if c["xdr_utility"] == "advantage" else [v * T[n] / L for v, n in zip(A[x], rows[x])]
+            modes = max(1, step.modes[x].item()) if c["xdr_mode_adaptive_tau"] else 1
+            a = slow_weights(U, l, tau * math.log(2) / math.log(1 + modes), beta if c["xdr_ref_tilt"] else 0.0)
+        if objective == "seed_grpo":
+            H = slow_semantic_entropy(step.clusters[x].tolist(), [score(mu, n, "length") for n in rows[x]])
+            A[x] = [v / (1 + c["seed_grpo_alpha"] / math.log(G) * H) for v in A[x]]
+        if objective == "maxent":
+            w = slow_weights([math.log(q) for q in slow_targets(shaped[x], c["maxent_q_temperature"], c["maxent_q_epsilon"])], l, tau, beta)
+            a, A[x] = [1.0] * G, [v - 1 / G if active[x] else 0.0 for v in w]
+            if c["maxent_loss"] == "listwise" and active[x]:
+                log_p = slow_log_softmax([score(policy, n, c["maxent_score_norm"]) for n in rows[x]])
+                total = total - sum(v * s for v, s in zip(w, log_p)) / max(1, sum(active))
+            if c["maxent_loss"] == "mle" and active[x]:
+                total = total - sum(v * score(policy, n, "length") for v, n in zip(w, rows[x])) / max(1, sum(active))
+        if c["mode_entropy_coef"] > 0:
+            S = [score(policy, n, c["mode_entropy_score_norm"]) for n in rows[x]]
+            total = total + c["mode_entropy_coef"] * slow_mode_entropy(S, rewards[x]) / (P * L)
+
+        for i, n in enumerate(rows[x]):
+            share = {"row": 1 / T[n] / N, "token": 1 / tokens, "constant": 1 / (N * L)}[aggregation]
+            weight = a[i] / L / P if objective in ("xdr", "maxent") else share
+            mismatch = [old[n][t] - mu[n][t] for t in range(T[n])]
+            for t in range(T[n]):
+                d = policy[n][t] - ref[n][t]
+                if objective != "maxent" or c["maxent_loss"] == "policy_gradient":
+                    log_c = sum(policy[n][s] - old[n][s] for s in range(T[n])) / T[n] if objective == "gspo" else policy[n][t] - old[n][t]
+                    ratio = log_c.exp()
+                    if objective == "cispo":
+                        gain = min(ratio.item(), c["cispo_epsilon_max"]) * A[x][i] * policy[n][t]
+                        high += bool(ratio > c["cispo_epsilon_max"] and A[x][i] > 0)
+                    else:
+                        unclipped = min(ratio, c["delta"]) if c["delta"] > 0 else ratio
+                        gain = min(unclipped * A[x][i], min(max(ratio, 1 - LOW), 1 + HIGH) * A[x][i])
+                        low += bool(ratio < 1 - LOW and a[i] * A[x][i] < 0)
+                        high += bool(ratio > 1 + HIGH and a[i] * A[x][i] > 0)
+                    kind = c["importance_sampling"]
+                    of = {"token": mismatch[t], "sequence": sum(mismatch)}.get(kind.split("_")[0], 0.0)
+                    rho = math.exp(of / T[n] if kind == "sequence_geometric" else of)
+                    rho = 1.0 if kind == "none" else rho if rho <= CAP else 0.0 if kind.endswith("mask") else CAP
+                    total = total - weight * rho * gain
+                if objective == "token_entropy":
+                    total = total - c["token_entropy_coef"] * entropies[n][t] / (N * L)
+                if beta > 0:
+                    kl += math.exp(-d.item()) + d.item() - 1
+                    if not (objective == "maxent" and not c["maxent_kl"]) and not c["xdr_ref_tilt"]:
+                        total = total + beta * share * (d ** 2 / 2 if c["kl_loss_type"] == "k2" else (-d).exp() + d - 1)
+    return total, low, high, kl
+
+
+# --- one step, and its loss as the trainer composes it
 
 def make_step(rewards, lengths, seed):
-    """rewards (P, G); log-probs (N, T) of policy, old policy, reference and sampler, 0 outside the completions."""
+    """rewards (P, G); log-probs (N, T) of policy, old policy, reference and sampler and the policy's entropies, 0 outside the completions;
+    the answers: clusters (P, G), correct modes (P,)."""
     lengths = torch.tensor(lengths)
-    N, T = len(lengths), int(lengths.max())
+    N, T, (P, G) = len(lengths), int(lengths.max()), rewards.shape
     mask = torch.arange(T) < lengths[:, None]
     logps = (randn(N, T, seed=seed, scale=0.5) - 1.5) * mask
     old, ref = (logps + randn(N, T, seed=seed + k, scale=0.4) * mask for k in (1, 2))
-    return SimpleNamespace(rewards=rewards, P=rewards.shape[0], G=rewards.shape[1], lengths=lengths, mask=mask, logps=logps,
-                           old=old, ref=ref, sampler=old + randn(N, T, seed=seed + 3, scale=0.4) * mask)
+    entropy, generator = randn(N, T, seed=seed + 4).abs() * mask, torch.Generator().manual_seed(seed)
+    return SimpleNamespace(rewards=rewards, P=P, G=G, lengths=lengths, mask=mask, logps=logps, entropy=entropy, old=old, ref=ref,
+                           sampler=old + randn(N, T, seed=seed + 3, scale=0.4) * mask, clusters=torch.randint(3, (P, G), generator=generator),
+                           modes=torch.randint(4, (P,), generator=generator))
+
+
+def changed(step, **values):
+    return SimpleNamespace(**{**vars(step), **values})
+
+
+def decided(rewards):
+    """No row lies at the mean of an unequal group, where rounding, of either sign, would decide whether it counts as clipped."""
+    return all(abs(v) > 1e-6 for A in slow_advantages(rewards.double().tolist(), "none") if any(A) for v in A)
 
 
 @st.composite
 def steps(draw):
-    rewards = draw(groups)
+    rewards = draw(groups.filter(decided))
     lengths = draw(st.lists(st.integers(1, 5), min_size=rewards.numel(), max_size=rewards.numel()))
     return make_step(rewards, lengths, draw(st.integers(0, 10_000)))
 
 
-EXAMPLE = make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.1, 0.1, -1], [0.1, 0.1, 0.1, 0.1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 7)
+EXAMPLE = changed(make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.1, 0.1, -1], [0.1, 0.1, 0.1, 0.1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 7),
+                  modes=torch.tensor([3, 0, 2]))
 
 
-def policy_gradient(logps, step, objective, tau=INF, beta=0.0, delta=-1.0, sampling="token_truncate", rows=slice(None), weights=None):
-    N, width = step.mask.shape[0], logps.shape[1]
-    old, ref, sampler, mask = (x[rows, :width] for x in (step.old, step.ref, step.sampler, step.mask))
-    A = loss.objective_advantages(objective, step.rewards, loss.OWN_SCALE[objective], tau, weights).flatten()[rows]
-    share = loss.token_weights(loss.AGGREGATION[objective], mask, N, int(step.mask.sum()), L)
-    surrogate, _, _ = loss.clipped_surrogate(logps, old, A, LOW, HIGH, delta)
-    total = -(share * loss.importance_ratio(old, sampler, sampling, CAP) * surrogate).sum()
-    return total + beta * (share * loss.k3_kl(logps, ref)).sum()
+def group_of(step, c):
+    """What learner.measure_groups would find, and it does in accumulate()."""
+    def mean(x):
+        return (x.sum(1) / step.lengths).view(step.P, step.G)
+    group = {"rewards": step.rewards, "lengths": step.lengths.view(step.P, step.G).to(step.rewards.dtype)}
+    if c["beta"] > 0:
+        group["ref_scores"] = loss.sequence_scores(step.ref, step.lengths, c["maxent_score_norm"], L).view(step.P, step.G)
+    if c["policy_entropy_bonus_coef"] > 0:
+        group["entropies"] = mean(step.entropy)
+    if c["objective"] == "seed_grpo":
+        group |= {"clusters": step.clusters, "mean_logps": mean(step.sampler)}
+    if c["xdr_mode_adaptive_tau"]:
+        group["correct_modes"] = step.modes
+    return group
 
 
-def scores(logps, step, norm):
-    return loss.sequence_scores(logps * step.mask, step.lengths, norm, L).view(step.P, step.G)
+def targets_of(step, c):
+    return learner.group_targets(group_of(step, c), c["maxent_tau"], c["beta"], c)
 
 
-def target_weights(step, tau, beta, norm, T_q=0.7, eps=0.0):
-    return loss.maxent_weights(loss.log_reward_targets(step.rewards, T_q, eps), scores(step.ref, step, norm), tau, beta)
-
-
-def maxent(logps, step, tau, beta, norm, T_q=0.7, eps=0.0):
-    w = target_weights(step, tau, beta, norm, T_q, eps)
-    return loss.listwise_loss(scores(logps, step, norm), w, loss.active_groups(step.rewards, "all"))
-
-
-def mode_entropy(logps, step):
-    return loss.mode_entropy_loss(scores(logps, step, "sum"), step.rewards, step.P * L)
+def step_loss(logps, entropy, step, c):
+    """(loss, tokens clipped below, above, sum of k3) of all rows in one micro-batch, through the learner's functions."""
+    targets = targets_of(step, c)
+    norm = learner.step_counts(targets, step.lengths.view(step.P, step.G))
+    part = {"lengths": step.lengths, "old_logps": step.old, "sampler_logps": step.sampler} | ({"ref_logps": step.ref} if c["beta"] > 0 else {})
+    logps, entropy = logps * step.mask, entropy * step.mask     # as the policy's forward leaves them
+    total, *counts = learner.token_loss(logps, entropy, part, targets["advantages"].flatten(), c["beta"], c, norm)
+    if learner.couples_rows(c):
+        total = total + learner.group_loss(learner.scores_of(logps, step.lengths, c).view(step.P, step.G), targets, c, norm)
+    return total, *counts
 
 
 def value_and_grad(f, x, *args, **kwargs):
@@ -161,14 +272,74 @@ def value_and_grad(f, x, *args, **kwargs):
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
-def assert_same(ours, literal):
-    """(value, gradient) twice, equal to 1e-5 of the largest gradient entry, and of the loss or of what its terms add up to."""
-    close(ours[1], literal[1])
-    assert abs(float(ours[0]) - float(literal[0])) <= 1e-5 * max(abs(float(literal[0])), literal[1].abs().sum().item())
+def run(f, step, case, dtype=torch.float32):
+    """What f makes of a step: its loss, the gradient by log-probs and entropies (2, N, T), and its metrics."""
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (step.logps, step.entropy)]
+    value, low, high, kl = f(*leaves, step, config(step.G, case))
+    grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    return SimpleNamespace(value=value.item(), grad=torch.stack(grads), low=int(low), high=int(high), kl=float(kl))
 
 
-def compare(fast, slow, step, **case):
-    assert_same(value_and_grad(fast, step.logps, step, **case), value_and_grad(slow, step.logps.double(), step, **case))
+ours, literal = partial(run, step_loss), partial(run, slow_step, dtype=torch.float64)
+
+
+def assert_same(a, b):
+    """Equal to 1e-5 of the largest gradient entry, and of the loss or of what its terms add up to; the clip counts exactly."""
+    close(a.grad, b.grad, least=1e-2)       # p - w is a difference of numbers near 1 / G
+    assert abs(a.value - b.value) <= 1e-5 * max(abs(b.value), b.grad.abs().sum().item())
+    assert (a.low, a.high) == (b.low, b.high)
+    assert abs(a.kl - b.kl) <= 1e-5 * max(0.1, b.kl)        # in fp32, exp(-d) + d - 1 loses the digits of a small d
+
+
+def same_to_the_bit(a, b):
+    return a.value == b.value and torch.equal(a.grad, b.grad)
+
+
+def compare(step, case):
+    assert_same(ours(step, case), literal(step, case))
+
+
+class Table:
+    """An engine that looks log-probs and entropies up by the row's number, which it finds as its first token id."""
+
+    def __init__(self, logps, entropy):
+        self.tables = [x.clone().requires_grad_() for x in (logps, entropy)]
+
+    def __call__(self, ids, prompt_lengths, lengths, want_entropy=True):
+        mask = learner.completion_mask(lengths)
+        return [table[ids[:, 0], :mask.shape[1]] * mask for table in self.tables]
+
+    def backward(self, loss, scale_wrt_gas):
+        loss.backward()
+
+
+def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
+    """The same as ours(), by the learner's whole path: measurements, micro-batches of a token budget or of a given plan, gradients."""
+    if not torch.distributed.is_initialized():
+        learner.start_distributed()
+    c = config(step.G, case) | {"max_tokens_per_micro_batch": budget}
+    N, T = step.mask.shape
+    wide = torch.zeros(N, pad)
+    batch = {"ids": torch.arange(N)[:, None].expand(N, 1 + T + pad), "prompt_lengths": torch.ones(N, dtype=torch.long), "lengths": step.lengths,
+             "sampler_logps": torch.cat([step.sampler, wide], 1)} | ({} if first else {"old_logps": torch.cat([step.old, wide], 1)})
+    engine, reference = Table(step.logps, step.entropy), Table(step.ref, step.entropy) if c["beta"] > 0 else None
+    modes = [(0, set(range(k))) for k in step.modes.tolist()]
+    with patch("rewards.answer_clusters", lambda *a: step.clusters), patch("rewards.correct_modes", lambda *a: modes):
+        group = learner.measure_groups(engine, reference, batch, [], range(step.P), step.rewards, c)
+    targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
+    agree = (lambda *a: (plan, learner.couples_rows(c))) if plan else learner.agree_on_plan
+    with patch("learner.agree_on_plan", agree):
+        metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, learner.step_counts(targets, group["lengths"]))
+    tokens = int(step.lengths.sum())
+    close(metrics["entropy"], step.entropy.sum() / tokens)
+    assert ("kl" in metrics) == (c["beta"] > 0)
+    low, high = (round(metrics[f"clip_ratio/{side}"] * tokens, 3) for side in ("low", "high"))
+    grad = torch.stack([torch.zeros_like(x) if x.grad is None else x.grad for x in engine.tables])
+    return SimpleNamespace(value=metrics["loss"], grad=grad, low=low, high=high, kl=metrics.get("kl", 0.0) * tokens)
+
+
+def scores(logps, step, norm):
+    return loss.sequence_scores(logps * step.mask, step.lengths, norm, L).view(step.P, step.G)
 
 
 # --- advantages and targets
@@ -176,7 +347,7 @@ def compare(fast, slow, step, **case):
 @examples
 @given(groups, st.sampled_from(SCALES))
 def test_advantages_equal_the_slow_loop(rewards, scale):
-    close(loss.group_advantages(rewards, scale), slow_advantages(rewards, scale))
+    close(loss.group_advantages(rewards, scale), slow_advantages(rewards.double().tolist(), scale))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -305,11 +476,102 @@ def test_active_groups_follow_the_table():
 
 def test_weight_metrics_are_means_over_active_groups():
     w, r = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]), torch.tensor([[0.5, 1, 0], [1, 1, 0], [0, 0, 0]])
-    H = 1.5 * math.log(2)
-    expected = {"entropy": H / 2, "entropy_norm": H / 2 / math.log(3), "effective_rollouts": (math.exp(H) + 1) / 2, "max": 0.75, "incorrect_mass": 0.375}
+    H, room = 1.5 * math.log(2), math.log(3) - math.log(2)
+    expected = {"entropy": H / 2, "entropy_norm": H / 2 / math.log(3), "effective_rollouts": (math.exp(H) + 1) / 2, "max": 0.75, "incorrect_mass": 0.375,
+                "excess_entropy": (H / math.log(3) - math.log(2) / room) / 2}       # one row at the top, then two: below 0 if w is on one of them
     metrics = loss.weight_metrics(w, r, torch.tensor([True, True, False]))
     assert metrics == {f"weights/{k}": pytest.approx(v, rel=1e-6) for k, v in expected.items()}
     assert loss.weight_metrics(w, r, torch.zeros(3, dtype=torch.bool)) == {}
+
+
+def excess_entropy(w, r):
+    return loss.weight_metrics(w, r, torch.ones(len(r), dtype=torch.bool)).get("weights/excess_entropy")
+
+
+@examples
+@given(pairs, st.integers(0, 10_000))
+def test_excess_entropy_equals_the_slow_loop(rewards, seed):
+    w, found = randn(*rewards.shape, seed=seed).softmax(1), []
+    for r, v in zip(rewards.tolist(), w.double().tolist()):
+        top = r.count(max(r))
+        if top < len(r):        # where all rows are best there is no room above ln n_top
+            found.append((-sum(x * math.log(x) for x in v) - math.log(top)) / (math.log(len(r)) - math.log(top)))
+    assert excess_entropy(w, rewards) == (pytest.approx(sum(found) / len(found), abs=1e-5) if found else None)
+
+
+def test_excess_entropy_is_0_with_equally_likely_best_rows_and_1_with_uniform_weights():
+    r = torch.tensor([[1.0, 1, 0, 0.5], [0.1, 0, 0, 0]])
+    only_best = loss.maxent_weights(r, None, 0.0, 0.0)
+    assert excess_entropy(only_best, r) == pytest.approx(0, abs=1e-6)
+    assert excess_entropy(torch.full((2, 4), 0.25), r) == pytest.approx(1, abs=1e-6)
+
+
+def test_excess_entropy_leaves_out_groups_with_all_rows_at_the_best_reward():
+    r, w = torch.tensor([[1.0, 0, 0], [0.1] * 3]), torch.tensor([[0.6, 0.2, 0.2], [0.9, 0.1, 0.0]])
+    assert excess_entropy(w, r) == pytest.approx(excess_entropy(w[:1], r[:1]), rel=1e-6)
+    assert excess_entropy(w[1:], r[1:]) is None
+
+
+# --- utilities of the other objectives
+
+@examples
+@given(pairs, st.integers(0, 10_000), st.sampled_from([1, 3, 1000]))
+def test_the_entropy_bonus_equals_the_slow_loop_and_is_exactly_zero_in_flat_groups(rewards, seed, kinds):
+    """`kinds` of entropies: with few of them there are ties, with 1 all are equal."""
+    entropies = torch.randint(kinds, rewards.shape, generator=torch.Generator().manual_seed(seed)) / 7 + 0.1
+    bonus = loss.entropy_bonus(rewards, entropies, 0.4)
+    close(bonus, [slow_bonus(r, h, 0.4) for r, h in zip(rewards.double().tolist(), entropies.double().tolist())])
+    flat = [len(set(r)) == 1 or len(set(h)) == 1 for r, h in zip(rewards.tolist(), entropies.tolist())]
+    assert (bonus[flat] == 0).all()
+    assert torch.equal(loss.entropy_bonus(rewards, entropies, 0.0), torch.zeros_like(rewards))
+
+
+def test_the_entropy_bonus_is_coef_times_the_std_of_the_rewards_at_one_std_of_entropy():
+    rewards, entropies = torch.tensor([[0.0, 3, 0, 3]]), torch.tensor([[1.0, 1, 2, 2]])
+    one = rewards.std(1).item() * 0.5 / entropies.std(1).item()
+    close(loss.entropy_bonus(rewards, entropies, 0.2), [[-0.2 * one] * 2 + [0.2 * one] * 2])
+    assert torch.full((7,), 0.1).std() > 0      # in fp32, and yet the bonus of equal rewards is
+    assert (loss.entropy_bonus(torch.full((1, 7), 0.1), torch.arange(7.0)[None], 1.0) == 0).all()
+    close(loss.entropy_bonus(rewards, 100 * entropies + 7, 0.2), loss.entropy_bonus(rewards, entropies, 0.2))
+
+
+def test_surrogate_utility_is_the_advantage_of_rows_of_full_length_and_less_of_shorter_ones():
+    A = randn(2, 3)
+    assert torch.equal(loss.xdr_utilities(A, torch.full((2, 3), float(L)), "surrogate", L), A)
+    assert torch.equal(loss.xdr_utilities(A, torch.full((2, 3), 2.0), "advantage", L), A)
+    close(loss.xdr_utilities(A, torch.tensor([[1.0, 2, 4], [8, 6, 3]]), "surrogate", L), A * torch.tensor([[0.125, 0.25, 0.5], [1, 0.75, 0.375]]))
+
+
+def test_mode_adaptive_tau_is_tau_up_to_one_mode_and_falls_with_more():
+    taus = loss.mode_adaptive_tau(0.3, torch.tensor([0.0, 1, 2, 3, 7]))
+    assert taus[:2] == [0.3, 0.3] and taus[2] > taus[3] > taus[4]
+    assert taus[3] == pytest.approx(0.15) and taus[4] == pytest.approx(0.1)         # log 4 and log 8 in units of log 2
+    assert loss.mode_adaptive_tau(INF, torch.tensor([5.0])) == [INF]
+
+
+def test_semantic_entropy_is_0_with_one_answer_and_ln_G_with_all_different_and_equally_likely():
+    one, different = torch.zeros(1, 4), torch.tensor([[3.0, 1, 0, 2]])
+    assert loss.semantic_entropy(one, randn(1, 4)).item() == pytest.approx(0, abs=1e-6)
+    assert loss.semantic_entropy(different, torch.full((1, 4), -1.7)).item() == pytest.approx(math.log(4))
+    pairs = loss.semantic_entropy(torch.tensor([[0.0, 1, 0, 1]]), torch.full((1, 4), -1.7))
+    assert pairs.item() == pytest.approx(math.log(2))
+
+
+def test_semantic_entropy_of_a_row_that_is_impossible_next_to_the_others_is_not_nan():
+    """exp(-120) is 0 in fp32, and 0 * log 0 would be NaN: in H_sem, so in every advantage of the group."""
+    assert loss.semantic_entropy(torch.tensor([[0.0, 1, 2]]), torch.tensor([[-0.1, -0.1, -120.0]])).item() == pytest.approx(math.log(2))
+
+
+@examples
+@given(st.integers(0, 10_000), st.integers(2, 6), st.integers(1, 6))
+def test_semantic_entropy_equals_the_slow_loop(seed, G, answers):
+    clusters, mean_logps = torch.randint(answers, (2, G), generator=torch.Generator().manual_seed(seed)), randn(2, G, seed=seed)
+    slow = [slow_semantic_entropy(*pair) for pair in zip(clusters.tolist(), mean_logps.double().tolist())]
+    H = loss.semantic_entropy(clusters, mean_logps)
+    torch.testing.assert_close(H.double(), torch.tensor(slow, dtype=torch.float64), rtol=0, atol=1e-6)
+    scale = loss.semantic_scale(H, 0.7, G)
+    close(scale[:, 0], [1 / (1 + 0.7 / math.log(G) * h) for h in slow])
+    assert ((scale <= 1.00001) & (scale > 1 / 1.70001)).all()        # 1 / (1 + alpha) at most differing answers
 
 
 # --- losses
@@ -382,25 +644,59 @@ def test_mode_entropy_gradient_vanishes_at_equal_likelihood_and_in_all_equal_gro
     (+2, +0.1, -1, 2 * math.exp(0.1), 2 * math.exp(0.1), False, False),
 ])
 def test_surrogate_is_ppos_minimum_for_both_signs_with_delta_on_the_unclipped_branch(A, log_ratio, delta, value, slope, low, high):
-    logps = torch.full((1, 1), log_ratio - 1, requires_grad=True)
-    surrogate, is_low, is_high = loss.clipped_surrogate(logps, torch.tensor([[-1.0]]), torch.tensor([float(A)]), LOW, HIGH, delta)
+    d = torch.full((1, 1), log_ratio, requires_grad=True)
+    surrogate, is_low, is_high = loss.clipped_surrogate(d, torch.tensor([float(A)]), LOW, HIGH, delta)
     close(surrogate, [[value]])
-    close(torch.autograd.grad(surrogate.sum(), logps)[0], [[slope]])
+    close(torch.autograd.grad(surrogate.sum(), d)[0], [[slope]])
     assert (is_low.item(), is_high.item()) == (low, high)
 
 
 @pytest.mark.parametrize("low, high", [(LOW, HIGH), (0.0, 0.0)])
 def test_with_old_equal_to_new_the_gradient_is_reinforce(low, high):
     A = torch.tensor([1.5, -0.3, 0.0])
-    _, grad = value_and_grad(lambda x: loss.clipped_surrogate(x, x.detach(), A, low, high)[0].sum(), randn(3, 4, scale=3.0))
+    _, grad = value_and_grad(lambda x: loss.clipped_surrogate(x - x.detach(), A, low, high)[0].sum(), randn(3, 4, scale=3.0))
     close(grad, A[:, None].expand(3, 4), 1e-6)
 
 
 @pytest.mark.parametrize("A", [1.0, 0.0])
 def test_a_token_whose_ratio_overflows_is_clipped_and_not_nan(A):
-    logps = torch.tensor([[100.0, -200.0]])     # exp(100) is inf in fp32
-    value, grad = value_and_grad(lambda x: loss.clipped_surrogate(x, torch.zeros(1, 2), torch.tensor([A]), LOW, HIGH)[0].sum(), logps)
+    d = torch.tensor([[100.0, -200.0]])     # exp(100) is inf in fp32
+    value, grad = value_and_grad(lambda x: loss.clipped_surrogate(x, torch.tensor([A]), LOW, HIGH)[0].sum(), d)
     assert value.item() == pytest.approx(A * (1 + HIGH)) and grad.tolist() == [[0.0, 0.0]]
+
+
+def cispo(log_ratio, A):
+    """(gradient by the log-prob, clipped below, clipped above) of one token under cispo with cap 3, and under PPO's clip."""
+    logp, old, A = torch.tensor([[-1.0]], requires_grad=True), torch.tensor([[-1.0 - log_ratio]]), torch.tensor([A])
+    for f in (lambda: loss.cispo_surrogate(logp, logp - old, A, 3.0), lambda: loss.clipped_surrogate(logp - old, A, LOW, HIGH)):
+        gain, low, high = f()
+        yield torch.autograd.grad(gain.sum(), logp)[0].item(), low.item(), high.item()
+
+
+def test_cispo_keeps_the_gradient_of_tokens_above_its_cap_where_ppo_has_none():
+    mine, ppo = cispo(log_ratio=2.0, A=1.5)
+    assert mine == (pytest.approx(3 * 1.5), False, True) and ppo == (0.0, False, True)
+
+
+def test_cispo_has_no_lower_clip():
+    mine, ppo = cispo(log_ratio=-4.0, A=-1.5)
+    assert mine == (pytest.approx(-1.5 * math.exp(-4)), False, False) and ppo == (0.0, True, False)
+
+
+def test_cispo_caps_ratios_of_bad_tokens_too_without_counting_them_as_clipped():
+    assert next(cispo(log_ratio=2.0, A=-1.5)) == (pytest.approx(-3 * 1.5), False, False)
+
+
+def test_cispo_does_not_differentiate_the_ratio():
+    logps, d, A = randn(2, 3), randn(2, 3, seed=1).requires_grad_(), torch.tensor([1.0, -2.0])
+    assert not loss.cispo_surrogate(logps, d, A, 3.0)[0].requires_grad
+    _, grad = value_and_grad(lambda x: loss.cispo_surrogate(x, x - (logps - d.detach()), A, 3.0)[0].sum(), logps)
+    close(grad, d.detach().exp().clamp(max=3) * A[:, None])
+
+
+def test_a_token_whose_cispo_ratio_overflows_is_capped_and_not_nan():
+    gain, _, _ = loss.cispo_surrogate(torch.tensor([[-1.0, -1.0]]), torch.tensor([[100.0, -200.0]]), torch.tensor([0.0]), 3.0)
+    assert (gain == 0).all()        # 0 and not NaN
 
 
 @examples
@@ -429,198 +725,442 @@ def test_k3_averages_to_the_kl_from_policy_to_reference_under_the_policy():
     close((p.exp() * loss.k3_kl(p, q)).sum(), (p.exp() * (p - q)).sum(), 1e-9)
 
 
-def test_importance_ratio_truncates_or_masks_or_is_off_and_carries_no_gradient():
-    old, sampler = torch.tensor([[0.0, -1.0, -1.0, 0.0]], requires_grad=True), torch.tensor([[0.0, -0.5, -3.0, -500.0]])
-    for kind, expected in (("token_truncate", [1, math.exp(-0.5), 3, 3]), ("token_mask", [1, math.exp(-0.5), 0, 0]), ("none", [1] * 4)):
-        ratio = loss.importance_ratio(old, sampler, kind, 3.0)
-        close(ratio, [expected], 1e-6)
-        assert not ratio.requires_grad
+def test_k2_is_half_the_square_and_clamped():
+    logps, ref = randn(50), randn(50, seed=1)
+    close(loss.k2_kl(logps, ref), [d ** 2 / 2 for d in (logps.double() - ref.double()).tolist()])
+    assert loss.k2_kl(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])).tolist() == [200.0, 200.0]
+
+
+@pytest.mark.parametrize("estimator, kl", [("k2_kl", lambda p, q: p.exp() * (p - q)), ("k3_kl", lambda p, q: q.exp() * (q - p))], ids=["k2-reverse", "k3-forward"])
+@examples
+@given(st.integers(0, 10_000))
+def test_the_expected_gradient_of_k2_is_the_reverse_kls_and_of_k3_the_forward_kls(estimator, kl, seed):
+    """Over all 5 outcomes of a categorical policy, each sampled with its probability: as a loss sees it, samples held fixed."""
+    logits, q = randn(5, seed=seed).double(), randn(5, seed=seed + 1).double().log_softmax(0)
+    p = logits.softmax(0)
+    _, expected = value_and_grad(lambda x: (p * getattr(loss, estimator)(x.log_softmax(0), q)).sum(), logits)
+    close(expected, value_and_grad(lambda x: kl(x.log_softmax(0), q).sum(), logits)[1], 1e-9)
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("token_truncate", [[1, math.exp(-0.5), 3, 3], [math.exp(0.25)] * 3 + [1]]), ("token_mask", [[1, math.exp(-0.5), 0, 0], [math.exp(0.25)] * 3 + [1]]),
+    ("sequence_truncate", [[3], [math.exp(0.75)]]), ("sequence_mask", [[0], [math.exp(0.75)]]), ("sequence_geometric", [[3], [math.exp(0.25)]]), ("none", [[1] * 4] * 2)])
+def test_importance_ratio_truncates_or_masks_or_is_off_and_carries_no_gradient(kind, expected):
+    old = torch.tensor([[0.0, -1, -1, 0], [-1, -1, -1, 0]], requires_grad=True)
+    sampler = torch.tensor([[0.0, -0.5, -3, -500], [-1.25, -1.25, -1.25, 0]])
+    ratio = loss.importance_ratio(old, sampler, torch.tensor([4, 3]), kind, 3.0)
+    close(ratio, torch.tensor(expected, dtype=torch.float64), 1e-6)
+    assert not ratio.requires_grad
+
+
+def test_a_masked_ratio_at_the_cap_counts_in_full():
+    old, sampler, lengths = torch.zeros(1, 2), torch.full((1, 2), -math.log(2.0) / 2), torch.tensor([2])
+    ratio = loss.importance_ratio(old, sampler, lengths, "sequence_truncate", INF).item()
+    assert ratio == pytest.approx(2) and loss.importance_ratio(old, sampler, lengths, "sequence_mask", ratio).item() == ratio
+
+
+@pytest.mark.parametrize("how", ["truncate", "mask"])
+def test_the_sequence_ratio_of_one_token_rows_is_the_token_ratio(how):
+    old, sampler, ones = randn(20, 1), randn(20, 1, seed=1), torch.ones(20)
+    token, sequence = (loss.importance_ratio(old, sampler, ones, f"{level}_{how}", CAP) for level in ("token", "sequence"))
+    assert torch.equal(token, sequence) and (token == {"truncate": CAP, "mask": 0}[how]).any() and (token < 1).any()
+
+
+def test_the_geometric_ratio_of_equal_tokens_is_the_token_ratio_however_long_the_row():
+    lengths, per_row = torch.tensor([5, 2, 1, 4]), torch.tensor([[0.3], [-0.7], [9.0], [0.1]])
+    sampler = -per_row * learner.completion_mask(lengths)
+    ratio = loss.importance_ratio(torch.zeros(4, 5), sampler, lengths, "sequence_geometric", CAP)
+    close(ratio, loss.importance_ratio(torch.zeros(4, 5), sampler, lengths, "token_truncate", CAP)[:, :1])
+    assert ratio[2] == CAP
 
 
 # --- whole objectives
 
-CASES = [dict(objective="grpo"), dict(objective="grpo", beta=0.3, delta=1.4), dict(objective="dapo", beta=0.3), dict(objective="dapo", sampling="token_mask"),
-         dict(objective="dr_grpo"), dict(objective="dr_grpo", beta=0.3, sampling="none"), dict(objective="xdr"), dict(objective="xdr", tau=0.4, beta=0.3),
-         dict(objective="xdr", tau=0.1, delta=1.4), dict(objective="xdr", tau=0.0)]
+TILTED = dict(objective="xdr", beta=0.3, xdr_ref_tilt=True)
+EVERY_XDR = TILTED | dict(xdr_utility="surrogate", xdr_mode_adaptive_tau=True)
+CASES = [
+    *(dict(objective=name) for name in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "seed_grpo", "token_entropy", "xdr", "maxent")),
+    dict(objective="grpo", beta=0.3, delta=1.4), dict(objective="grpo", importance_sampling="sequence_truncate", scale_rewards="batch"),
+    dict(objective="dapo", beta=0.3), dict(objective="dapo", importance_sampling="token_mask"),
+    dict(objective="dapo", importance_sampling="sequence_geometric", delta=1.4), dict(objective="dr_grpo", beta=0.3, importance_sampling="none"),
+    dict(objective="dr_grpo", beta=0.3, kl_loss_type="k2", importance_sampling="sequence_mask"),
+    dict(objective="gspo", beta=0.3, delta=1.4), dict(objective="gspo", importance_sampling="sequence_truncate"),
+    dict(objective="gspo", importance_sampling="sequence_mask", beta=0.3, kl_loss_type="k2"), dict(objective="cispo", beta=0.3, kl_loss_type="k2"),
+    dict(objective="cispo", importance_sampling="token_mask"), dict(objective="cispo", importance_sampling="sequence_truncate"),
+    dict(objective="seed_grpo", beta=0.3, scale_rewards="group"), dict(objective="token_entropy", beta=0.3, delta=1.4),
+    dict(objective="xdr", beta=0.3), dict(objective="xdr", maxent_tau=0.1, delta=1.4), dict(objective="xdr", maxent_tau=0.0),
+    dict(objective="xdr", maxent_tau=INF, beta=0.3), dict(objective="xdr", xdr_utility="surrogate"),
+    dict(objective="xdr", xdr_mode_adaptive_tau=True, beta=0.3, kl_loss_type="k2"), TILTED, TILTED | dict(maxent_tau=0.0, maxent_score_norm="sum"),
+    EVERY_XDR, EVERY_XDR | dict(maxent_score_norm="constant", scale_rewards="group", importance_sampling="sequence_mask", mode_entropy_coef=0.3),
+    dict(objective="dr_grpo", policy_entropy_bonus_coef=0.4), dict(objective="grpo", policy_entropy_bonus_coef=0.4, beta=0.3),
+    dict(objective="xdr", policy_entropy_bonus_coef=0.4), dict(objective="maxent", policy_entropy_bonus_coef=0.4, maxent_skip_equal_groups="none"),
+    dict(objective="dr_grpo", mode_entropy_coef=0.3), dict(objective="grpo", mode_entropy_coef=0.3, mode_entropy_score_norm="length", beta=0.3),
+    dict(objective="gspo", mode_entropy_coef=0.3, mode_entropy_score_norm="constant"),
+    dict(objective="token_entropy", mode_entropy_coef=0.3, policy_entropy_bonus_coef=0.4),
+    dict(objective="maxent", beta=0.3, maxent_q_epsilon=0.02), dict(objective="maxent", maxent_score_norm="constant", beta=0.3, maxent_tau=0.0),
+    dict(objective="maxent", maxent_score_norm="sum", beta=0.3, maxent_tau=3.0, maxent_skip_equal_groups="wrong"),
+    dict(objective="maxent", beta=0.3, maxent_kl=True), dict(objective="maxent", beta=0.3, maxent_kl=True, kl_loss_type="k2", maxent_skip_equal_groups="none"),
+    dict(objective="maxent", maxent_loss="mle"), dict(objective="maxent", maxent_loss="mle", maxent_score_norm="sum", beta=0.3, maxent_skip_equal_groups="none"),
+    dict(objective="maxent", maxent_loss="policy_gradient"),
+    dict(objective="maxent", maxent_loss="policy_gradient", beta=0.3, maxent_kl=True, delta=1.4, importance_sampling="sequence_truncate"),
+]
+OBJECTIVES = tuple(loss.OBJECTIVES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@settings(examples, max_examples=15)
+def name_of(case):
+    return "-".join(str(value if isinstance(value, str) else f"{key}={value}") for key, value in case.items())
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=name_of)
+
+
+def sensible(step, case):
+    """The config refuses groups of one; only these two would notice, which divide by log G and by a std."""
+    return step.G > 1 or (case["objective"] != "seed_grpo" and "policy_entropy_bonus_coef" not in case)
+
+
+def test_the_cases_cover_every_objective_and_choice():
+    from common import CHOICES
+    assert set(OBJECTIVES) == set(CHOICES["objective"]) == set(TABLE)
+    for key in ("importance_sampling", "kl_loss_type", "maxent_score_norm", "mode_entropy_score_norm", "maxent_loss", "xdr_utility", "maxent_skip_equal_groups"):
+        assert {config(4, case)[key] for case in CASES} == set(CHOICES[key]), key
+
+
+@cases
+@settings(examples, max_examples=10)
 @given(steps())
-def test_policy_gradient_objectives_equal_the_slow_loop(case, step):
-    compare(policy_gradient, slow_policy_gradient, step, **case)
+def test_the_loss_of_a_step_equals_the_slow_loop(case, step):
+    assume(sensible(step, case))
+    compare(step, case)
 
 
-@settings(examples, max_examples=60)
+@settings(examples, max_examples=40)
 @given(steps(), st.sampled_from(NORMS), st.sampled_from([(0.2, 0.0, 0.0), (0.5, 0.3, 0.02), (0.0, 1.0, 0.0), (3.0, 0.0, 0.1)]))
 def test_maxent_equals_the_slow_loop(step, norm, target):
     tau, beta, eps = target
-    compare(maxent, slow_maxent, step, tau=tau, beta=beta, norm=norm, eps=eps)
+    compare(step, dict(objective="maxent", maxent_tau=tau, beta=beta, maxent_q_epsilon=eps, maxent_score_norm=norm))
 
 
-@examples
-@given(steps())
-def test_maxent_as_policy_gradient_is_the_mean_over_prompts_of_w_minus_one_over_G(step):
-    w = target_weights(step, 0.3, 0.1, "length")
-    _, grad = value_and_grad(policy_gradient, step.old, step, "maxent", weights=w, sampling="none")
-    close(grad, -(w - 1 / step.G).reshape(-1, 1) * step.mask / (step.P * L))
+SMALL = make_step(torch.tensor([[1.0, 0, 1], [0, 0.1, 0.1]]), [3, 1, 2, 3, 2, 1], 5)
 
 
-@pytest.mark.parametrize("G", [6, 41])      # at 41, G * uniform weights would not be exactly 1
-def test_xdr_at_tau_inf_is_dr_grpo_to_the_bit(G):
-    step = make_step(randn(2, G), [1 + 7 * i % 5 for i in range(2 * G)], seed=5)
-    xdr, dr_grpo = (value_and_grad(policy_gradient, step.logps, step, name, beta=0.1) for name in ("xdr", "dr_grpo"))
-    assert torch.equal(xdr[0], dr_grpo[0]) and torch.equal(xdr[1], dr_grpo[1])
+@pytest.mark.parametrize("case", [case for case in CASES if case["objective"] != "cispo"], ids=name_of)
+def test_gradients_are_those_of_finite_differences(case):
+    """All but cispo: its detached ratio is not the derivative of anything."""
+    step = changed(SMALL, **{key: value.double() for key, value in vars(SMALL).items() if torch.is_tensor(value) and value.is_floating_point()})
+    leaves = [x.clone().requires_grad_() for x in (step.logps, step.entropy)]
+    c = config(step.G, case)
+    assert torch.autograd.gradcheck(lambda *x: step_loss(*x, step, c)[0], leaves, atol=1e-6)
 
 
-def micro_batches(step, f, order, cuts):
-    """Sum of values and gradients of f(leaf of the rows, rows), every micro-batch trimmed to its own longest row."""
-    leaf, total = step.logps.clone().requires_grad_(), 0.0
-    for a, b in itertools.pairwise([0, *sorted(cuts), len(order)]):
-        rows = torch.tensor(order[a:b], dtype=torch.long)
-        if len(rows):
-            part = f(leaf[rows, :int(step.lengths[rows].max())], rows)
-            part.backward()
-            total += part.item()
-    return total, leaf.grad
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@settings(examples, max_examples=15)
+@cases
+@settings(examples, max_examples=8)
 @given(steps(), st.data())
-def test_any_order_and_split_of_the_rows_gives_the_same_policy_gradient(case, step, data):
+def test_any_order_split_and_padding_of_the_rows_gives_the_same_loss_and_gradient(case, step, data):
+    """Through learner.accumulate_gradients; a plan that cuts groups makes it take a scoring pass and row coefficients."""
+    assume(sensible(step, case))
     N = step.P * step.G
     order, cuts = data.draw(st.permutations(range(N))), data.draw(st.lists(st.integers(0, N), max_size=4))
-    split = micro_batches(step, lambda x, rows: policy_gradient(x, step, rows=rows, **case), order, cuts)
-    assert_same(split, value_and_grad(policy_gradient, step.logps, step, **case))
+    plan = [torch.tensor(order[a:b]) for a, b in itertools.pairwise([0, *sorted(cuts), N]) if a < b]
+    assert_same(accumulate(step, case, plan, pad=data.draw(st.integers(0, 2))), ours(step, case))
 
 
-@pytest.mark.parametrize("norm", [*NORMS, "modes"])
-@examples
-@given(steps(), st.data())
-def test_cut_groups_train_as_whole_ones_through_row_coefficients(norm, step, data):
-    """dL/ds of all scores, detached, times the scores of some rows: for the listwise and the mode entropy loss."""
-    N = step.P * step.G
-    order, cuts = data.draw(st.permutations(range(N))), data.draw(st.lists(st.integers(0, N), max_size=4))
-    if norm == "modes":
-        norm = "sum"
-        _, whole = value_and_grad(mode_entropy, step.logps, step)
-        _, coefficients = value_and_grad(loss.mode_entropy_loss, scores(step.logps, step, norm), step.rewards, step.P * L)
-    else:
-        w, active = target_weights(step, 0.3, 0.1, norm), loss.active_groups(step.rewards, "all")
-        _, whole = value_and_grad(maxent, step.logps, step, 0.3, 0.1, norm)
-        _, coefficients = value_and_grad(loss.listwise_loss, scores(step.logps, step, norm), w, active)
+@pytest.mark.parametrize("budget", [1, 13, 30])     # rows alone; some groups cut; whole groups
+@cases
+def test_any_token_budget_gives_the_same_loss_and_gradient(case, budget):
+    assert_same(accumulate(EXAMPLE, case, budget=budget), ours(EXAMPLE, case))
 
-    def surrogate(x, rows):
-        masked = x * step.mask[rows, :x.shape[1]]
-        return (coefficients.flatten()[rows] * loss.sequence_scores(masked, step.lengths[rows], norm, L)).sum()
 
-    close(micro_batches(step, surrogate, order, cuts)[1], whole)
+@cases
+def test_the_first_update_takes_its_own_log_probs_as_the_old_ones(case):
+    assert_same(accumulate(EXAMPLE, case, first=True), ours(changed(EXAMPLE, old=EXAMPLE.logps), case))
 
 
 def test_whole_groups_in_micro_batches_add_up_under_one_norm():
-    step, w, s = EXAMPLE, target_weights(EXAMPLE, 0.3, 0.1, "length"), scores(EXAMPLE.logps, EXAMPLE, "length")
+    step, s, w = EXAMPLE, scores(EXAMPLE.logps, EXAMPLE, "length"), randn(3, 4).softmax(1)
     active = loss.active_groups(step.rewards, "all")        # two of the three
-    parts = [loss.listwise_loss(s[x:x + 1], w[x:x + 1], active[x:x + 1], norm=2) for x in range(3)]
-    close(sum(parts), loss.listwise_loss(s, w, active))
+    for f in (loss.listwise_loss, loss.mle_loss):
+        close(sum(f(s[x:x + 1], w[x:x + 1], active[x:x + 1], 2) for x in range(3)), f(s, w, active, 2))
+    close(loss.listwise_loss(s, w, active), loss.listwise_loss(s, w, active, 2))
     parts = [loss.mode_entropy_loss(s[x:x + 1], step.rewards[x:x + 1], 3 * L) for x in range(3)]
     close(sum(parts), loss.mode_entropy_loss(s, step.rewards, 3 * L))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@settings(examples, max_examples=10)
-@given(steps(), st.integers(1, 4))
-def test_more_padding_changes_nothing(case, step, pad):
-    wide = SimpleNamespace(**vars(step))
-    for name in ("mask", "logps", "old", "ref", "sampler"):
-        setattr(wide, name, torch.nn.functional.pad(getattr(step, name), (0, pad)))
-    for f, arguments in ((policy_gradient, case), (maxent, dict(tau=0.3, beta=0.1, norm="length"))):
-        value, grad = value_and_grad(f, wide.logps, wide, **arguments)
-        assert_same((value, grad[:, :-pad]), value_and_grad(f, step.logps, step, **arguments))
-        assert (grad[:, -pad:] == 0).all()
-
+# --- limits
 
 @pytest.mark.parametrize("G", [1, 2, 7, 41])      # float(1/41) * 41 is not 1 in fp32
 def test_equal_rewards_give_exactly_zero_gradient(G):
     step = make_step(torch.tensor([[0.1] * G, [1 / 3] * G]), [1 + i % 5 for i in range(2 * G)], 3)
-    as_advantages = dict(objective="maxent", weights=target_weights(step, 0.3, 0.0, "length"))
-    for case in [*CASES, as_advantages]:
-        value, grad = value_and_grad(policy_gradient, step.logps, step, **case | {"beta": 0.0})
-        assert value == 0 and (grad == 0).all()
-    for f, arguments in ((maxent, dict(tau=0.3, beta=0.1, norm="length")), (mode_entropy, {})):
-        value, grad = value_and_grad(f, step.logps, step, **arguments)
-        assert value == 0 and (grad == 0).all()
+    kept = [case for case in CASES if sensible(step, case) and "maxent_skip_equal_groups" not in case]
+    flat = dict(objective="maxent", maxent_loss="policy_gradient", maxent_skip_equal_groups="none")     # w - 1/G is 0 where nothing tilts it
+    for case in [*kept, flat]:
+        found = ours(step, case | {"token_entropy_coef": 0.0} | ({} if "xdr_ref_tilt" in case else {"beta": 0.0}))
+        assert found.value == 0 and (found.grad == 0).all(), case
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dapo", "dr_grpo", "xdr", "maxent", "listwise"])
-def test_every_objective_raises_the_best_rows_and_lowers_the_worst(objective):
+@pytest.mark.parametrize("case", [*(dict(objective=name) for name in OBJECTIVES), dict(objective="maxent", maxent_loss="policy_gradient")], ids=name_of)
+def test_every_objective_raises_the_best_rows_and_lowers_the_worst(case):
     step = make_step(torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1]]), [3] * 8, 1)
-    if objective == "listwise":
-        _, grad = value_and_grad(maxent, step.old, step, 0.2, 0.0, "length")
-    else:
-        _, grad = value_and_grad(policy_gradient, step.old, step, objective, tau=0.5, weights=target_weights(step, 0.2, 0.0, "length"))
+    grad = ours(changed(step, logps=step.old), case | {"maxent_tau": 0.2}).grad[0]
     best = (step.rewards == 1).flatten()
     assert (grad[best][step.mask[best]] < 0).all() and (grad[~best][step.mask[~best]] > 0).all()
 
+
+@pytest.mark.parametrize("more", [{}, dict(beta=0.3, delta=1.4), dict(importance_sampling="sequence_mask")], ids=str)
+def test_gspo_with_one_token_rows_is_grpo(more):
+    step = make_step(EXAMPLE.rewards, [1] * 12, 7)
+    gspo, grpo = (ours(step, dict(objective=name) | more) for name in ("gspo", "grpo"))
+    assert_same(gspo, grpo)
+    assert gspo.high > 0
+
+
+def test_gspo_takes_the_geometric_mean_of_the_token_ratios():
+    ratios, A = torch.tensor([[0.7, 1.1, 1.2], [1.5, 0.8, 1.0]]), torch.tensor([2.0, -1.0])      # the second row has two tokens
+    part = {"old_logps": torch.zeros(2, 3), "lengths": torch.tensor([3, 2])}
+    gain, low, high = learner.surrogate(ratios.log(), part, A, config(2, dict(objective="gspo")))
+    close(gain, [[2 * (0.7 * 1.1 * 1.2) ** (1 / 3)], [-(1.5 * 0.8) ** 0.5]])
+    assert not low.any() and not high.any()     # though every row has a token outside the clip range
+
+
+def test_gspo_clips_whole_rows():
+    step = make_step(torch.tensor([[1.0, 0, 0]]), [3, 2, 2], 3)
+    step.old = step.logps - torch.tensor([[0.5], [-0.5], [0.0]]) * step.mask        # the good row rose, one bad row fell
+    found = ours(step, dict(objective="gspo", importance_sampling="none"))
+    assert (found.grad[0, :2] == 0).all() and (found.grad[0, 2, :2] > 0).all() and (found.low, found.high) == (2, 3)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_cispo_on_policy_has_the_gradient_of_dapo_which_is_reinforce(sampling):
+    step = changed(EXAMPLE, logps=EXAMPLE.old)
+    cispo, dapo = (ours(step, dict(objective=name, importance_sampling=sampling)) for name in ("cispo", "dapo"))
+    close(cispo.grad, dapo.grad)
+    if sampling == "none":
+        close(cispo.grad[0], -loss.group_advantages(step.rewards, "group").view(-1, 1) * step.mask / step.lengths.sum())
+
+
+def test_cispo_below_its_cap_has_the_gradient_of_an_unclipped_ratio():
+    cispo, dapo = (ours(EXAMPLE, dict(objective=name, cispo_epsilon_max=50.0, epsilon=0.99, epsilon_high=49.0)) for name in ("cispo", "dapo"))
+    close(cispo.grad, dapo.grad)
+    assert cispo.high == dapo.high == dapo.low == 0 and EXAMPLE.old.sub(EXAMPLE.logps).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("how", ["truncate", "mask"])
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
+def test_sequence_and_token_sampling_weights_agree_on_one_token_rows(objective, how):
+    step = make_step(EXAMPLE.rewards, [1] * 12, 7)
+    token, sequence, off = (ours(step, dict(objective=objective, importance_sampling=kind)) for kind in (f"token_{how}", f"sequence_{how}", "none"))
+    assert same_to_the_bit(token, sequence) and not same_to_the_bit(token, off)
+
+
+@pytest.mark.parametrize("case, without", [
+    (dict(objective="seed_grpo", seed_grpo_alpha=0.0), {}), (dict(objective="token_entropy", token_entropy_coef=0.0), {}),
+    (dict(objective="xdr"), {}), (dict(objective="xdr", xdr_utility="surrogate"), {}), (dict(objective="xdr", xdr_mode_adaptive_tau=True), {}),
+    (TILTED, {"beta": 0.0}), (EVERY_XDR, {"beta": 0.0})], ids=lambda case: name_of(case) or "same")
+@pytest.mark.parametrize("more", [{}, dict(beta=0.3), dict(delta=1.4, policy_entropy_bonus_coef=0.4, mode_entropy_coef=0.3, scale_rewards="group")], ids=str)
+@pytest.mark.parametrize("G", [6, 41])      # at 41, G * uniform weights would not be exactly 1
+def test_switched_off_objectives_are_dr_grpo_to_the_bit(case, without, more, G):
+    """`without`: what dr_grpo must not have for that, the KL that a tilt takes out of the loss."""
+    step = make_step(randn(2, G), [1 + 7 * i % 5 for i in range(2 * G)], seed=5)
+    assert same_to_the_bit(ours(step, case | more | {"maxent_tau": INF}), ours(step, more | {"objective": "dr_grpo"} | without))
+    on = {"maxent_tau": 0.3, "seed_grpo_alpha": 0.5, "token_entropy_coef": 0.5}
+    assert not same_to_the_bit(ours(step, case | more | on), ours(step, more | {"objective": "dr_grpo"} | without))
+
+
+@pytest.mark.parametrize("modes, same", [(0, True), (1, True), (2, False)])
+def test_mode_adaptive_xdr_is_plain_xdr_at_one_mode(modes, same):
+    adaptive = ours(changed(EXAMPLE, modes=torch.full((3,), modes)), dict(objective="xdr", xdr_mode_adaptive_tau=True))
+    assert same_to_the_bit(adaptive, ours(EXAMPLE, dict(objective="xdr"))) == same
+
+
+def test_mode_adaptive_tau_acts_on_each_group_alone():
+    c = config(4, dict(objective="xdr", xdr_mode_adaptive_tau=True))
+    w = targets_of(changed(EXAMPLE, modes=torch.tensor([3, 1, 1])), c)["weights"]
+    A = loss.group_advantages(EXAMPLE.rewards, "none")
+    close(w, torch.cat([(A[:1] / 0.2).softmax(1), (A[1:] / 0.4).softmax(1)]))
+
+
+def test_surrogate_utility_is_the_advantage_when_all_rows_have_full_length():
+    full, short = make_step(EXAMPLE.rewards, [L] * 12, 7), EXAMPLE
+    for step, same in ((full, True), (short, False)):
+        assert same_to_the_bit(ours(step, dict(objective="xdr", xdr_utility="surrogate")), ours(step, dict(objective="xdr"))) == same
+
+
+def test_xdr_with_binary_rewards_is_dr_grpo_with_negative_advantages_scaled_down():
+    """By e^(-1/tau), up to a factor per group: what MATH.md says it is."""
+    step = make_step(torch.tensor([[1.0, 0, 0, 1, 0]]), [2] * 5, 3)
+    xdr, dr_grpo = (targets_of(step, config(5, dict(objective=name)))["advantages"][0] for name in ("xdr", "dr_grpo"))
+    factor = xdr / dr_grpo
+    close(factor[1:3] / factor[0], [math.exp(-1 / 0.4)] * 2)
+    close(factor[3:], [factor[0], factor[1]])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_entropy_bonus_is_nothing_at_coef_0_or_equal_entropies_and_never_activates_a_group(objective):
+    c = config(4, dict(objective=objective))
+    step = EXAMPLE      # its third group has equal rewards
+    bonus, plain = dict(policy_entropy_bonus_coef=0.4), targets_of(step, c)
+    off = learner.group_targets(group_of(step, c | bonus), 0.4, 0.0, c)
+    level = learner.group_targets(group_of(step, c) | {"entropies": torch.full((3, 4), 0.3)}, 0.4, 0.0, c | bonus)
+    for targets in (off, level):
+        assert all(torch.equal(targets[key], plain[key]) for key in plain)
+    shaped = targets_of(step, c | bonus)
+    assert not torch.equal(shaped["advantages"], plain["advantages"]) and (shaped["advantages"][2] == 0).all()
+    assert torch.equal(shaped["active"], plain["active"]) and torch.equal(shaped["rewards"], step.rewards)
+
+
+def test_the_entropy_bonus_does_not_hide_a_group_at_the_lowest_reward():
+    """maxent_skip_equal_groups="wrong" looks at the rewards as they were given: the bonus puts rows of the other group below them."""
+    step = changed(EXAMPLE, rewards=torch.tensor([[0.0] * 4, [0, 0, 1, 1], [1.0] * 4]))
+    c = config(4, dict(objective="maxent", policy_entropy_bonus_coef=0.4, maxent_skip_equal_groups="wrong"))
+    assert targets_of(step, c)["active"].tolist() == [False, True, True]
+
+
+def test_maxent_loss_says_nothing_to_the_mode_entropy_of_other_objectives():
+    case = dict(objective="dr_grpo", mode_entropy_coef=0.3)
+    for kind in ("policy_gradient", "mle"):
+        assert same_to_the_bit(ours(EXAMPLE, case | {"maxent_loss": kind}), ours(EXAMPLE, case)), kind
+
+
+def test_mle_has_no_baseline_and_listwise_has():
+    """A group of equal rewards that is not skipped: mle pushes up all of its rows, a token of a short row more; listwise only balances them."""
+    step = make_step(torch.tensor([[1.0] * 4]), [1, 2, 4, 5], 3)
+    mle, listwise = (ours(step, dict(objective="maxent", maxent_loss=kind, maxent_skip_equal_groups="none")).grad[0] for kind in ("mle", "listwise"))
+    close(-mle, step.mask / (4 * step.lengths[:, None]))
+    rows = listwise.sum(1)      # d loss / d score, the mean log-prob of a row
+    assert rows.sum().abs() < 1e-7 and rows.min() < -0.01 and rows.max() > 0.01
+    close(rows, scores(step.logps, step, "length")[0].softmax(0) - 0.25)
+
+
+def test_maxent_as_policy_gradient_is_the_mean_over_prompts_of_w_minus_one_over_G():
+    step = changed(EXAMPLE, logps=EXAMPLE.old)
+    case = dict(objective="maxent", maxent_loss="policy_gradient", beta=0.1, importance_sampling="none")
+    w, active = (targets_of(step, config(4, case))[key] for key in ("weights", "active"))
+    close(ours(step, case).grad[0], -((w - 1 / 4) * active[:, None]).view(-1, 1) * step.mask / (3 * L))
+
+
+# --- what the comparisons would notice
 
 def wrong_std(rewards, scale):
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True, unbiased=False) + 1e-4)
 
 
-MUTATIONS = {
-    "advantages of the other sign": ("group_advantages", lambda f: lambda r, scale: -f(r, scale)),
-    "std over G instead of G - 1": ("group_advantages", lambda f: wrong_std),
-    "no gradient through the ratio": ("clipped_surrogate", lambda f: lambda x, *a: f(x.detach(), *a)),
-    "clip sides swapped": ("clipped_surrogate", lambda f: lambda x, old, A, low, high, delta: f(x, old, A, high, low, delta)),
-    "no delta": ("clipped_surrogate", lambda f: lambda x, old, A, low, high, delta: f(x, old, A, low, high)),
-    "maximum for negative advantages": ("clipped_surrogate", lambda f: lambda x, old, A, *a: (-f(x, old, -A, *a)[0], None, None)),
-    "KL the other way round": ("k3_kl", lambda f: lambda x, ref: f(ref, x)),
-    "no gradient through KL": ("k3_kl", lambda f: lambda x, ref: f(x.detach(), ref)),
-    "padding counted": ("token_weights", lambda f: lambda kind, mask, *a: f(kind, torch.ones_like(mask), *a)),
-    "per token instead of per row": ("token_weights", lambda f: lambda kind, *a: f("token_mean", *a)),
-    "no sampler correction": ("importance_ratio", lambda f: lambda old, mu, kind, cap: f(old, mu, "none", cap)),
+GRPO, LISTWISE = dict(objective="grpo", beta=0.3, delta=1.4), dict(objective="maxent", maxent_tau=0.5, beta=0.3, maxent_q_epsilon=0.02)
+BONUS, MODES, MLE = (dict(objective="dr_grpo", policy_entropy_bonus_coef=0.4), dict(objective="dr_grpo", mode_entropy_coef=0.3),
+                     dict(objective="maxent", maxent_loss="mle", maxent_score_norm="sum"))
+K2, SEQUENCE = dict(objective="dr_grpo", beta=0.3, kl_loss_type="k2"), dict(objective="dr_grpo", importance_sampling="sequence_truncate")
+MASK, GEOMETRIC = (dict(objective="dr_grpo", importance_sampling=kind) for kind in ("token_mask", "sequence_geometric"))
+
+MUTATIONS = {       # name: (function of loss.py or learner.py, what to make of it, the case that notices)
+    "advantages of the other sign": ("group_advantages", lambda f: lambda r, scale: -f(r, scale), GRPO),
+    "std over G instead of G - 1": ("group_advantages", lambda f: wrong_std, GRPO),
+    "no gradient through the ratio": ("clipped_surrogate", lambda f: lambda d, *a: f(d.detach(), *a), GRPO),
+    "ratio the other way round": ("clipped_surrogate", lambda f: lambda d, *a: f(-d, *a), GRPO),
+    "clip sides swapped": ("clipped_surrogate", lambda f: lambda d, A, low, high, delta: f(d, A, high, low, delta), GRPO),
+    "no delta": ("clipped_surrogate", lambda f: lambda d, A, low, high, delta: f(d, A, low, high), GRPO),
+    "maximum for negative advantages": ("clipped_surrogate", lambda f: lambda d, A, *a: (-f(d, -A, *a)[0], *f(d, A, *a)[1:]), GRPO),
+    "clip counts swapped": ("clipped_surrogate", lambda f: lambda *a: tuple(f(*a)[i] for i in (0, 2, 1)), GRPO),
+    "KL the other way round": ("k3_kl", lambda f: lambda x, ref: f(ref, x), GRPO),
+    "no gradient through KL": ("k3_kl", lambda f: lambda x, ref: f(x.detach(), ref), GRPO),
+    "no KL": ("adds_kl", lambda f: lambda c: False, GRPO),
+    "k2 without its half": ("k2_kl", lambda f: lambda x, ref: 2 * f(x, ref), K2),
+    "k3 for k2": ("k2_kl", lambda f: lambda x, ref: loss.k3_kl(x, ref), K2),
+    "padding counted": ("token_weights", lambda f: lambda kind, mask, *a: f(kind, torch.ones_like(mask), *a), GRPO),
+    "per token instead of per row": ("token_weights", lambda f: lambda kind, *a: f("token_mean", *a), GRPO),
+    "no sampler correction": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, "none", cap), GRPO),
+    "sampler ratio the other way round": ("importance_ratio", lambda f: lambda old, mu, *a: f(mu, old, *a), GRPO),
+    "cap as a floor": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, kind, INF).clamp(min=cap), GRPO),
+    "no cap": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, kind, INF), GRPO),
+    "sequence ratio per token": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, "token_truncate", cap), SEQUENCE),
+    "sequence ratio as a mean": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, "sequence_geometric", cap), SEQUENCE),
+    "sequence ratio masked": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, "sequence_mask", cap), SEQUENCE),
+    "geometric ratio as a sum": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, torch.ones_like(T), kind, cap), GEOMETRIC),
+    "geometric mean over padding": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, torch.full_like(T, 5), kind, cap), GEOMETRIC),
+    "mask keeps what is above the cap": ("importance_ratio", lambda f: lambda *a: f(*a[:4], INF) - f(*a), MASK),
+    "mask truncates": ("importance_ratio", lambda f: lambda old, mu, T, kind, cap: f(old, mu, T, "token_truncate", cap), MASK),
+    "gspo's ratio as a sum": ("surrogate", lambda f: lambda x, part, A, c: f(x, part | {"lengths": torch.ones_like(part["lengths"])}, A, c), dict(objective="gspo")),
+    "gspo's ratio per token": ("surrogate", lambda f: lambda x, part, A, c: f(x, part, A, c | {"objective": "grpo"}), dict(objective="gspo")),
+    "cispo's ratio not detached": ("cispo_surrogate", lambda f: lambda x, d, A, cap: (d.exp().clamp(max=cap) * A[:, None] * x, *f(x, d, A, cap)[1:]),
+                                   dict(objective="cispo")),
+    "cispo without gradient above its cap": ("cispo_surrogate", lambda f: lambda x, d, A, cap: f(torch.where(d.exp() > cap, x.detach(), x), d, A, cap),
+                                             dict(objective="cispo")),
+    "cispo clipped below too": ("cispo_surrogate", lambda f: lambda x, d, A, cap: f(x, d.clamp(min=math.log(1 - LOW)), A, cap), dict(objective="cispo")),
+    "cispo's cap as a floor": ("cispo_surrogate", lambda f: lambda x, d, A, cap: f(x, d.clamp(min=math.log(cap)), A, INF), dict(objective="cispo")),
+    "cispo without a cap": ("cispo_surrogate", lambda f: lambda x, d, A, cap: (f(x, d, A, INF)[0], *f(x, d, A, cap)[1:]), dict(objective="cispo")),
+    "cispo counts bad tokens as clipped": ("cispo_surrogate", lambda f: lambda x, d, A, cap: (*f(x, d, A, cap)[:2], d.exp() > cap), dict(objective="cispo")),
+    "an answer's mass not summed": ("semantic_entropy", lambda f: lambda clusters, p: f(torch.arange(p.numel()).view(p.shape), p), dict(objective="seed_grpo")),
+    "answers counted, not weighed": ("semantic_entropy", lambda f: lambda clusters, p: f(clusters, p * 0), dict(objective="seed_grpo")),
+    "alpha not over log G": ("semantic_scale", lambda f: lambda H, alpha, G: f(H, alpha * math.log(G), G), dict(objective="seed_grpo")),
+    "different answers trusted more": ("semantic_scale", lambda f: lambda *a: 1 / f(*a), dict(objective="seed_grpo")),
+    "entropy detached": ("token_loss", lambda f: lambda x, entropy, *a: f(x, entropy.detach(), *a), dict(objective="token_entropy")),
+    "entropy lowered": ("token_loss", lambda f: lambda x, entropy, *a: f(x, -entropy, *a), dict(objective="token_entropy")),
+    "bonus of the other sign": ("entropy_bonus", lambda f: lambda *a: -f(*a), BONUS),
+    "bonus not scaled by the rewards": ("entropy_bonus", lambda f: lambda r, *a: f(r, *a) / r.std(1, keepdim=True).clamp(min=1e-9), BONUS),
+    "bonus without z-scores": ("entropy_bonus", lambda f: lambda r, H, coef: coef * r.std(1, keepdim=True) * (H - H.mean(1, keepdim=True)), BONUS),
+    "bonus in flat groups": ("entropy_bonus", lambda f: lambda r, H, coef: coef * (H - H.mean(1, keepdim=True)) / H.std(1, keepdim=True), BONUS),
+    "surrogate utility without lengths": ("xdr_utilities", lambda f: lambda A, T, *a: A, dict(objective="xdr", xdr_utility="surrogate")),
+    "surrogate utility per row mean": ("xdr_utilities", lambda f: lambda A, T, kind, cap: A * T / T.max(), dict(objective="xdr", xdr_utility="surrogate")),
+    "xdr prefers the worst": ("xdr_utilities", lambda f: lambda *a: -f(*a), dict(objective="xdr")),
+    "more modes, more tau": ("mode_adaptive_tau", lambda f: lambda tau, k: [tau * tau / t for t in f(tau, k)], dict(objective="xdr", xdr_mode_adaptive_tau=True)),
+    "modes not counted from one": ("mode_adaptive_tau", lambda f: lambda tau, k: f(tau, k + 1), dict(objective="xdr", xdr_mode_adaptive_tau=True)),
+    "tilted away from the reference": ("xdr_weights", lambda f: lambda U, l, *a: f(U, -l, *a), TILTED),
+    "no tilt": ("xdr_weights", lambda f: lambda U, l, taus, beta: f(U, l, taus, 0.0), TILTED),
+    "a tilt over tau alone": ("xdr_weights", lambda f: lambda U, l, taus, beta: f(U + beta * l, None, taus, 0.0), TILTED),
+    "KL next to the tilt": ("adds_kl", lambda f: lambda c: True, TILTED),
+    "weights without the reference": ("maxent_weights", lambda f: lambda u, l, tau, beta: f(u, None, tau, 0.0), LISTWISE),
+    "tau alone as divisor": ("maxent_weights", lambda f: lambda u, l, tau, beta: f(u + beta * l, None, tau, 0.0), LISTWISE),
+    "rewards instead of log targets": ("log_reward_targets", lambda f: lambda r, T_q, eps: r, LISTWISE),
+    "KL next to maxent's weights": ("adds_kl", lambda f: lambda c: True, LISTWISE),
+    "equal groups trained": ("listwise_loss", lambda f: lambda s, w, active, norm: f(s, w, torch.ones_like(active), norm), LISTWISE),
+    "mean over all groups": ("listwise_loss", lambda f: lambda s, w, active, norm: f(s, w, active, len(s)), LISTWISE),
+    "scores averaged over padding": ("sequence_scores", lambda f: lambda x, T, *a: f(x, torch.full_like(T, x.shape[1]), *a), LISTWISE),
+    "mle with a baseline": ("mle_loss", lambda f: lambda s, w, active, norm: f(s, w - 1 / s.shape[1], active, norm), MLE),
+    "mle of equal groups": ("mle_loss", lambda f: lambda s, w, active, norm: f(s, w, torch.ones_like(active), norm), MLE),
+    "mle not per token": ("scores_of", lambda f: lambda x, T, c: loss.sequence_scores(x, T, "sum", L), MLE),
+    "mode entropy over all rows": ("mode_entropy_loss", lambda f: lambda s, r, norm: loss.listwise_loss(s, s * 0 + 1 / 4, ~loss.equal_groups(r), norm), MODES),
+    "mode entropy of equal groups": ("equal_groups", lambda f: lambda r: r[:, 0] == 99, MODES),
+    "mode entropy not over L": ("mode_entropy_loss", lambda f: lambda s, r, norm: f(s, r, norm / L), MODES),
+    "mode entropy in another norm": ("scores_of", lambda f: lambda x, T, c: loss.sequence_scores(x, T, "length", L), MODES),
 }
-
-
-def check_mutation(monkeypatch, mutation, check, **case):
-    """The comparison passes, and fails once one function of loss.py is replaced by a wrong one."""
-    check(step=EXAMPLE, **case)
-    function, mutate = mutation
-    monkeypatch.setattr(loss, function, mutate(getattr(loss, function)))
-    with pytest.raises(AssertionError):
-        check(step=EXAMPLE, **case)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_slow_loop_notices(name, monkeypatch):
-    check_mutation(monkeypatch, MUTATIONS[name], partial(compare, policy_gradient, slow_policy_gradient), objective="grpo", beta=0.3, delta=1.4)
+    """The comparison passes, and fails once one function is replaced by a wrong one."""
+    function, mutate, case = MUTATIONS[name]
+    module = loss if hasattr(loss, function) else learner
+    slow = literal(EXAMPLE, case)
+    assert_same(ours(EXAMPLE, case), slow)
+    monkeypatch.setattr(module, function, mutate(getattr(module, function)))
+    with pytest.raises(AssertionError):
+        assert_same(ours(EXAMPLE, case), slow)
 
 
-LISTWISE_MUTATIONS = {
-    "weights without the reference": ("maxent_weights", lambda f: lambda u, l, tau, beta: f(u, None, tau, 0.0)),
-    "tau alone as divisor": ("maxent_weights", lambda f: lambda u, l, tau, beta: f(u + beta * l, None, tau, 0.0)),
-    "rewards instead of log targets": ("log_reward_targets", lambda f: lambda r, T_q, eps: r),
-    "equal groups trained": ("listwise_loss", lambda f: lambda s, w, active: f(s, w, torch.ones_like(active))),
-    "mean over all groups": ("listwise_loss", lambda f: lambda s, w, active: f(s, w, active, len(s))),
-    "scores averaged over padding": ("sequence_scores", lambda f: lambda x, lengths, *a: f(x, torch.full_like(lengths, x.shape[1]), *a)),
+CUT_MUTATIONS = {
+    "coefficients of the wrong rows": ("group_loss", lambda f: lambda s, *a: f(s.roll(1, 1), *a)),
+    "micro-batches count their own groups": ("group_loss", lambda f: lambda s, targets, c, norm: f(s, targets, c, {key: 1 for key in norm})),
+    "micro-batches count their own tokens": ("token_loss", lambda f: lambda x, H, part, A, beta, c, norm: f(x, H, part, A, beta, c, norm | {
+        "rows": len(x), "tokens": int(part["lengths"].sum())})),
+    "scores of the old policy": ("score_rows", lambda f: lambda model, batch, *a: batch.get("old_logps", f(model, batch, *a))),
 }
 
 
-@pytest.mark.parametrize("name", LISTWISE_MUTATIONS)
-def test_the_slow_listwise_loop_notices(name, monkeypatch):
-    check_mutation(monkeypatch, LISTWISE_MUTATIONS[name], partial(compare, maxent, slow_maxent), tau=0.5, beta=0.3, norm="length", eps=0.02)
+@pytest.mark.parametrize("name", CUT_MUTATIONS)
+@pytest.mark.parametrize("case", [dict(objective="maxent", beta=0.3, maxent_kl=True), dict(objective="grpo", mode_entropy_coef=0.3)], ids=name_of)
+def test_the_split_notices(name, case, monkeypatch):
+    whole, (function, mutate) = ours(EXAMPLE, case), CUT_MUTATIONS[name]
+    assert_same(accumulate(EXAMPLE, case, budget=13), whole)
+    monkeypatch.setattr(learner, function, mutate(getattr(learner, function)))
+    with pytest.raises(AssertionError):
+        assert_same(accumulate(EXAMPLE, case, budget=13), whole)
 
 
 def test_inputs_come_back_unchanged():
-    step, w = EXAMPLE, target_weights(EXAMPLE, 0.3, 0.1, "length")
+    step, w = EXAMPLE, randn(3, 4).softmax(1)
     hidden, head, targets = randn(9, 3), randn(11, 3), torch.arange(9)
     inputs = [x for x in vars(step).values() if torch.is_tensor(x)] + [w, hidden, head, targets]
     before = [x.clone() for x in inputs]
     for case in CASES:
-        policy_gradient(step.logps, step, **case)
-    for norm in NORMS:
-        maxent(step.logps, step, 0.3, 0.1, norm, eps=0.1)
-    mode_entropy(step.logps, step)
+        ours(step, case)
     loss.weight_metrics(w, step.rewards, loss.active_groups(step.rewards, "wrong"))
     loss.group_advantages(step.rewards, "batch")
     for u in (w, step.rewards):

@@ -1,29 +1,43 @@
-"""The losses of grpo, dr_grpo and dapo are those of TRL 1.16's GRPOTrainer, value and gradient, on the same batch.
+"""Losses of the policy-gradient family are those of TRL 1.16's GRPOTrainer, value and gradient, on the same batch.
 
 TRL's own code runs: GRPOTrainer._generate_and_score_completions (advantages, sampler correction) and then _compute_loss,
 unbound, on a stand-in for `self`. Replaced by fixed tensors are the things around the algorithm: generation (token ids and
 the sampler's log-probs), the reward functions, the forward passes (_get_per_token_logps_and_entropies returns log-probs of
 the policy, the old policy or the reference, depending on the model it is given) and the accelerator of a single process.
-Our side is test_loss.policy_gradient. One difference is meant: groups of equal rewards (see the last test).
+Our side is test_loss.ours: learner.group_targets and token_loss with a config. What TRL calls otherwise or does otherwise:
+- gspo is loss_type "grpo" with importance_sampling_level "sequence"; cispo's cap is epsilon_high itself, not 1 + epsilon_high.
+- bnpo is dapo in one micro-batch; with several it divides each by its own tokens, which ours never does.
+- gspo's clip ratio is a share of rows there, of tokens here (each row counts with its length).
+- delta caps the ratio before the clip counts are taken: they agree only for delta above 1 + epsilon_high.
+- sampling/importance_sampling_ratio/* are of the ratio after the cap there, before it here.
+- Groups of equal rewards have rounding noise as advantages there (see the last test).
+sequence_geometric, k2 and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL; its entropy bonus is a mean
+over the tokens of a micro-batch, not over N * L as in token_entropy.
 """
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_loss import CAP, HIGH, LOW, L, assert_same, close, make_step, policy_gradient, value_and_grad
+from test_loss import CAP, CISPO, HIGH, LOW, L, assert_same, changed, close, config, make_step, ours, targets_of, value_and_grad
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+import learner
 import loss
 
-STEP = make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.5, 0.5, -1], [1, 1, 1, 1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 7)
+STEP = make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.5, 0.5, -1], [1, 1, 1, 1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 10)
+NAMES = {        # objective: TRL's (loss_type, importance_sampling_level)
+    "grpo": ("grpo", "token"), "dr_grpo": ("dr_grpo", "token"), "dapo": ("dapo", "token"), "bnpo": ("bnpo", "token"), "gspo": ("grpo", "sequence"),
+    "cispo": ("cispo", "token")}
+SAMPLINGS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def trl_trainer(step, loss_type, scale, beta=0.0, delta=-1.0, sampling="none", off_policy=True):
+def trl_trainer(step, objective, scale, beta=0.0, delta=-1.0, importance_sampling="none", off_policy=True):
     """A stand-in for GRPOTrainer that generates, rewards and scores exactly the rows of `step`."""
     policy, reference = (SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(2))
     args = SimpleNamespace(per_device_train_batch_size=12, gradient_accumulation_steps=1, steps_per_generation=1, gradient_checkpointing_kwargs=None,
                            delta=delta if delta > 0 else None, use_bias_correction_kl=False)
+    (loss_type, level), corrected = NAMES[objective], importance_sampling != "none"
 
     def generate(prompts):
         completions = [[5] * n for n in step.lengths.tolist()]
@@ -36,10 +50,11 @@ def trl_trainer(step, loss_type, scale, beta=0.0, delta=-1.0, sampling="none", o
     return SimpleNamespace(
         _generate=generate, _calculate_rewards=lambda *a: step.rewards.reshape(-1, 1), _get_per_token_logps_and_entropies=forward,
         accelerator=SimpleNamespace(device="cpu", process_index=0, num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        model=policy, ref_model=reference, args=args, loss_type=loss_type, scale_rewards=scale, beta=beta, epsilon_low=LOW, epsilon_high=HIGH,
+        model=policy, ref_model=reference, args=args, loss_type=loss_type, importance_sampling_level=level, scale_rewards=scale, beta=beta,
+        epsilon_low=LOW, epsilon_high=CISPO if objective == "cispo" else HIGH,
         num_generations=step.G, num_iterations=2 if off_policy else 1, max_completion_length=L, current_gradient_accumulation_steps=1,
-        use_vllm=sampling != "none", vllm_importance_sampling_correction=sampling != "none", vllm_importance_sampling_mode=sampling,
-        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP, importance_sampling_level="token",
+        use_vllm=corrected, vllm_importance_sampling_correction=corrected, vllm_importance_sampling_mode=importance_sampling,
+        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP,
         multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), reward_funcs=[None], reward_func_names=["r"],
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, mask_truncated_completions=False, aux_loss_enabled=False, log_multimodal=False,
         _entropy_bonus_enabled=False, environment_factories=None, environments=None, tools=None, pad_to_multiple_of=None,
@@ -47,35 +62,56 @@ def trl_trainer(step, loss_type, scale, beta=0.0, delta=-1.0, sampling="none", o
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)), _pending_extra_logs={}, _pending_metrics={})
 
 
-def trl_batch(trainer):
-    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * STEP.rewards.numel())
+def trl_batch(trainer, step=STEP):
+    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * step.rewards.numel())
 
 
-CASES = [dict(), dict(beta=0.3), dict(delta=1.4), dict(sampling="token_truncate"), dict(sampling="token_mask"),
-         dict(beta=0.3, delta=1.4, sampling="token_truncate")]
+CASES = [dict(), dict(beta=0.3), dict(delta=1.4), *(dict(importance_sampling=kind) for kind in SAMPLINGS),
+         dict(beta=0.3, delta=1.4, importance_sampling="token_truncate"), dict(beta=0.3, delta=1.4, importance_sampling="sequence_mask")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case) or "plain")
-@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "bnpo"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())) or "plain")
+@pytest.mark.parametrize("objective", NAMES)
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
-def test_loss_and_gradient_equal_trl(objective, case, off_policy):
-    ours = "dapo" if objective == "bnpo" else objective     # the same in one micro-batch
-    trainer = trl_trainer(STEP, objective, loss.OWN_SCALE[ours], off_policy=off_policy, **case)
+def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
+    name = "dapo" if objective == "bnpo" else objective
+    step = STEP if off_policy else changed(STEP, logps=STEP.old)
+    case = {"importance_sampling": "none", **case}
+    trainer = trl_trainer(step, objective, loss.OBJECTIVES[name][1], off_policy=off_policy, **case)
     batch = trl_batch(trainer)
-    assert ("old_per_token_logps" in batch) == (off_policy or "sampling" in case)
-    logps = STEP.logps if off_policy else STEP.old
-    theirs = value_and_grad(lambda x: GRPOTrainer._compute_loss(trainer, x, batch), logps)
-    assert theirs[1].abs().max() > 1e-3
-    assert_same(value_and_grad(policy_gradient, logps, STEP, ours, **{"sampling": "none"} | case), theirs)
+    assert ("old_per_token_logps" in batch) == (off_policy or case["importance_sampling"] != "none")
+    value, grad = value_and_grad(lambda x: GRPOTrainer._compute_loss(trainer, x, batch), step.logps)
+    assert grad.abs().max() > 1e-3
 
-    A = loss.group_advantages(STEP.rewards, loss.OWN_SCALE[ours]).flatten()
-    _, low, high = loss.clipped_surrogate(logps, STEP.old, A, LOW, HIGH, case.get("delta", -1.0))
-    metrics = trainer._metrics["train"]
-    assert low.any().item() == high.any().item() == off_policy      # off-policy, both sides do clip
-    for clipped, name in ((low, "clip_ratio/low_mean"), (high, "clip_ratio/high_mean")):
-        close((clipped & STEP.mask).sum() / STEP.mask.sum(), metrics[name][0])
-    if "beta" in case:
-        close((loss.k3_kl(logps, STEP.ref) * STEP.mask).sum() / STEP.mask.sum(), metrics["kl"][0])
+    metrics, tokens = {key: values[0] for key, values in trainer._metrics["train"].items()}, int(step.lengths.sum())
+    found = ours(step, {"objective": name, **case})
+    theirs = SimpleNamespace(value=value.item(), grad=torch.stack([grad, torch.zeros_like(grad)]), low=found.low, high=found.high, kl=metrics.get("kl", 0.0) * tokens)
+    assert_same(found, theirs)
+
+    low, high = found.low / tokens, found.high / tokens
+    if objective == "gspo":     # rows, before the learner counts them by their tokens
+        c = config(step.G, {"objective": name, **case})
+        part = {"old_logps": step.old, "lengths": step.lengths}
+        low, high = (clipped.float().mean() for clipped in learner.surrogate(step.logps, part, targets_of(step, c)["advantages"].flatten(), c)[1:])
+    if objective == "cispo":
+        close(high, metrics["cispo_clip_ratio"])
+        assert low == 0 and (high > 0) == off_policy
+    else:
+        close(low, metrics["clip_ratio/low_mean"])
+        close(high, metrics["clip_ratio/high_mean"])
+        assert (low > 0) == (high > 0) == off_policy     # off-policy, both sides do clip
+
+
+def test_every_case_drives_another_branch_of_trl():
+    """Else the comparisons above would prove less than they say. Known to be the same: bnpo and dapo, and delta does nothing to cispo."""
+    values = {}
+    for objective in NAMES:
+        for case in CASES:
+            trainer = trl_trainer(STEP, objective, "group", **case)
+            values.setdefault(round(GRPOTrainer._compute_loss(trainer, STEP.logps, trl_batch(trainer)).item(), 7), []).append((objective, *case))
+    same = [found for found in values.values() if len(found) > 1]
+    assert [("cispo",), ("cispo", "delta")] in same
+    assert all([name for name, *_ in found] == ["dapo", "bnpo"] for found in same if found[0][0] != "cispo") and len(same) == len(CASES) + 1
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -83,17 +119,33 @@ def test_advantages_equal_trl(scale):
     close(loss.group_advantages(STEP.rewards, scale).flatten(), trl_batch(trl_trainer(STEP, "grpo", scale))["advantages"])
 
 
-@pytest.mark.parametrize("sampling", ["token_truncate", "token_mask"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampler_correction_equals_trl(sampling):
-    theirs = trl_batch(trl_trainer(STEP, "grpo", "group", sampling=sampling))["importance_sampling_ratio"]
-    ours = loss.importance_ratio(STEP.old, STEP.sampler, sampling, CAP)
-    assert (ours[STEP.mask] == (CAP if sampling == "token_truncate" else 0)).any()
-    close(ours[STEP.mask], theirs[STEP.mask])
+    theirs = trl_batch(trl_trainer(STEP, "grpo", "group", importance_sampling=sampling))["importance_sampling_ratio"]
+    found = loss.importance_ratio(STEP.old, STEP.sampler, STEP.lengths, sampling, CAP)
+    assert found.shape == theirs.shape == (12, 5 if sampling.startswith("token") else 1)
+    if sampling.startswith("token"):
+        found, theirs = found[STEP.mask], theirs[STEP.mask]
+    assert (found == (CAP if sampling.endswith("truncate") else 0)).any() and (found < 1).any()
+    close(found, theirs)
+
+
+def test_the_measured_mismatch_equals_trls():
+    if not torch.distributed.is_initialized():
+        learner.start_distributed()
+    trainer = trl_trainer(STEP, "grpo", "group", importance_sampling="token_truncate")
+    trainer.vllm_importance_sampling_clip_max = 1e9      # ours is measured before the cap
+    trl_batch(trainer)
+    batch = {"old_logps": STEP.old, "sampler_logps": STEP.sampler, "lengths": STEP.lengths}
+    metrics = learner.sampler_mismatch(batch, int(STEP.lengths.sum()), -1)
+    theirs = {key: values[0] for key, values in trainer._metrics["train"].items() if key.startswith("sampling/")}
+    assert set(metrics) == set(theirs) and len(metrics) == 5
+    for key in metrics:
+        close(metrics[key], theirs[key])
 
 
 def test_equal_rewards_are_exactly_zero_here_and_rounding_noise_in_trl():
     step = make_step(torch.tensor([[0.1] * 7]), [3] * 7, 0)
-    trainer = trl_trainer(step, "grpo", "group")
-    theirs = GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * 7)["advantages"]
+    theirs = trl_batch(trl_trainer(step, "grpo", "group"), step)["advantages"]
     assert 0 < theirs.abs().max() < 1e-3
     assert (loss.group_advantages(step.rewards, "group") == 0).all()

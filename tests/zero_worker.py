@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import loss as L
+import infoseed
 import rollout
 import train
 from common import load_config
-from learner import accumulate_gradients, agree_on_plan, gather_groups, group_targets, named_weights, score_rows, start_distributed
+from learner import accumulate_gradients, group_targets, measure_groups, named_weights, start_distributed, step_counts
 
 P, G = 4, 4
 CASES = {
@@ -21,6 +21,11 @@ CASES = {
     "maxent_cut": ["--objective=maxent", "--max_tokens_per_micro_batch=40"],        # a group needs over 40 tokens: it is cut
     "grpo_two_updates": ["--objective=grpo", "--num_iterations=2", "--max_tokens_per_micro_batch=50"],
     "modes_and_kl": ["--objective=dr_grpo", "--mode_entropy_coef=0.3", "--beta=0.1", "--max_tokens_per_micro_batch=90"],
+    "gspo_bonus": ["--objective=gspo", "--importance_sampling=none", "--policy_entropy_bonus_coef=0.05", "--max_tokens_per_micro_batch=50"],
+    "token_entropy": ["--objective=token_entropy", "--token_entropy_coef=0.5", "--importance_sampling=sequence_truncate"],
+    "infoseed_nce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--max_tokens_per_micro_batch=50"],
+    "infoseed_ce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--info_seed_loss_type=ce",
+                    "--info_seed_pooling=last", "--max_tokens_per_micro_batch=50"],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
 }
 
@@ -38,21 +43,25 @@ def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
 
 
 def three_updates(c: dict, rank: int, world: int) -> dict:
+    torch.manual_seed(0)        # InfoSeed's head
     engine, reference = train.load_policy(c, torch.float32), train.load_reference(c, torch.float32, torch.device("cpu"))
     p = P // world
     for step in range(3):
         rows, rewards = rollouts_of(step)
-        batch, scores = rollout.to_batch(rows[rank * p * G:(rank + 1) * p * G], "cpu"), None
-        if reference is not None:
-            plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
-            batch["ref_logps"] = score_rows(reference, batch, plan)
-            scores = gather_groups(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], 9).view(p, G))
-        targets = group_targets(rewards, scores, c["maxent_tau"], c["beta"], c)
-        norm = {"rows": P * G, "prompts": P, "tokens": sum(len(r["completion_ids"]) for r in rows), "active": max(1, int(targets["active"].sum()))}
+        mine = rows[rank * p * G:(rank + 1) * p * G]
+        batch = rollout.to_batch(mine, "cpu")
+        group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, c)
+        targets = group_targets(group, c["maxent_tau"], c["beta"], c)
+        norm = step_counts(targets, group["lengths"])
         for _ in range(c["num_iterations"]):
             metrics = accumulate_gradients(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], c, norm)
+            if c["info_seed_enabled"]:      # the last two rows of every group
+                seeded = [row for i, row in enumerate(mine) if i % G >= G - 2]
+                seed_batch = infoseed.under_base_prompt(seeded, mine[::G], 2, "cpu")
+                metrics |= infoseed.accumulate_gradients(engine, seed_batch, infoseed.features(engine, seed_batch, c)[0], c)
             engine.step()
-    result = {"weights": weights_of(engine, c), "loss": metrics["loss"], "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
+    result = {"weights": weights_of(engine, c), "loss": metrics["loss"], "seed_loss": metrics.get("seed/loss", 0.0),
+              "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
     return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
 
 

@@ -1,0 +1,22 @@
+# Graph colouring (6 vertices, 3 colours, 2 to 8 right answers each) by a 0.8M-parameter character model on two CPU cores.
+#   torchrun --standalone --nproc_per_node 2 sft.py config/graph_coloring_tiny.py --model=tiny --output_dir=runs/graph_coloring_sft     4 minutes, once
+#   torchrun --standalone --nproc_per_node 2 train.py config/graph_coloring_tiny.py                                                          5 minutes
+model = "runs/graph_coloring_sft"
+output_dir = "runs/graph_coloring_tiny"
+dataset_name = "graph_coloring"
+dataset_config = "tiny"
+reward_funcs = ["graph_coloring"]
+max_prompt_length = 56
+max_completion_length = 10
+prompts_per_step = 32
+num_generations = 8
+learning_rate = 2e-4
+lr_scheduler_type = "linear"
+warmup_steps = 10
+max_steps = 250
+max_tokens_per_micro_batch = 8192
+max_logp_difference = 0.001           # float32 on both sides: weights one step old already show
+eval_steps = 50
+sft_steps = 800
+sft_batch_size = 128
+sft_learning_rate = 2e-3

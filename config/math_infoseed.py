@@ -1,0 +1,32 @@
+# Mathematics by Qwen2.5-1.5B-Instruct with MaxEnt-GRPO and InfoSeed; math_maxent.py is the same without seeds.
+# Eight GPUs with 80 GB, about 12 hours (estimated, not run):   torchrun --standalone --nproc_per_node 8 train.py config/math_infoseed.py
+model = "Qwen/Qwen2.5-1.5B-Instruct"
+output_dir = "runs/math_infoseed"
+seed = 42
+dataset_name = "open-r1/OpenR1-Math-220k"
+dataset_prompt_column = "problem"
+dataset_answer_column = "answer"
+eval_dataset_name = "HuggingFaceH4/MATH-500"
+eval_prompt_column = "problem"
+system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
+long_prompts = "drop"
+max_completion_length = 2048
+prompts_per_step = 64
+num_generations = 12
+reward_funcs = ["math"]
+learning_rate = 1e-6
+warmup_steps = 10
+max_steps = 500
+max_tokens_per_micro_batch = 32768
+gradient_checkpointing = True
+zero_stage = 2
+eval_steps = 25
+eval_max_prompts = 500
+save_steps = 50
+objective = "maxent"
+maxent_tau = 0.08                     # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers
+info_seed_enabled = True
+info_seed_num_seeds = 4
+info_seed_prompt_template = "{prompt}\n\nUse solution strategy number {seed}."
+info_seed_lambda = 0.01
+info_seed_reward = 0.3

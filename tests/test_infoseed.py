@@ -1,0 +1,250 @@
+"""infoseed.py: its losses against slow loops, what reaches the gradient, and the whole thing through the real scripts.
+
+For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The warm start that "reacts" has seen prompts with a
+digit 0, 1, 2 behind them, and then answers with "its" first letter half of the time instead of a third; the one that "ignores" has not.
+"""
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+import infoseed
+import learner
+import sft
+import train
+from common import UserError, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+examples = settings(derandomize=True, deadline=None, max_examples=25)
+sizes = dict(P=st.integers(2, 4), S=st.integers(2, 4), seed=st.integers(0, 999))
+
+
+def features(P, S, seed, H=5):
+    return torch.randn(P * S, H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cosine(a, b):
+    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
+# --- losses
+
+def slow_info_nce(h, S, T):
+    rows, total = h.tolist(), 0.0
+    for i, own in enumerate(rows):
+        positive = [j for j in range(len(rows)) if j % S == i % S and j // S != i // S]
+        everyone = sum(math.exp(cosine(own, rows[k]) / T) for k in range(len(rows)) if k != i)
+        total -= sum(math.log(math.exp(cosine(own, rows[j]) / T) / everyone) for j in positive) / len(positive)
+    return total / len(rows)
+
+
+@examples
+@given(**sizes)
+def test_infonce_equals_the_slow_loop_and_its_gradient_finite_differences(P, S, seed):
+    h = features(P, S, seed)
+    assert infoseed.info_nce(h, S, 0.3).item() == pytest.approx(slow_info_nce(h, S, 0.3), rel=1e-9)
+    assert torch.autograd.gradcheck(lambda x: infoseed.info_nce(x, S, 0.3), h.clone().requires_grad_())
+
+
+@examples
+@given(**sizes)
+def test_log_q_is_the_softmax_over_class_means_without_the_rows_of_the_own_prompt(P, S, seed):
+    h = features(P, S, seed)
+    rows, found = h.tolist(), infoseed.log_q(h, S, 0.2)
+    for i, own in enumerate(rows):
+        others = [[rows[x * S + k] for x in range(P) if x != i // S] for k in range(S)]
+        means = [[sum(column) / len(group) for column in zip(*group)] for group in others]
+        e = [math.exp(cosine(own, mean) / 0.2) for mean in means]
+        assert found[i].exp().tolist() == pytest.approx([v / sum(e) for v in e], rel=1e-6)
+
+
+def test_completions_that_tell_nothing_are_guessed_at_chance_however_much_their_prompts_differ():
+    """The reason for leaving out the whole prompt: with only the row itself left out, guessing would be right far below 1/S."""
+    S, right = 4, []
+    for seed in range(40):
+        h = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0) + features(16, S, seed + 1000, H=8)
+        right.append((infoseed.log_q(h, S, 0.1).argmax(1) == torch.arange(64) % S).double().mean().item())
+    assert sum(right) / len(right) == pytest.approx(0.25, abs=0.03)       # 2,560 rows: three standard errors
+
+
+def test_seeds_that_show_are_found_and_their_loss_is_lower():
+    S, h = 3, features(6, 3, 0, H=8)
+    shown = h + 9 * torch.eye(8, dtype=torch.float64)[:3].repeat(6, 1)
+    metrics = infoseed.measure(shown, infoseed.log_q(shown, S, 0.1), torch.ones(6, S), None, None)
+    assert metrics["seed/pred_acc"] == 1.0 and metrics["seed/reward"] == 1.0
+    assert infoseed.info_nce(shown, S, 0.1) < infoseed.info_nce(h, S, 0.1)
+
+
+def test_the_reward_is_the_information_about_the_own_seed_on_seed_rows_only():
+    log_q = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.9, 0.1]]).log()        # 2 prompts x 2 seeds
+    task = torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])                                 # G = 2, S = 2
+    shaped = infoseed.add_rewards(task, log_q, 2, 0.5)
+    assert torch.equal(shaped[:, :2], task[:, :2])
+    assert shaped[0, 2:].tolist() == pytest.approx([1, 0], abs=1e-6)                    # tells nothing: nothing
+    assert shaped[1, 2:].tolist() == pytest.approx([1 + 0.5 * math.log(1.8), 1 + 0.5 * math.log(0.2)], rel=1e-5)
+    assert torch.equal(task, torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])) and torch.equal(infoseed.add_rewards(task, log_q, 2, 0.0), task)
+
+
+def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows():
+    w = torch.tensor([[0.25, 0.25, 0.5, 0.0]])
+    h = features(1, 2, 0)
+    found = infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), w, torch.tensor([True]))
+    assert found["seed/entropy_gap"] == pytest.approx(math.log(2))
+
+
+# --- groups and prompts
+
+def test_groups_are_joined_prompt_by_prompt_ordinary_rows_first():
+    base, seeded = [{"n": i} for i in range(6)], [{"n": 10 + i} for i in range(4)]
+    assert [r["n"] for r in infoseed.join(base, seeded, 2)] == [0, 1, 2, 10, 11, 3, 4, 5, 12, 13]
+
+
+@pytest.mark.parametrize("template, first", [("{prompt} #{seed}", "a{seed}{prompt}b #0"), ("seed {seed}: {prompt}", "seed 0: a{seed}{prompt}b"),
+                                             ("seed {seed}", "a{seed}{prompt}b\nseed 0")])
+def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alone(template, first):
+    tokenizer = sft.tiny_tokenizer()
+    c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=3", f"--info_seed_prompt_template={template}"])
+    ids = data.seed_prompts({"id": "x", "prompt": "a{seed}{prompt}b"}, tokenizer, c)
+    assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>" and len(ids) == 3 and len({tuple(i) for i in ids}) == 3
+
+
+def test_a_prompt_that_the_seed_makes_too_long_is_an_error_in_a_sentence():
+    c = load_config(["--info_seed_enabled=True", "--max_prompt_length=8"])
+    with pytest.raises(UserError, match="max_prompt_length=8: the prompt of row 'x' has 19 tokens with its seed"):
+        data.seed_prompts({"id": "x", "prompt": "abcdef"}, sft.tiny_tokenizer(), c | {"info_seed_prompt_template": "{prompt} (variant{seed})"})
+
+
+class Sampler:
+    """Stands in for an engine: answers every prompt with its own last token."""
+
+    def generate(self, prompts_ids, n, sampling):
+        self.seeds = sampling["seeds"]
+        return [{"prompt_ids": ids, "completion_ids": [ids[-2], 0], "logprobs": [-1.0, -1.0], "finish_reason": "stop"} for ids in prompts_ids for _ in range(n)]
+
+
+@pytest.mark.parametrize("reward, scored_under", [(0.0, "base"), (0.1, "seeded")])
+def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unless_a_reward_asks_otherwise(reward, scored_under):
+    tokenizer, sampler = sft.tiny_tokenizer(), Sampler()
+    c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_prompt_template={prompt}{seed}", f"--info_seed_reward={reward}"])
+    rows = [{"id": p, "prompt": p, "prompt_ids": tokenizer.encode(f"<|user|>{p}<|assistant|>")} for p in "ab"]
+    found = infoseed.completions(sampler, tokenizer, rows, {"seeds": [1, 2], "temperature": 1.0}, c)
+    assert [(r["seed_id"], r["text"]) for r in found] == [(0, "0"), (1, "1")] * 2
+    assert [tokenizer.decode(r["prompt_ids"]) for r in found] == ([f"<|user|>{p}<|assistant|>" for p in "aabb"] if scored_under == "base" else
+                                                                  [f"<|user|>{p}<|assistant|>" for p in ("a0", "a1", "b0", "b1")])
+    assert len(set(sampler.seeds)) == 4
+    batch = infoseed.under_base_prompt(found, rows, 2, "cpu")
+    assert batch["prompt_lengths"].tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--info_seed_prompt_template=again"], "must hold {seed}"), (["--prompts_per_step=1"], "at least 2"), (["--info_seed_num_seeds=1"], "at least 2"),
+    (["--info_seed_temperature=0"], "greater than 0"), (["--maxent_q_epsilon=0.1"], "rows of a group"), (["--info_seed_loss_type=l2"], "infonce")])
+def test_impossible_settings_are_refused_in_a_sentence(flags, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_config(["--info_seed_enabled=True", *flags])
+
+
+# --- the gradient, through the real engine
+
+SEEDED = [{"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2:], "logprobs": [-1.0] * (3 - i % 2)} for i in range(6)]       # 3 prompts x 2 seeds
+PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
+
+
+def seed_gradients(model, *flags) -> tuple[dict, dict]:
+    learner.start_distributed() if not torch.distributed.is_initialized() else None
+    torch.manual_seed(0)
+    c = load_config([f"--model={model}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=1", *flags])
+    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
+    metrics = infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
+    return {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}, metrics
+
+
+@pytest.mark.parametrize("kind, pooling", list(itertools.product(("infonce", "ce"), ("mean", "last"))))
+def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(tiny_model_dir, kind, pooling):
+    flags = [f"--info_seed_loss_type={kind}", f"--info_seed_pooling={pooling}"]
+    whole, metrics = seed_gradients(tiny_model_dir, *flags)
+    split, same = seed_gradients(tiny_model_dir, *flags, "--max_tokens_per_micro_batch=8")
+    assert same["seed/loss"] == pytest.approx(metrics["seed/loss"], rel=1e-5)
+    assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-4
+    assert ("seed_head.weight" in whole) == (kind == "ce")
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["infonce", "ce"])
+def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
+    """A step against it lowers the loss by about its squared length: nothing detached, no sign turned, no factor lost."""
+    learner.start_distributed() if not torch.distributed.is_initialized() else None
+    torch.manual_seed(0)
+    c = load_config([f"--model={tiny_model_dir}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=2", f"--info_seed_loss_type={kind}"])
+    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
+
+    def loss():
+        h, log_q = infoseed.features(engine, batch, c)
+        return (infoseed.info_nce(h, 2, 0.1) if kind == "infonce" else -log_q.gather(1, (torch.arange(6) % 2)[:, None]).mean()).item()
+    before = loss()
+    infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
+    parameters = [p for p in engine.module.parameters() if p.grad is not None]
+    squared = sum(p.grad.square().sum().item() for p in parameters)
+    rate = 0.002 * before / squared
+    with torch.no_grad():
+        for p in parameters:
+            p -= rate * p.grad
+    assert before - loss() == pytest.approx(rate * squared / 2, rel=0.15)       # lambda = 2: the gradient is twice that of the loss
+
+
+# --- end to end
+
+ORDERS = ["".join(p) for p in itertools.permutations("RGB")]
+COMMON = ["--max_prompt_length=16", "--max_completion_length=5"]
+
+
+def run(script: str, *flags) -> None:
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")       # of this process: it may be a world of one itself
+    environment = {key: value for key, value in os.environ.items() if key not in own}
+    done = subprocess.run([sys.executable, ROOT / script, *COMMON, *flags], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """Rows, and the two warm starts."""
+    folder = tmp_path_factory.mktemp("toy")
+    answer = {"n": 3, "edges": [[0, 1], [1, 2], [0, 2]], "partial": "..."}
+    plain = [{"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS} for a in "abcdefgh" for b in "abcdefgh"]
+    tagged = [row | {"prompt": f"{row['prompt']}{z}", "solutions": ORDERS + [p for p in ORDERS if p[0] == "RGB"[z]]} for row in plain for z in range(3)]
+    for name, rows, steps in (("rows", plain, 0), ("ignores", plain, 100), ("reacts", plain + tagged, 150)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if steps:
+            run("sft.py", f"--dataset_name={folder / name}.jsonl", "--model=tiny", f"--output_dir={folder / name}", f"--sft_steps={steps}", "--sft_learning_rate=2e-3")
+    return folder
+
+
+def train_toy(folder, start: str, name: str, *flags) -> dict:
+    """Means over the last 10 of 30 steps."""
+    run("train.py", f"--dataset_name={folder / 'rows'}.jsonl", f"--model={folder / start}", "--reward_funcs=['graph_coloring']", "--prompts_per_step=16",
+        "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
+        "--max_steps=30", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
+    return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward")}
+
+
+def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(toy):
+    """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at 0.97."""
+    on = train_toy(toy, "reacts", "on", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")
+    off = train_toy(toy, "reacts", "off", "--info_seed_lambda=0")
+    neutral = train_toy(toy, "ignores", "neutral", "--info_seed_lambda=0")
+    assert on["seed/pred_acc"] > 0.8
+    assert off["seed/pred_acc"] < 0.6                                   # what the warm start shows by itself: half at most
+    assert neutral["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
+    assert on["reward"] == pytest.approx(off["reward"], abs=0.06) and off["reward"] > 0.9
+    print(on, off, neutral)
