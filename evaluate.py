@@ -2,6 +2,7 @@
 
     python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100      a checkpoint or any Hugging Face model
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...   the problems shared out over ranks
+    python evaluate.py config/countdown_tiny.py --model=... --eval_seeds=3 --eval_output=eval.jsonl      three times, a line per problem
 
 mean@k     share of correct answers                           pass@k      share of problems with a correct answer among k
 distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
@@ -37,23 +38,37 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
-    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over all rows, each rank sampling its share.
-    Sampling seeds depend on the problem only: evaluations of one run are paired."""
+def evaluate_problems(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int, seed: int = 0) -> list[dict]:
+    """A record {"id", "seed", "correct", "distinct", "num_modes"} for each of this rank's problems; distinct and num_modes None where the
+    task doesn't know its answers. Sampling seeds depend on problem and `seed` only: evaluations of different models are paired."""
     k, own = c["eval_num_generations"], range(rank, len(rows), world)
     mine = [rows[i] for i in own]
     rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in mine], k, {
         "temperature": c["eval_temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids,
-        "seeds": [rollout.prompt_seed("eval", i) for i in own]})
+        "seeds": [rollout.prompt_seed("eval", seed, i) for i in own]})
+    found = zip(mine, R.correct_modes(rollouts, mine, c["reward_funcs"][0]))
+    return [{"id": row["id"], "seed": seed, "correct": right, "distinct": None if modes is None else len(modes),
+             "num_modes": None if modes is None else row.get("num_modes")} for row, (right, modes) in found]
+
+
+def summarize(records: list[dict], k: int) -> dict:
+    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the records of all ranks; the last two over
+    the problems whose number of answers is known."""
     sums = torch.zeros(6, dtype=torch.float64)
-    for row, (right, modes) in zip(mine, R.correct_modes(rollouts, mine, c["reward_funcs"][0])):
-        counted = row.get("num_modes", 0) if modes is not None else 0      # tasks know all their answers, datasets don't
-        sums += torch.tensor([1, right / k, pass_at_k(k, right, k), counted > 0, len(modes or ()), len(modes or ()) / max(1, counted)])
+    for r in records:
+        modes = r["num_modes"] or 0
+        distinct = r["distinct"] if modes else 0
+        sums += torch.tensor([1, r["correct"] / k, pass_at_k(k, r["correct"], k), modes > 0, distinct, distinct / max(1, modes)])
     problems, mean, passed, with_modes, distinct, coverage = across_ranks(sums).tolist()
     metrics = {f"eval/mean@{k}": mean / problems, f"eval/pass@{k}": passed / problems, "eval/pass@1": mean / problems}
     if with_modes:
         metrics |= {f"eval/distinct@{k}": distinct / with_modes, f"eval/coverage@{k}": coverage / with_modes}
     return metrics
+
+
+def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
+    """The summary over all rows, each rank sampling its share."""
+    return summarize(evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world), c["eval_num_generations"])
 
 
 def report(folder: Path) -> None:
@@ -104,8 +119,15 @@ def main(argv) -> None:
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
-    metrics = evaluate(sampler, tokenizer, rows, rollout.stop_token_ids(c["model"], tokenizer), c, rank, world)
+    stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
+    records = [r for seed in range(c["eval_seeds"]) for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)]
+    metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world
+    dist.all_gather_object(shares, records)
     if rank == 0:
+        if c["eval_output"]:
+            unfinished = Path(c["eval_output"] + ".tmp")        # so that the file is whole or not there
+            unfinished.write_text("".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8")
+            unfinished.rename(c["eval_output"])
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}))
     sampler.close()
     if dist.is_initialized():
