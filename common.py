@@ -71,6 +71,7 @@ def script(main) -> None:
     try:
         main(sys.argv[1:])
     except (UserError, RunStopped) as error:
+        sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)
         # not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them
         os._exit(2 if isinstance(error, UserError) else 1)
@@ -309,9 +310,10 @@ class MetricsLog:
     """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
 
     def __init__(self, folder: Path, config: dict, step: int):
-        """`step`: where this run begins. Lines of later steps, left by a run that died after its last checkpoint, are dropped."""
+        """`step`: where this run begins. What a run that died left after its last checkpoint is dropped: later steps, half a line."""
         path = folder / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step] if path.exists() else []
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         path.write_text("".join(kept))
         self.file = open(path, "a", buffering=1)
         self.wandb = None

@@ -94,7 +94,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
               "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (title, wanted) in zip(axes.flat, panels.items()):
-        seen = dict.fromkeys(key for line in lines for key in line if key != "eval/pass@1")
+        seen = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None and key != "eval/pass@1")
         names = [key for key in seen if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)]
         for name in names:
             steps, values = zip(*[(line["step"], line[name]) for line in lines if line.get(name) is not None])

@@ -1,5 +1,6 @@
 """The real scripts as a user runs them: torchrun, vLLM, DeepSpeed, Weights & Biases offline."""
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import evaluate
+from common import MetricsLog, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3"]
@@ -137,3 +140,18 @@ def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "sft" / "sft.json").read_text())["loss"] < 3.0        # ln(101 tokens) = 4.6 before
     assert 0.5e6 < sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "sft").parameters()) < 1.5e6
+
+
+def test_metrics_of_a_killed_run_lose_later_steps_and_half_a_line_only(tmp_path):
+    config = load_config([])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+    log = MetricsLog(tmp_path, config, step=2)
+    log.write(3, {"reward": math.inf})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "reward": null}\n'
+
+
+def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
+    lines = [{"step": i, "tau": None, "reward": 0.5, "entropy": 1.0} for i in range(3)]
+    evaluate.draw_curves(lines, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
