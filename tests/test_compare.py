@@ -262,6 +262,8 @@ def test_overrides_reach_the_scripts_as_they_were_written(tmp_path):
 @pytest.fixture
 def own_signals():
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for s in before:        # a shell's background job and nohup start a process deaf to some of them
+        signal.signal(s, signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
     yield
     for s, handler in before.items():
         signal.signal(s, handler)
