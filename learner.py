@@ -179,7 +179,8 @@ def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: l
     def gather(values):
         return gather_groups(values.view(len(rows), -1))
     group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
-    plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+    if reference is not None or c["policy_entropy_bonus_coef"] > 0:
+        plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
     if reference is not None:
         if c["reference_placement"] == "cpu":
             reference.to(batch["ids"].device)

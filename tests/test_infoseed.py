@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 import data
 import infoseed
-import learner
 import sft
-import train
 from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,55 +149,6 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unl
 def test_impossible_settings_are_refused_in_a_sentence(flags, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(["--info_seed_enabled=True", *flags])
-
-
-# --- the gradient, through the real engine
-
-SEEDED = [{"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2:], "logprobs": [-1.0] * (3 - i % 2)} for i in range(6)]       # 3 prompts x 2 seeds
-PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
-
-
-def seed_gradients(model, *flags) -> tuple[dict, dict]:
-    learner.start_distributed() if not torch.distributed.is_initialized() else None
-    torch.manual_seed(0)
-    c = load_config([f"--model={model}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=1", *flags])
-    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
-    metrics = infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
-    return {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}, metrics
-
-
-@pytest.mark.parametrize("kind, pooling", list(itertools.product(("infonce", "ce"), ("mean", "last"))))
-def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(tiny_model_dir, kind, pooling):
-    flags = [f"--info_seed_loss_type={kind}", f"--info_seed_pooling={pooling}"]
-    whole, metrics = seed_gradients(tiny_model_dir, *flags)
-    split, same = seed_gradients(tiny_model_dir, *flags, "--max_tokens_per_micro_batch=8")
-    assert same["seed/loss"] == pytest.approx(metrics["seed/loss"], rel=1e-5)
-    assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-4
-    assert ("seed_head.weight" in whole) == (kind == "ce")
-    for name, gradient in whole.items():
-        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
-
-
-@pytest.mark.parametrize("kind", ["infonce", "ce"])
-def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
-    """A step against it lowers the loss by about its squared length: nothing detached, no sign turned, no factor lost."""
-    learner.start_distributed() if not torch.distributed.is_initialized() else None
-    torch.manual_seed(0)
-    c = load_config([f"--model={tiny_model_dir}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=2", f"--info_seed_loss_type={kind}"])
-    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
-
-    def loss():
-        h, log_q = infoseed.features(engine, batch, c)
-        return (infoseed.info_nce(h, 2, 0.1) if kind == "infonce" else -log_q.gather(1, (torch.arange(6) % 2)[:, None]).mean()).item()
-    before = loss()
-    infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
-    parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    squared = sum(p.grad.square().sum().item() for p in parameters)
-    rate = 0.002 * before / squared
-    with torch.no_grad():
-        for p in parameters:
-            p -= rate * p.grad
-    assert before - loss() == pytest.approx(rate * squared / 2, rel=0.15)       # lambda = 2: the gradient is twice that of the loss
 
 
 # --- end to end

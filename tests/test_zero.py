@@ -32,7 +32,7 @@ def assert_same_weights(ours: dict, theirs: dict) -> None:
 def test_two_ranks_at_any_zero_stage_learn_what_one_rank_learns(results, case, stage):
     one, two = results[f"{case}_1_0"], results[f"{case}_2_{stage}"]
     assert one["applied"] and two["applied"]
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-7)
     assert two["seed_loss"] == pytest.approx(one["seed_loss"], rel=1e-4) and (one["seed_loss"] > 0) == case.startswith("infoseed")
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     assert_same_weights(two["weights"], one["weights"])
