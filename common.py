@@ -204,12 +204,12 @@ def check_config(c: dict) -> None:
     need(not c["xdr_ref_tilt"] or (c["objective"] == "xdr" and c["beta"] > 0),
          f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}")
     need(not c["xdr_mode_adaptive_tau"] or c["objective"] == "xdr", f"xdr_mode_adaptive_tau=True needs objective='xdr', not {c['objective']!r}")
-    check_controllers(c, need)
+    check_controllers(c, G, need)
 
 
-def check_controllers(c: dict, need) -> None:
-    """The targets of tau and beta must be reachable, and their start inside the bounds."""
-    meta, G = c["controller_meta_enabled"], c["num_generations"] + (c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0)
+def check_controllers(c: dict, G: int, need) -> None:
+    """The targets of tau and beta must be reachable, and their start inside the bounds. G: rows of a group."""
+    meta = c["controller_meta_enabled"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     need(entropy == -1 or excess == -1, f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are both on: choose one")
     need(excess == -1 or 0 < excess < 1, f"maxent_target_excess_entropy={excess} must lie between 0 and 1")

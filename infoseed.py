@@ -24,13 +24,13 @@ import rollout
 
 
 def completions(sampler, tokenizer, rows: list[dict], sampling: dict, c: dict) -> list[dict]:
-    """p * S rollouts with "seed_id" and "seed_prompt_ids"; their "prompt_ids" are those of the base prompt, under which they are scored,
+    """p * S rollouts with "seed_id"; their "prompt_ids" are those of the base prompt, under which they are scored,
     or with a seed reward those of the prompt they were asked with."""
     S = c["info_seed_num_seeds"]
     asked = [ids for row in rows for ids in data.seed_prompts(row, tokenizer, c)]
     seeds = [rollout.prompt_seed(seed, "seed", z) for seed in sampling["seeds"] for z in range(S)]
     found = rollout.generate(sampler, tokenizer, asked, 1, {**sampling, "seeds": seeds})
-    return [{**r, "seed_id": i % S, "seed_prompt_ids": asked[i], "prompt_ids": asked[i] if c["info_seed_reward"] > 0 else rows[i // S]["prompt_ids"]}
+    return [{**r, "seed_id": i % S, "prompt_ids": asked[i] if c["info_seed_reward"] > 0 else rows[i // S]["prompt_ids"]}
             for i, r in enumerate(found)]
 
 
