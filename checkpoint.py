@@ -2,7 +2,7 @@
 
     output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer), and
         engine/                  DeepSpeed's shards: parameters, optimizer, of every rank
-        controller_state.json    step, tau, beta and what their controllers remember
+        controller_state.json    step, tau, beta and what their controllers remember; the replay buffer
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
@@ -21,7 +21,7 @@ from common import UserError
 from learner import named_weights
 
 
-def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict) -> Path:
+def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:
     """Writes output_dir/step_N and deletes the oldest over save_total_limit. All ranks call it together; returns the path."""
     rank, path = dist.get_rank(), Path(folder) / f"step_{step:06d}"
     tmp = path.with_suffix(".tmp")
@@ -37,7 +37,7 @@ def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict) 
     if rank == 0:
         lm.save_pretrained(tmp, state_dict=weights)
         tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(json.dumps({"step": step, **{"controllers": state}}))
+        (tmp / "controller_state.json").write_text(json.dumps({"step": step, "controllers": state, "replay": replay}))
         (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
     dist.barrier()      # the manifest lists every rank's files
     if rank == 0:
@@ -112,8 +112,8 @@ def find(resume_from: str, folder: str) -> Path | None:
     return path
 
 
-def load(path: Path, engine, rank: int) -> tuple[int, dict]:
-    """(finished steps, controller state); parameters, optimizer and random state go into `engine` and torch."""
+def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
+    """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch."""
     saved_world = len(list(path.glob("rng_*.pt")))
     if saved_world != dist.get_world_size():
         raise UserError(f"resume_from_checkpoint: {path} was saved by {saved_world} rank(s) and this run has {dist.get_world_size()}: start as many")
@@ -122,4 +122,4 @@ def load(path: Path, engine, rank: int) -> tuple[int, dict]:
         raise UserError(f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}")
     torch.set_rng_state(torch.load(path / f"rng_{rank}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    return saved["step"], saved["controllers"]
+    return saved["step"], saved["controllers"], saved.get("replay", {})

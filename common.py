@@ -23,7 +23,7 @@ ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ou
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "long_prompts": ("error", "drop"),
+    "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "hf"),
     "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"),
     "scale_rewards": ("", "group", "batch", "none"),
@@ -45,15 +45,17 @@ CHOICES = {
     "wandb_mode": ("online", "offline"),
 }
 POSITIVE = ("prompts_per_step", "max_prompt_length", "max_completion_length", "temperature", "maxent_q_temperature", "max_steps",
-            "learning_rate", "max_tokens_per_micro_batch", "logprob_chunk_size", "max_skipped_steps", "importance_sampling_cap",
-            "cispo_epsilon_max", "maxent_tau_min", "beta_min", "maxent_tau_lr", "controller_meta_lr", "info_seed_temperature", "controller_meta_update_interval",
+            "learning_rate", "reward_timeout", "reward_memory_gib", "soft_overlong_buffer", "max_tokens_per_micro_batch",
+            "logprob_chunk_size", "max_skipped_steps", "importance_sampling_cap", "cispo_epsilon_max", "maxent_tau_min", "beta_min",
+            "maxent_tau_lr", "controller_meta_lr", "info_seed_temperature", "controller_meta_update_interval",
             "controller_meta_truncation_steps", "controller_meta_virtual_lr", "vllm_kv_cache_gib", "vllm_gpu_memory_utilization",
             "vllm_tensor_parallel_size", "eval_max_prompts", "eval_num_generations", "eval_seeds", "eval_temperature", "sft_steps",
             "sft_batch_size", "sft_learning_rate", "num_iterations")
-NOT_NEGATIVE = ("info_seed_lambda", "info_seed_reward", "beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef", "policy_entropy_bonus_coef", "token_entropy_coef",
-                "seed_grpo_alpha", "epsilon", "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_target_horizon",
-                "controller_meta_beta_grad_clip", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_total_limit",
-                "log_rollouts_steps", "seed")
+NOT_NEGATIVE = ("info_seed_lambda", "info_seed_reward", "beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef",
+                "policy_entropy_bonus_coef", "token_entropy_coef", "seed_grpo_alpha", "epsilon", "kl_target", "kl_horizon",
+                "kl_ctl_step_size", "maxent_target_horizon", "controller_meta_beta_grad_clip", "warmup_steps", "weight_decay",
+                "max_grad_norm", "eval_steps", "save_total_limit", "log_rollouts_steps", "seed", "reward_workers", "generate_max_prompts",
+                "replay_size", "replay_ucb", "resample_equal_groups")
 
 
 class UserError(ValueError):
@@ -198,6 +200,18 @@ def check_config(c: dict) -> None:
          f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}")
     need(all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]),
          f"reward_weights={c['reward_weights']} must be finite numbers")
+    for key, lowest in (("temperature_schedule", 1e-6), ("easy_schedule", 0)):
+        need(all(type(step) is int and step >= 0 and type(value) in (int, float) and lowest <= value < math.inf for step, value in c[key].items()),
+             f"{key}={c[key]!r} must be {{step: value}} with whole steps from 0 on and values of at least {lowest}")
+    need(all(value <= 1 for value in c["easy_schedule"].values()), f"easy_schedule={c['easy_schedule']!r}: a share of prompts is at most 1")
+    need(bool(c["easy_schedule"]) == bool(c["easy_dataset_name"]),
+         f"easy_schedule={c['easy_schedule']!r} and easy_dataset_name={c['easy_dataset_name']!r} need each other")
+    need(not (c["dataset_mixture"] and c["dataset_name"]),
+         f"dataset_mixture and dataset_name={c['dataset_name']!r} are both set: put the dataset into the mixture, with --dataset_name= empty")
+    need(0 <= c["replay_fraction"] <= 1, f"replay_fraction={c['replay_fraction']} is a share of a step's prompts, between 0 and 1")
+    need(0 <= c["max_reward_failures"] <= 1, f"max_reward_failures={c['max_reward_failures']} is a share of a step, between 0 and 1")
+    need("soft_overlong" not in c["reward_funcs"] or c["soft_overlong_buffer"] <= c["max_completion_length"],
+         f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above max_completion_length={c['max_completion_length']}")
     need(not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
     need(c["mode_entropy_coef"] == 0 or c["objective"] != "maxent", "mode_entropy_coef belongs to the policy-gradient objectives; "
          "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")

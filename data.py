@@ -1,38 +1,39 @@
-"""Rows to train and evaluate on: from tasks/, a .jsonl file or a Hugging Face dataset, rendered to token ids once.
+"""Rows to train and evaluate on, rendered to token ids once: from tasks/, files, Hugging Face datasets or a weighted mixture of them.
 
 A row is a dict {"id", "task", "prompt", "answer", ...}; encode_prompts adds "prompt_ids". Which rows a step takes is a pure
 function of (seed, step, rank, world): there is no cursor to save, and another number of ranks sees the same prompts.
 """
-import importlib
 import json
 import random
 from functools import lru_cache
 from pathlib import Path
 
+import jinja2
 from transformers import AutoConfig, AutoTokenizer
 
-from common import ROOT, UserError
+import tasks
+from common import UserError
 
-TASKS = sorted(p.stem for p in (ROOT / "tasks").glob("*.py") if p.stem != "__init__")
-
-
-def task_module(name: str):
-    """tasks/<name>.py, or None if there is no such task."""
-    return importlib.import_module(f"tasks.{name}") if name in TASKS else None
+MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
+BLOCK = 1000        # prompts over which a mixture keeps its weights to the row
 
 
-def load_rows(name: str, config: str, split: str, prompt_column: str, answer_column: str, seed: int) -> list[dict]:
-    """All rows of a task, a .jsonl file or a Hugging Face dataset; never an empty list. Rows without prompt or answer are left out
-    with a printed count. What can't be found or read is a UserError that names it."""
+# --- where rows come from
+
+def load_rows(name: str, config: str, split: str, prompt_column: str, answer_column: str, seed: int, task: str = "", more: tuple = ()) -> list[dict]:
+    """All rows of a task, a .jsonl or .parquet file, a folder of save_to_disk or a Hugging Face dataset; never an empty list. Rows without
+    prompt or answer are left out with a printed count. What can't be found or read is a UserError that names it.
+
+    task: of rows without one; more: further columns of a dataset that rewards want to see (a .jsonl file brings all of its own)."""
     if not name:
-        raise UserError(f"dataset_name is empty: name a task ({', '.join(TASKS)}), a .jsonl file or a Hugging Face dataset")
-    if name in TASKS:
+        raise UserError(f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset")
+    if name in tasks.NAMES:
         try:
-            return task_module(name).rows(split, -1, seed, **({"config": config} if config else {}))
+            return tasks.module(name).rows(split, -1, seed, **({"config": config} if config else {}))
         except ValueError as error:
             raise UserError(f"dataset_name={name!r}: {error}") from None
-    found = read_jsonl(name) if name.endswith(".jsonl") else read_hub(name, config, split, (prompt_column, answer_column))
-    rows = [{**row, "id": str(row.get("id", i)), "task": row.get("task", ""), "prompt": row[prompt_column], "answer": row[answer_column]}
+    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more))
+    rows = [{**row, "id": str(row.get("id", i)), "task": row.get("task") or task, "prompt": row[prompt_column], "answer": row[answer_column]}
             for i, row in enumerate(found) if row.get(prompt_column) and row.get(answer_column) not in (None, "")]
     if not rows:
         columns = ", ".join(found[0]) if len(found) else "none"
@@ -67,30 +68,108 @@ def read_jsonl(path: str) -> list[dict]:
     return rows
 
 
-def read_hub(name: str, config: str, split: str, columns: tuple) -> list[dict]:
+def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dict]:
+    """Rows of a .parquet file, a folder written by save_to_disk, or a dataset of the hub, which huggingface_hub asks again after 1, 2, 4, 8 and
+    8 seconds when it is busy or out of reach."""
     import datasets
+    import httpx
+    known = f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk"
     try:
-        dataset = datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:     # OSError covers an unreachable hub
-        raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) is not a task of tasks/ ({', '.join(TASKS)}), "
-                        f"not a .jsonl file, and can't be loaded from the hub: {str(error).splitlines()[0]}") from None
+        if name.endswith(".parquet"):
+            dataset = datasets.load_dataset("parquet", data_files=name, split="train")
+        elif Path(name).is_dir() and any((Path(name) / file).exists() for file in ("dataset_info.json", "dataset_dict.json")):
+            dataset = datasets.load_from_disk(name)
+        else:
+            dataset = datasets.load_dataset(name, config or None, split=split)
+    except ConnectionError as error:
+        raise UserError(f"dataset_name={name!r} {known}, and the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
+                        f"no copy of it in the cache: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, httpx.HTTPError) as error:
+        raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}, and can't be loaded as "
+                        f"a dataset: {str(error).splitlines()[0]}") from None
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise UserError(f"dataset_name={name!r} has no split {split!r}; it has {', '.join(dataset)}")
+        dataset = dataset[split]
     missing = [c for c in columns if c not in dataset.column_names]
     if missing:
         raise UserError(f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}")
-    return dataset.select_columns(list(dict.fromkeys(columns))).to_list()     # the rest may be gigabytes of other people's rollouts
+    wanted = dict.fromkeys([*columns, *(column for column in ("id", "task") if column in dataset.column_names)])
+    return dataset.select_columns(list(wanted)).to_list()     # the rest may be gigabytes of other people's rollouts
 
 
-def load_model_files(model: str):
-    """(model config, tokenizer) of a folder or a hub id, no weights; a UserError that names it when there is no such model."""
+def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
+    """Rows and weight of every source of dataset_mixture, or of the one dataset_name with weight 1."""
+    columns = {"prompt": c["dataset_prompt_column"], "answer": c["dataset_answer_column"]}
+    if not c["dataset_mixture"]:
+        return [load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], *columns.values(), c["seed"])], [1.0]
+    sources, weights = [], []
+    for i, entry in enumerate(c["dataset_mixture"]):
+        where = f"dataset_mixture[{i}]"
+        if not isinstance(entry, dict) or "id" not in entry or (unknown := set(entry) - set(MIXTURE_KEYS)):
+            raise UserError(f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}" +
+                            (f", not {', '.join(map(repr, sorted(unknown)))}" if isinstance(entry, dict) and "id" in entry else f", not {entry!r}"))
+        for key in set(entry) - {"columns", "weight"}:
+            if not isinstance(entry[key], str):
+                raise UserError(f"{where}: {key}={entry[key]!r} must be text")
+        weight, named = entry.get("weight", 1.0), entry.get("columns", {})
+        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
+            raise UserError(f"{where}: weight={weight!r} must be a number above 0")
+        if not isinstance(named, dict) or not set(named) <= {"prompt", "answer", "more"} or not isinstance(named.get("more", []), (list, tuple)):
+            raise UserError(f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)")
+        own = columns | {key: named[key] for key in columns if key in named}
+        sources.append(load_rows(entry["id"], entry.get("config", ""), entry.get("split", c["dataset_split"]), own["prompt"], own["answer"],
+                                 c["seed"], entry.get("task", ""), tuple(named.get("more", ()))))
+        weights.append(float(weight))
+    if (least := min(weights)) * BLOCK < sum(weights):
+        raise UserError(f"dataset_mixture[{weights.index(least)}]: weight={least} is less than one in {BLOCK} of all weights together: it would never be drawn")
+    return sources, weights
+
+
+# --- model files, prompts as the model sees them
+
+def load_model_files(model: str, chat_template: str = ""):
+    """(model config, tokenizer) of a folder or a hub id, no weights; a UserError that names it when there is no such model.
+    chat_template: takes the place of the tokenizer's own; a file, or the template itself."""
     if not model:
         raise UserError("model is empty: name a Hugging Face id or a folder, such as --model=Qwen/Qwen2.5-0.5B-Instruct")
     if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():      # no hub id: don't go and ask
         raise UserError(f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how")
     try:
-        return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:      # OSError covers an unreachable hub
         what = "is a folder without a usable model" if Path(model).is_dir() else "is not a folder, and can't be loaded from the hub"
         raise UserError(f"model={model!r} {what}: {str(error).splitlines()[0]}") from None
+    if chat_template:
+        set_chat_template(tokenizer, chat_template)
+    return config, tokenizer
+
+
+def set_chat_template(tokenizer, template: str) -> None:
+    try:
+        if "{" not in template:
+            template = Path(template).read_text(encoding="utf-8")
+        tokenizer.chat_template = template
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True)
+    except OSError as error:
+        raise UserError(f"chat_template={template!r} is neither a template (it has no braces) nor a readable file: {error.strerror}") from None
+    except Exception as error:      # jinja2 has a dozen kinds
+        raise UserError(f"chat_template can't be used: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    if "\0" not in text:
+        raise UserError("chat_template leaves the user's message out: it must write messages[i]['content']")
+
+
+def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
+    """A sentence on whether the chat template ends the assistant's turn with a token that ends completions."""
+    if not tokenizer.chat_template:
+        return "a base model: no chat template"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}], tokenize=False)
+    if "\0" not in text:
+        return "the chat template leaves the assistant's message out"
+    end = tokenizer(text.rpartition("\0")[2], add_special_tokens=False)["input_ids"][:1]
+    if not end or end[0] in stop_ids:
+        return "the chat template ends a turn with " + (repr(tokenizer.decode(end)) if end else "nothing")
+    return f"warning: the chat template ends a turn with {tokenizer.decode(end)!r}, which does not end a completion"
 
 
 def check_context(model_config, model: str, max_prompt_length: int, max_completion_length: int) -> None:
@@ -107,22 +186,59 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
     if not tokenizer.chat_template:
         return system_prompt + row["prompt"]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return tokenizer.apply_chat_template([*system, {"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer.apply_chat_template([*system, {"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:       # some refuse a system prompt
+        raise UserError(f"the chat template can't render row {row['id']!r} with system_prompt={system_prompt!r}: {' '.join(str(error).split())}") from None
 
 
 def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error") or left out and counted ("drop")."""
-    texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
-    ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), left out ("drop") or lose the beginning of the
+    user's message, never the system prompt or the assistant's header ("truncate"); the last two are counted on the console."""
+    def encode(rows: list[dict]) -> list[list[int]]:
+        texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
+        return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+
+    ids = encode(rows)
     too_long = [i for i, prompt in enumerate(ids) if len(prompt) > max_length]
-    if too_long and (long_prompts == "error" or len(too_long) == len(rows)):
-        worst = max(too_long, key=lambda i: len(ids[i]))
-        raise UserError(f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has "
-                        f"{len(ids[worst])} tokens; raise max_prompt_length or leave them out with --long_prompts=drop")
+    worst = max(too_long, key=lambda i: len(ids[i]), default=None)
+    sentence = too_long and f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has {len(ids[worst])} tokens"
+    if too_long and long_prompts == "error":
+        raise UserError(f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or shorten them with --long_prompts=truncate")
+    cut = {}
+    for i in too_long if long_prompts == "truncate" else ():
+        if found := cut_left(rows[i], tokenizer, max_length, encode):
+            cut[i] = found
+    drop = set(too_long) - set(cut)
+    if len(drop) == len(rows):
+        raise UserError(f"{sentence}: nothing is left" + (" even without the users' messages" if long_prompts == "truncate" else ""))
     if too_long:
-        print(f"{len(too_long)} of {len(rows)} prompts are over max_prompt_length={max_length} tokens and are left out")
-    drop = set(too_long)
-    return [{**row, "prompt_ids": prompt} for i, (row, prompt) in enumerate(zip(rows, ids)) if i not in drop]
+        print(f"{sentence}: {len(cut)} have lost the beginning of the user's message, {len(drop)} are left out")
+    return [cut.get(i) or {**row, "prompt_ids": prompt} for i, (row, prompt) in enumerate(zip(rows, ids)) if i not in drop]
+
+
+def cut_left(row: dict, tokenizer, max_length: int, encode) -> dict | None:
+    """The row with as much of the end of its prompt as fits into `max_length` tokens, None if not even one token of it does."""
+    message = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+    keep = len(message)
+    while keep > 0:
+        shorter = row | {"prompt": tokenizer.decode(message[len(message) - keep:]).lstrip("\ufffd")}      # of a character cut in two
+        ids, = encode([shorter])
+        if len(ids) <= max_length:
+            return shorter | {"prompt_ids": ids} if shorter["prompt"] else None
+        keep -= max(1, len(ids) - max_length)       # joined with its surroundings the text may be split into other tokens
+    return None
+
+
+def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
+    """A UserError, or if `allowed` a printed count, where an evaluation prompt is also a training prompt."""
+    trained = {row["prompt"] for row in rows}
+    leaked = [row for row in eval_rows if row["prompt"] in trained]
+    if leaked:
+        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {leaked[0]['id']!r}"
+        if not allowed:
+            raise UserError(f"{sentence}: their score would be one of memory; choose another eval_dataset_split or set --allow_leakage=True")
+        print(f"warning: {sentence} (allow_leakage=True)")
 
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
@@ -140,19 +256,73 @@ def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     return ids
 
 
-def training_rows(c: dict, tokenizer) -> list[dict]:
-    """All rows of the config's training dataset, encoded: what train.py and sft.py learn from."""
-    rows = load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
+def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
+    """Encoded rows and weight of every source of the training data: what prompts_for_step draws from."""
+    sources, weights = load_mixture(c)
+    return [encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]) for rows in sources], weights
+
+
+def easy_rows(c: dict, tokenizer) -> list[dict]:
+    """The encoded rows of easy_dataset_name; an empty list without one."""
+    if not c["easy_dataset_name"]:
+        return []
+    rows = load_rows(c["easy_dataset_name"], c["easy_dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
     return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+# --- which rows a step takes
+
+@lru_cache(maxsize=16)
+def epoch_order(count: int, seed, epoch: int) -> list[int]:
     return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)
 
 
-def prompts_for_step(rows: list[dict], step: int, prompts_per_step: int, seed: int, rank: int, world: int) -> list[dict]:
-    """This rank's share of the step's prompts, prompts_per_step / world rows: a shuffled pass over all rows, then the next."""
+@lru_cache(maxsize=4)
+def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[int], list[int]]:
+    """A mixture's choice for prompts block * BLOCK and on: the source of each, how often that source has come before within the block, and
+    how often each source comes in every block: its share of the weights, to the row."""
+    exact = [BLOCK * w / sum(weights) for w in weights]
+    quota = [int(x) for x in exact]
+    for s in sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])[:BLOCK - sum(quota)]:
+        quota[s] += 1
+    chosen = [s for s, n in enumerate(quota) for _ in range(n)]
+    random.Random(f"mixture/{seed}/{block}").shuffle(chosen)
+    counts = [0] * len(weights)
+    before = []
+    for s in chosen:
+        before.append(counts[s])
+        counts[s] += 1
+    return chosen, before, quota
+
+
+def pick(rows: list, i: int, seed, weights) -> dict:
+    """The i-th prompt of the training stream: a shuffled pass over all rows of its source, then the next."""
+    if weights is not None and len(weights) > 1:
+        block, slot = divmod(i, BLOCK)
+        chosen, before, quota = block_of_sources(tuple(weights), seed, block)
+        source = chosen[slot]
+        rows, i, seed = rows[source], block * quota[source] + before[slot], f"{seed}/{source}"
+    elif weights is not None:
+        rows = rows[0]
+    return rows[epoch_order(len(rows), seed, i // len(rows))[i % len(rows)]]
+
+
+def prompts_for_step(rows: list, step: int, prompts_per_step: int, seed, rank: int, world: int, weights=None) -> list[dict]:
+    """This rank's share of the step's prompts, prompts_per_step / world rows. rows: a list of rows, or with `weights` a list of such lists,
+    one for each source of a mixture."""
     share = prompts_per_step // world
     first = step * prompts_per_step + rank * share
-    return [rows[epoch_order(len(rows), seed, i // len(rows))[i % len(rows)]] for i in range(first, first + share)]
+    return [pick(rows, i, seed, weights) for i in range(first, first + share)]
+
+
+def scheduled(schedule: dict, step: int, otherwise: float) -> float:
+    """The value of a schedule {first step: value}: that of the last entry that has begun, `otherwise` before the first."""
+    begun = [first for first in schedule if first <= step]
+    return schedule[max(begun)] if begun else otherwise
+
+
+def with_easy_prompts(batch: list[dict], easy: list[dict], step: int, probability: float, seed) -> list[dict]:
+    """The whole step's rows, each replaced by a random one of `easy` with that probability; a pure function, like the stream itself."""
+    rng = random.Random(f"easy/{seed}/{step}")
+    draws = [(rng.random(), rng.randrange(len(easy))) for _ in batch] if easy else []
+    return [easy[i] if x < probability else row for row, (x, i) in zip(batch, draws)] if easy else batch

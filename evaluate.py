@@ -18,7 +18,7 @@ import torch.distributed as dist
 import data
 import rewards as R
 import rollout
-from common import load_config, script
+from common import UserError, load_config, script
 from learner import across_ranks, dtype_of, start_distributed
 
 
@@ -26,11 +26,18 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
     """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
     if c["eval_dataset_name"]:
         source = (c["eval_dataset_name"], c["eval_dataset_config"], c["eval_dataset_split"], c["eval_prompt_column"], c["eval_answer_column"])
+    elif c["dataset_mixture"]:
+        raise UserError("dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0")
     else:
         source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
     rows = data.load_rows(*source, seed=0)[:c["eval_max_prompts"]]
-    R.check_answers(c["reward_funcs"][:1], rows[0], source[0])
+    R.check_answers(deciding(rows, c), rows, source[0], c)
     return data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+
+
+def deciding(rows: list[dict], c: dict) -> list:
+    """The reward columns that say what is correct: those of the first of reward_funcs."""
+    return R.columns_of(c["reward_funcs"][:1], [1.0], rows)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -39,31 +46,34 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluate_problems(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int, seed: int = 0) -> list[dict]:
-    """A record {"id", "seed", "correct", "distinct", "num_modes"} for each of this rank's problems; distinct and num_modes None where the
+    """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this rank's problems; distinct and num_modes None where the
     task doesn't know its answers. Sampling seeds depend on problem and `seed` only: evaluations of different models are paired."""
     k, own = c["eval_num_generations"], range(rank, len(rows), world)
     mine = [rows[i] for i in own]
+    columns = deciding(rows, c)
     rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in mine], k, {
         "temperature": c["eval_temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids,
-        "seeds": [rollout.prompt_seed("eval", seed, i) for i in own]})
-    found = zip(mine, R.correct_modes(rollouts, mine, c["reward_funcs"][0]))
-    return [{"id": row["id"], "seed": seed, "correct": right, "distinct": None if modes is None else len(modes),
-             "num_modes": None if modes is None else row.get("num_modes")} for row, (right, modes) in found]
+        "seeds": [rollout.prompt_seed("eval", seed, i) for i in own]}, lambda i, group: R.begin(group, mine[i], columns, c))
+    values, _ = R.measure(rollouts, mine, columns, c)
+    failures = values.isinf().any(-1).sum(1).tolist() if mine else []
+    found = zip(mine, R.correct_modes(rollouts, mine, R.correct(values, columns), c), failures)
+    return [{"id": row["id"], "seed": seed, "correct": right, "failures": failed, "distinct": None if modes is None else len(modes),
+             "num_modes": None if modes is None else row.get("num_modes")} for row, (right, modes), failed in found]
 
 
 def summarize(records: list[dict], k: int) -> dict:
     """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the records of all ranks; the last two over
-    the problems whose number of answers is known."""
-    sums = torch.zeros(6, dtype=torch.float64)
+    the problems whose number of answers is known; "eval/reward_failures" where a reward failed, which counts as wrong."""
+    sums = torch.zeros(7, dtype=torch.float64)
     for r in records:
         modes = r["num_modes"] or 0
         distinct = r["distinct"] if modes else 0
-        sums += torch.tensor([1, r["correct"] / k, pass_at_k(k, r["correct"], k), modes > 0, distinct, distinct / max(1, modes)])
-    problems, mean, passed, with_modes, distinct, coverage = across_ranks(sums).tolist()
+        sums += torch.tensor([1, r["correct"] / k, pass_at_k(k, r["correct"], k), modes > 0, distinct, distinct / max(1, modes), r["failures"]])
+    problems, mean, passed, with_modes, distinct, coverage, failures = across_ranks(sums).tolist()
     metrics = {f"eval/mean@{k}": mean / problems, f"eval/pass@{k}": passed / problems, "eval/pass@1": mean / problems}
     if with_modes:
         metrics |= {f"eval/distinct@{k}": distinct / with_modes, f"eval/coverage@{k}": coverage / with_modes}
-    return metrics
+    return metrics | ({"eval/reward_failures": failures} if failures else {})
 
 
 def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
@@ -115,7 +125,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
 def main(argv) -> None:
     c = load_config(argv)
     R.check_names(c["reward_funcs"])
-    _, tokenizer = data.load_model_files(c["model"])
+    _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)

@@ -131,6 +131,13 @@ def gather_groups(tensor):
     return torch.cat(parts).cpu()
 
 
+def set_temperature(models, temperature: float) -> None:
+    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies, engines around them, or None."""
+    for model in models:
+        if model is not None:
+            getattr(model, "module", model).temperature = temperature
+
+
 # --- micro-batches
 
 def plan_micro_batches(lengths, budget: int, unit: int, at_least: int = 1) -> list:
@@ -174,8 +181,9 @@ def score_rows(model, batch: dict, plan: list, entropy: bool = False):
 
 # --- the step's loss
 
-def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, c: dict) -> dict:
-    """What group_targets needs of the whole step, all ranks: "rewards", "lengths" and what this config asks for. Sets batch["ref_logps"]."""
+def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, right, c: dict) -> dict:
+    """What group_targets needs of the whole step, all ranks: "rewards", "lengths" and what this config asks for. Sets batch["ref_logps"].
+    right (p, G): which of this rank's rollouts are correct."""
     def gather(values):
         return gather_groups(values.view(len(rows), -1))
     group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
@@ -191,10 +199,10 @@ def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: l
     if c["policy_entropy_bonus_coef"] > 0:
         group["entropies"] = gather(score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"])
     if c["objective"] == "seed_grpo":
-        group["clusters"] = gather(R.answer_clusters(rollouts, rows, c["reward_funcs"][0]))
+        group["clusters"] = gather(R.answer_clusters(rollouts, rows, right, c))
         group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
-        modes = [len(modes or ()) for _, modes in R.correct_modes(rollouts, rows, c["reward_funcs"][0])]
+        modes = [len(modes or ()) for _, modes in R.correct_modes(rollouts, rows, right, c)]
         group["correct_modes"] = gather(torch.tensor(modes))[:, 0]
     return group
 

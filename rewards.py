@@ -1,99 +1,209 @@
-"""Reward functions and how a batch is scored.
+"""How a batch is scored: reward functions, their weights, the routing of rows to functions, failures.
 
-A reward is a plain function (completion: str, answer, **row) -> float: the completion's text, the row's answer, the row's other
-columns. Register it in REWARDS and name it in reward_funcs. The text comes from a model: treat it as hostile, never eval it.
+    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
+    begin(rollouts, row, columns, config)                               # as soon as a prompt's completions are there; returns at once
+    values, failed = measure(rollouts, rows, columns, config)           # (p, G, F): what each function says on this rank
+    rewards, metrics = combine(values_of_all_ranks, columns)            # (P, G)
+
+The functions are in graders.py and in tasks/, and run in the processes of workers.py: reward_workers=0 runs them here, without limits.
 """
+import atexit
+import json
 import math
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from common import UserError
-from data import task_module
-from tasks import countdown, graph_coloring
+import tasks
+import workers
+from common import RunStopped, UserError
+from graders import LONGEST, REWARDS, resolve, stated_answer
+from tasks import countdown
+from workers import Failure
+
+TIMEOUT, ERROR = -math.inf, math.inf        # in the place of a value, which is always finite; NaN: not asked
+SAVED_PER_STEP, SAVED_CHARACTERS = 20, 100_000
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...}, braces matched; None without one."""
-    open_braces, start, end = [], -1, -1
-    for i, character in enumerate(text):        # one pass: a completion may be nothing but boxes that never close
-        if character == "{":
-            open_braces.append(i)
-        elif character == "}" and open_braces:
-            brace = open_braces.pop()
-            if brace > start and text.endswith("\\boxed", 0, brace):
-                start, end = brace, i
-    return text[start + 1:end] if start >= 0 else None
-
-
-def math_reward(completion: str, answer: str, **row) -> float:
-    r"""1.0 if the last \boxed{} of the completion equals `answer` according to math-verify, else 0.0.
-
-    Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
-    Not covered: an answer outside \boxed{} scores 0, whatever else the text says. math-verify gives up after 1 second at each of its steps.
-    """
-    import math_verify
-    boxed = last_boxed(completion[-10_000:])     # what a model boxes last is its answer; bounded, for it may be a megabyte
-    if boxed is None or len(boxed) > 1000:
-        return 0.0
-    gold, found = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=1) for text in (answer, boxed))
-    return float(bool(gold) and math_verify.verify(gold, found, timeout_seconds=1))
-
-
-REWARDS = {"countdown": countdown.reward, "graph_coloring": graph_coloring.reward, "math": math_reward}
+class Column(NamedTuple):
+    """A reward function of reward_funcs; "auto" becomes one for each task. task: the rows it scores, None for all of them.
+    decides: it is the one whose value of at least 1 counts as a correct answer."""
+    name: str
+    weight: float
+    task: str | None
+    decides: bool
 
 
 def check_names(names: list[str]) -> None:
+    """A UserError for a name that no function can be found by. Functions of the user's own are first imported by a worker."""
     for name in names:
-        if name not in REWARDS:
-            raise UserError(f"reward_funcs: {name!r} is not registered in rewards.REWARDS, which has {', '.join(REWARDS)}")
+        if name != "auto" and ":" not in name:
+            try:
+                resolve(name)
+            except ValueError as error:
+                raise UserError(str(error)) from None
 
 
-def check_answers(names: list[str], row: dict, dataset: str) -> None:
-    """A UserError if one of the rewards can't read this row's answer: another task's reward on one's own dataset."""
-    for name in names:
+def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list[Column]:
+    """One Column per function that scores these rows. A UserError under "auto" if a row's task has no reward."""
+    found = []
+    for i, (name, weight) in enumerate(zip(names, weights)):
+        names_of_tasks = sorted({row["task"] for row in rows}) if name == "auto" else []
+        for task in names_of_tasks:
+            if task not in REWARDS and ":" not in task:
+                row = next(row for row in rows if row["task"] == task)
+                raise UserError(f"reward_funcs=['auto'] takes the reward from a row's task; row {row['id']!r} has task {task!r}, and graders.REWARDS "
+                                f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs")
+        found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [Column(name, weight, None, i == 0)]
+    return found
+
+
+# --- asking the workers
+
+@cache
+def make_pool(count: int, timeout: float, memory_gib: float, names: tuple) -> workers.Pool:
+    pool = workers.Pool(count, timeout, memory_gib, names)
+    atexit.register(pool.close)
+    return pool
+
+
+def pool_of(c: dict) -> workers.Pool | None:
+    """The worker processes of this config, started at the first call and kept; None where it wants none."""
+    if not c.get("reward_workers"):
+        return None
+    return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(n for n in c["reward_funcs"] if n != "auto"))
+
+
+def answers(jobs: dict, c: dict) -> dict:
+    """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
+    if pool := pool_of(c):
         try:
-            for completion in ("1", "\\boxed{1}"):
-                REWARDS[name](completion, **row)
-        except Exception as error:
-            raise UserError(f"reward_funcs: {name!r} can't score the rows of dataset_name={dataset!r}, such as answer {str(row['answer'])[:60]!r} "
-                            f"({type(error).__name__}: {error})") from None
+            return pool.answers(jobs)
+        except ValueError as error:     # a worker could not load a function
+            raise UserError(str(error)) from None
+    found = {key: workers.answer(*job) for key, job in jobs.items()}
+    return {key: Failure("error", value["error"]) if isinstance(value, dict) else value for key, value in found.items()}
+
+
+def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
+    """{key: (function, text, row)} for the completions of one row; equal completions have equal keys and are scored once."""
+    seen = {name: value for name, value in row.items() if name != "prompt_ids"}
+    jobs = {}
+    for r in rollouts:
+        tokens = len(r.get("completion_ids", ()))
+        more = {"tokens": tokens, "max_completion_length": c.get("max_completion_length"), "soft_overlong_buffer": c.get("soft_overlong_buffer")}
+        for column in columns:
+            if column.task in (None, row["task"]):
+                jobs[column.name, id(row), r["text"], tokens] = (column.name, r["text"], seen | more)
+    return jobs
+
+
+def begin(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> None:
+    """Lets the workers start on one row's completions while others are still being sampled; measure() collects."""
+    if pool := pool_of(c):
+        pool.ask(jobs_of(rollouts, row, columns, c))
+
+
+def measure(rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict) -> tuple[torch.Tensor, list[dict]]:
+    """(P, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it failed; and a record of each failure.
+
+    rollouts: N = P * G, prompt-major, with "text" and "completion_ids"; rows: P."""
+    G = len(rollouts) // max(1, len(rows))
+    groups = [rollouts[i * G:(i + 1) * G] for i in range(len(rows))]
+    found = answers({key: job for group, row in zip(groups, rows) for key, job in jobs_of(group, row, columns, c).items()}, c)
+    values, failed = torch.full((len(rows), G, len(columns)), math.nan), []
+    for i, (group, row) in enumerate(zip(groups, rows)):
+        for j, r in enumerate(group):
+            for f, column in enumerate(columns):
+                value = found.get((column.name, id(row), r["text"], len(r.get("completion_ids", ()))), math.nan)
+                if isinstance(value, Failure):
+                    failed.append({"reward": column.name, "id": row["id"], "kind": value.kind, "reason": value.reason, "completion": r["text"]})
+                    value = TIMEOUT if value.kind == "timeout" else ERROR
+                values[i, j, f] = value
+    return values, failed
+
+
+def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
+    """Rewards (P, G), the weighted sum of what the functions say in values (P, G, F), and {"reward/<name>/mean", "timeouts", "errors"}.
+    A function that failed adds 0."""
+    metrics = {}
+    for value, column in zip(values.unbind(-1), columns):
+        metrics |= {f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
+                    f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()), f"reward/{column.name}/errors": int((value == ERROR).sum())}
+    weights = torch.tensor([column.weight for column in columns])
+    return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
+
+
+def check_failures(metrics: dict, completions: int, limit: float) -> None:
+    """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward."""
+    failures = {name: n for name, n in metrics.items() if n and name.startswith("reward/") and not name.endswith("/mean")}
+    if sum(failures.values()) > limit * completions:
+        raise RunStopped(f"{sum(failures.values())} rewards of a step of {completions} completions failed (max_reward_failures={limit}): "
+                         f"{', '.join(f'{name} {n}' for name, n in failures.items())}; reward_failures.rank_*.jsonl in output_dir have reasons and texts")
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
-    """(P, G) float32, the weighted sum of reward_funcs, and {"reward/<name>/mean": mean over this rank's rows}.
-
-    rollouts: N = P * G, prompt-major; rows: P. A reward that is not a finite number is a ValueError that names it."""
-    G = len(rollouts) // len(rows)
-    total, metrics = torch.zeros(len(rows), G), {}
-    for name, weight in zip(config["reward_funcs"], config["reward_weights"]):
-        values = [float(REWARDS[name](r["text"], **rows[i // G])) for i, r in enumerate(rollouts)]
-        if not all(map(math.isfinite, values)):
-            worst = next(i for i, v in enumerate(values) if not math.isfinite(v))
-            raise ValueError(f"reward {name!r} gave {values[worst]} for row {rows[worst // G]['id']!r}; a reward must be finite")
-        total += weight * torch.tensor(values).view(len(rows), G)
-        metrics[f"reward/{name}/mean"] = sum(values) / len(values)
-    return total, metrics
+    """measure() and combine() in one process: rewards (P, G) and their metrics."""
+    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
+    return combine(measure(rollouts, rows, columns, config)[0], columns)
 
 
-def answer_clusters(rollouts: list[dict], rows: list[dict], name: str) -> torch.Tensor:
-    """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones (reward `name` at least 1) are told apart by
-    their mode, wrong ones by the text of their answer; one without any answer is a cluster of its own."""
-    G, result = len(rollouts) // len(rows), []
-    for i, row in enumerate(rows):
-        task, seen = task_module(row["task"]), {}
-        for j, text in enumerate(r["text"] for r in rollouts[i * G:(i + 1) * G]):
-            right = REWARDS[name](text, **row) >= 1
-            key = (task.mode(text, row["answer"]) if task else "") if right else (last_boxed(text) or countdown.last_answer(text)).strip()
-            result.append(seen.setdefault((right, key) if right or key else ("none", j), len(seen)))
+def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
+    """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
+    for column in columns:
+        row = next(row for row in rows if column.task in (None, row["task"]))
+        examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
+        _, failed = measure(examples, [row], [column], c)
+        if failed:
+            raise UserError(f"reward_funcs: {column.name!r} can't score row {row['id']!r} of dataset_name={dataset!r}, answer {str(row['answer'])[:60]!r} "
+                            f"({failed[0]['reason']})")
+
+
+def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
+    """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one sentence about them."""
+    path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
+    with open(path, "a", encoding="utf-8") as file:
+        for record in failed[:SAVED_PER_STEP]:
+            file.write(json.dumps({"step": step, **record, "completion": record["completion"][:SAVED_CHARACTERS]}) + "\n")
+    first = failed[0]
+    return (f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {first['reward']!r} on row {first['id']!r}: {first['reason']}; "
+            f"the text is in {path}")
+
+
+# --- which completions are right, and whether they differ
+
+def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
+    """(P, G) bool: the first of reward_funcs gave at least 1."""
+    decides = values[..., [column.decides for column in columns]]
+    return ((decides >= 1) & decides.isfinite()).any(-1)
+
+
+def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
+    """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where the task has no modes."""
+    G = right.shape[1]
+    texts = [[r["text"] if right[i, j] and tasks.module(row["task"]) else None for j, r in enumerate(rollouts[i * G:(i + 1) * G])]
+             for i, row in enumerate(rows)]
+    jobs = {(i, text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
+            for i, row in enumerate(rows) for text in texts[i] if text is not None}
+    found = {key: None if isinstance(value, Failure) else value for key, value in answers(jobs, c).items()}
+    return [[found.get((i, text)) for text in group] for i, group in enumerate(texts)]
+
+
+def answer_clusters(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> torch.Tensor:
+    """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
+    the text of their answer; one without any answer is a cluster of its own."""
+    G, result = right.shape[1], []
+    for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
+        seen = {}
+        for j, r in enumerate(rollouts[i * G:(i + 1) * G]):
+            key = (modes[j] or "") if right[i, j] else (stated_answer(r["text"]) or countdown.last_answer(r["text"])).strip()[:LONGEST]
+            result.append(seen.setdefault((bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)))
     return torch.tensor(result).view(len(rows), G)
 
 
-def correct_modes(rollouts: list[dict], rows: list[dict], name: str) -> list[tuple[int, set | None]]:
-    """Per prompt (number of correct completions, set of distinct correct answer modes or None for a task without modes).
-    Correct means: reward `name` is at least 1."""
-    k, result = len(rollouts) // max(1, len(rows)), []
-    for i, row in enumerate(rows):
-        right = [r["text"] for r in rollouts[i * k:(i + 1) * k] if REWARDS[name](r["text"], **row) >= 1]
-        task = task_module(row["task"])
-        result.append((len(right), {task.mode(text, row["answer"]) for text in right} if task else None))
-    return result
+def correct_modes(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[tuple[int, set | None]]:
+    """Per row (number of correct completions, set of distinct correct answer modes or None for a task without modes)."""
+    modes = modes_of(rollouts, rows, right, c)
+    return [(int(right[i].sum()), set(modes[i]) - {None} if tasks.module(row["task"]) else None) for i, row in enumerate(rows)]

@@ -5,8 +5,8 @@
     rollouts = generate(engine, tokenizer, prompts_ids, n=G, sampling={"temperature", "max_tokens", "stop_token_ids", "seeds"})
     batch = to_batch(rollouts, device)
 
-An engine has generate(prompts_ids, n, sampling), sync(named_parameters), sleep(), wake() and close(). Token ids go in, token ids come
-out, with the log-prob the sampler itself gave to every token; text is decoded for the rewards and never encoded again.
+An engine has generate(prompts_ids, n, sampling, finished), sync(named_parameters), sleep(), wake() and close(). Token ids go in, token ids
+come out, with the log-prob the sampler itself gave to every token; text is decoded for the rewards and never encoded again.
 A rollout is {"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
 import json
@@ -52,16 +52,23 @@ class VllmEngine:
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
         self.group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict) -> list[dict]:
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
         requests = list(zip(prompts_ids, sampling["seeds"]))
         everyone, first = self.pool(requests)
         params = [self.vllm.SamplingParams(
             n=n, temperature=sampling["temperature"], max_tokens=sampling["max_tokens"], stop_token_ids=sampling["stop_token_ids"], seed=seed,
             logprobs=0, flat_logprobs=True, detokenize=False) for _, seed in everyone]
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids, _ in everyone], params, use_tqdm=False)
-        return [{"prompt_ids": out.prompt_token_ids, "completion_ids": list(one.token_ids), "logprobs": one.logprobs.logprobs,
-                 "finish_reason": one.finish_reason}
-                for out in outputs[first:first + len(requests)] for one in out.outputs]
+        groups, start = {}, next(self.llm.request_counter) + 1 + first      # vLLM numbers its requests; ours begin here
+        self.llm.enqueue([{"prompt_token_ids": ids} for ids, _ in everyone], params, use_tqdm=False)
+        while self.llm.llm_engine.has_unfinished_requests():
+            for out in self.llm.llm_engine.step():
+                i = int(out.request_id) - start
+                if out.finished and 0 <= i < len(requests):
+                    groups[i] = [{"prompt_ids": out.prompt_token_ids, "completion_ids": list(one.token_ids), "logprobs": one.logprobs.logprobs,
+                                  "finish_reason": one.finish_reason} for one in out.outputs]
+                    if finished:
+                        finished(i, groups[i])
+        return [r for i in sorted(groups) for r in groups[i]]
 
     def pool(self, requests: list) -> tuple[list, int]:
         """The requests of all ranks of this engine, and where ours begin."""
@@ -114,11 +121,11 @@ class HfEngine:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
 
     @torch.no_grad()
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict) -> list[dict]:
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
         stop, device, rollouts = sampling["stop_token_ids"], self.model.device, []
         plain = GenerationConfig(do_sample=True, temperature=sampling["temperature"], top_k=0, top_p=1.0, max_new_tokens=sampling["max_tokens"],
                                  eos_token_id=stop, pad_token_id=stop[0])
-        for prompt_ids, seed in zip(prompts_ids, sampling["seeds"]):
+        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling["seeds"])):
             recorder = SampledLogps(sampling["temperature"])
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
@@ -130,6 +137,8 @@ class HfEngine:
                 end = next((i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens))     # what follows an EOS is padding
                 rollouts.append({"prompt_ids": prompt_ids, "completion_ids": tokens[:end], "logprobs": values[:end],
                                  "finish_reason": "stop" if tokens[end - 1] in stop else "length"})
+            if finished:
+                finished(i, rollouts[-n:])
         return rollouts
 
     @torch.no_grad()
@@ -170,17 +179,23 @@ def prompt_seed(*parts) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
-def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict) -> list[dict]:
+def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything but n complete rollouts a prompt,
-    each with a log-prob for every token, is a RuntimeError: a missing log-prob must not pass for 0."""
-    rollouts = engine.generate(prompts_ids, n, sampling)
+    each with a log-prob for every token, is a RuntimeError: a missing log-prob must not pass for 0.
+
+    finished(i, rollouts of prompt i) is called as soon as they are there, while the engine still has others to do."""
+    def add_text(group: list[dict]) -> list[dict]:
+        for r, text in zip(group, tokenizer.batch_decode([r["completion_ids"] for r in group], skip_special_tokens=True)):
+            r["text"] = text
+        return group
+    streamed = () if finished is None else (lambda i, group: finished(i, add_text(group)),)
+    rollouts = engine.generate(prompts_ids, n, sampling, *streamed)
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}")
     for r in rollouts:
         if not r["completion_ids"] or len(r["completion_ids"]) != len(r["logprobs"]):
             raise RuntimeError(f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs")
-    texts = tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True)
-    return [{**r, "text": text} for r, text in zip(rollouts, texts)]
+    return rollouts if streamed else add_text(rollouts)
 
 
 def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:

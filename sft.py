@@ -81,9 +81,9 @@ def main(argv) -> None:
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
     else:
-        _, tokenizer = data.load_model_files(c["model"])
+        _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
-    groups = demonstrations(data.training_rows(c, tokenizer), tokenizer, c["max_completion_length"])
+    groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c["max_completion_length"])
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
     if rank == 0:

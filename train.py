@@ -34,12 +34,15 @@ import checkpoint
 import controllers
 import data
 import evaluate
+import experience
 import infoseed
 import learner
 import loss as L
 import rewards as R
 import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
+from experience import Inputs
+from replay import Replay
 
 # --- set-up
 
@@ -102,18 +105,23 @@ def learning_rate_at(step: int, c: dict) -> float:
     return c["learning_rate"] * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[c["lr_scheduler_type"]]
 
 
-def load_inputs(c: dict, world: int):
-    """Tokenizer, training rows, evaluation rows, and the model's own config: all that can be wrong before weights are loaded."""
+def load_inputs(c: dict, world: int) -> Inputs:
+    """All that can be wrong before weights are loaded."""
     R.check_names(c["reward_funcs"])
     if c["prompts_per_step"] % world:
         raise UserError(f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}")
     if world % c["vllm_tensor_parallel_size"]:
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
-    model_config, tokenizer = data.load_model_files(c["model"])
+    model_config, tokenizer = data.load_model_files(c["model"], c["chat_template"])
     data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
-    rows = data.training_rows(c, tokenizer)
-    R.check_answers(c["reward_funcs"], rows[0], c["dataset_name"])
-    return model_config, tokenizer, rows, evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
+    sources, weights = data.training_sources(c, tokenizer)
+    easy = data.easy_rows(c, tokenizer)
+    rows = [row for source in (*sources, easy) for row in source]
+    columns = R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    R.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
+    eval_rows = evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
+    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    return Inputs(model_config, tokenizer, rollout.stop_token_ids(c["model"], tokenizer), sources, weights, easy, columns, eval_rows)
 
 
 def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
@@ -125,7 +133,8 @@ def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
           f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}")
     print("deepspeed:", json.dumps(deepspeed_config(c, dtype)), flush=True)
 
-    model, tokenizer, rows, _ = load_inputs(c, world)
+    inputs = load_inputs(c, world)
+    model, tokenizer, rows = inputs.model, inputs.tokenizer, [row for source in inputs.sources for row in source]
     with torch.device("meta"):
         n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
     share = [world if c["zero_stage"] >= stage else 1 for stage in range(4)]        # ranks that split what a ZeRO stage splits
@@ -139,7 +148,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
         "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
     }
     print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
-    print(f"stop tokens: {rollout.stop_token_ids(c['model'], tokenizer)}")
+    print(f"a completion ends with: {', '.join(f'{i} {tokenizer.decode([i])!r}' for i in inputs.stop_ids)}; {data.end_of_turn(tokenizer, inputs.stop_ids)}")
     print(f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}")
     print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:")
     print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
@@ -158,13 +167,14 @@ def main(argv) -> None:
     if c["dry_run"]:
         return dry_run(c, world, dtype) if int(os.environ.get("RANK", 0)) == 0 else None
     check_run_folder(c, resuming)
-    model_config, tokenizer, rows, eval_rows = load_inputs(c, world)
+    inputs = load_inputs(c, world)
+    tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
 
     rank, world, device = learner.start_distributed()
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
     say(*(f"{k}={v!r}" for k, v in header.items()))
-    for warning in warn_config(c, model_config.vocab_size):
+    for warning in warn_config(c, inputs.model.vocab_size):
         say(f"warning: {warning}")
 
     # The sampler first: on a GPU vLLM measures what is free. Policy and reference start from the same weights.
@@ -172,15 +182,15 @@ def main(argv) -> None:
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
     sampler.sleep()
     engine, reference = load_policy(c, dtype), load_reference(c, dtype, device)
-    step, state = 0, controllers.init_state(c)
+    step, state, remembered = 0, controllers.init_state(c), {}
     if resume_path:
-        step, state = checkpoint.load(resume_path, engine, rank)
+        step, state, remembered = checkpoint.load(resume_path, engine, rank)
         say(f"resumed from {resume_path}, {step} steps done")
     if rank == 0:       # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
     dist.barrier()
-    lm, G, S = engine.module.lm, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
-    stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
+    lm, p, G, S = engine.module.lm, c["prompts_per_step"] // world, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
+    buffer = Replay([row for source in inputs.sources for row in source], c["replay_size"], c["replay_ucb"], remembered) if c["replay_size"] else None
     log = MetricsLog(folder, c, step) if rank == 0 else None
     timer, skipped_in_a_row = Timer(), 0
 
@@ -190,7 +200,7 @@ def main(argv) -> None:
 
     def evaluate_now():
         with timer("evaluate"):
-            metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, stop_ids, c, rank, world)
+            metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, inputs.stop_ids, c, rank, world)
         if rank == 0:
             log.write(step, metrics)
         say(f"step {step}:", *(f"{k} {v:.3f}" for k, v in metrics.items()))
@@ -202,21 +212,11 @@ def main(argv) -> None:
     timer.take()
     while step < c["max_steps"]:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
-        with timer("rollout"):
-            batch_rows = data.prompts_for_step(rows, step, c["prompts_per_step"], c["seed"], rank, world)
-            p = len(batch_rows)
-            seeds = [rollout.prompt_seed(c["seed"], step, rank * p + i) for i in range(p)]
-            sampling = {"temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids, "seeds": seeds}
-            rollouts = base = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in batch_rows], G, sampling)
-            if S:
-                seeded = infoseed.completions(sampler, tokenizer, batch_rows, sampling, c)
-                rollouts = infoseed.join(base, seeded, p)
-            sampler.sleep()
-
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
-        with timer("reward"):
-            own_rewards, reward_metrics = R.score(rollouts, batch_rows, c)
-            rewards = task_rewards = learner.gather_groups(own_rewards)
+        got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer)
+        rollouts, batch_rows, rewards, task_rewards = got["rollouts"], got["rows"], got["rewards"], got["rewards"]
+        base, seeded = [r for r in rollouts if "seed_id" not in r], [r for r in rollouts if "seed_id" in r]
+        learner.set_temperature((engine, reference), data.scheduled(c["temperature_schedule"], step, c["temperature"]))
 
         # 3. what else the objective wants to know of these completions: the reference's opinion, entropies, answers
         with timer("score"):
@@ -225,7 +225,7 @@ def main(argv) -> None:
                 seed_batch = infoseed.under_base_prompt(seeded, batch_rows, S, device)
                 h, log_q = infoseed.features(engine, seed_batch, c)
                 rewards = infoseed.add_rewards(task_rewards, log_q, S, c["info_seed_reward"])
-            group = learner.measure_groups(engine, reference, batch, rollouts, batch_rows, rewards, c)
+            group = learner.measure_groups(engine, reference, batch, rollouts, batch_rows, rewards, R.correct(got["values"], inputs.columns), c)
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
@@ -269,14 +269,14 @@ def main(argv) -> None:
 
         # 7. what happened
         clipped = sum(r["finish_reason"] == "length" for r in base)
-        own = {"completions/clipped_ratio": clipped / len(base), **reward_metrics, **rollout.diversity_metrics(base, G)}
-        shared = learner.across_ranks(torch.tensor(list(own.values()))) / world
+        variety = {"completions/clipped_ratio": clipped / len(base), **rollout.diversity_metrics(base, G)}
+        shared = learner.across_ranks(torch.tensor(list(variety.values()))) / world
         plain_rewards = task_rewards[:, :G]
         if S:
             metrics |= infoseed.measure(h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"])
         times = timer.take()        # evaluate and checkpoint are those since the last line
         busy = times["time/step"] - times.get("time/evaluate", 0) - times.get("time/checkpoint", 0)
-        metrics |= weights | dict(zip(own, shared.tolist())) | times | {
+        metrics |= weights | got["metrics"] | dict(zip(variety, shared.tolist())) | times | {
             "reward": plain_rewards.mean().item(), "reward_std": plain_rewards.std(1).mean().item(),
             "frac_reward_zero_std": L.equal_groups(plain_rewards).float().mean().item(),
             "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(),
@@ -290,9 +290,9 @@ def main(argv) -> None:
             shown = {"reward": "reward", "kl": "kl", "entropy": "entropy", "tokens/s": "tokens_per_second"}
             bar.set_postfix_str(" ".join(f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics))
         if c["log_rollouts_steps"] and step % c["log_rollouts_steps"] == 0:
-            rollout.log_rollouts(folder, rollouts, own_rewards, batch_rows, step, rank)
+            rollout.log_rollouts(folder, rollouts, task_rewards[rank * p:(rank + 1) * p], batch_rows, step, rank)
         if step == 1 or step == c["max_steps"]:
-            say(rollout.show(tokenizer, base, own_rewards[:, :G]))
+            say(rollout.show(tokenizer, base, task_rewards[rank * p:(rank + 1) * p, :G]))
         if skipped_in_a_row >= c["max_skipped_steps"]:
             raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); the "
                              f"policy is as it was before them; lower learning_rate={c['learning_rate']} or look into metrics.jsonl")
@@ -300,7 +300,7 @@ def main(argv) -> None:
             evaluate_now()
         if c["save_steps"] >= 0 and (step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
             with timer("checkpoint"):
-                saved = checkpoint.save(folder, step, engine, tokenizer, c, state)
+                saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
             say(f"saved {saved}")
     bar.close()
     if rank == 0:

@@ -13,15 +13,25 @@ model = ""                            # Hugging Face id or folder; sft.py also t
 dtype = "auto"                        # "float32", "bfloat16"; "auto": bfloat16 on a GPU, float32 on a CPU
 gradient_checkpointing = False        # True: recompute activations in backward, less memory for about 30% more time
 
-# --- data: a task of tasks/, a .jsonl file, or a Hugging Face dataset id
+# --- data: a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a Hugging Face dataset id
 dataset_name = ""
 dataset_config = ""                   # variant of the task or of the dataset; "" its default
 dataset_split = "train"
 dataset_prompt_column = "prompt"      # tasks bring their own prompt and answer
 dataset_answer_column = "answer"
+dataset_mixture = []                  # several, instead of dataset_name: [{"id", "config", "split", "columns", "weight", "task"}, ...]; [] off
 system_prompt = ""                    # "" none
+chat_template = ""                    # a Jinja template or a file with one, instead of the tokenizer's own; "" off
 max_prompt_length = 512               # tokens, chat template included
-long_prompts = "error"                # prompts over max_prompt_length: "error" stops, "drop" leaves them out and counts them
+long_prompts = "error"                # over max_prompt_length: "error" stops, "drop" leaves out, "truncate" cuts the beginning of the user's message
+allow_leakage = False                 # True: evaluation prompts may be training prompts too
+easy_dataset_name = ""                # a second pool of prompts, to begin with; "" none
+easy_dataset_config = ""
+easy_schedule = {}                    # {first step: share of prompts from the easy pool}, such as {0: 0.5, 100: 0.1, 200: 0.0}
+replay_size = 0                       # prompts whose rewards are remembered, to come back to the informative ones; 0 off
+replay_fraction = 0.25                # share of a step's prompts that come from there
+replay_ucb = 0.5                      # C of mean gap + C * sqrt(ln n_total / n_prompt): how much to prefer prompts that were hardly tried; 0 off
+resample_equal_groups = 0             # groups of equal rewards are replaced by other prompts up to so many times (dynamic sampling); 0 off
 
 # --- rollouts
 rollout_engine = "vllm"               # "vllm" in this process, or "hf" (transformers generate: slow, the oracle)
@@ -29,6 +39,7 @@ prompts_per_step = 32                 # P, over all ranks
 num_generations = 8                   # G, completions per prompt: the group
 max_completion_length = 512           # L, tokens, EOS included
 temperature = 1.0                     # of sampling; the policy's log-probs are taken at the same temperature
+temperature_schedule = {}             # {first step: temperature} from that step on, such as {0: 1.2, 100: 1.0}; {} off
 max_logp_difference = 0.5             # stop when sampler and trainer log-probs differ by more than this on average: a broken sync; -1 off
 vllm_gpu_memory_utilization = 0.3     # share of GPU memory for vLLM's weights and KV cache (GPU only)
 vllm_kv_cache_gib = 1                 # KV cache of vLLM on a CPU, GiB
@@ -36,8 +47,13 @@ vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
 vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
 
 # --- rewards
-reward_funcs = ["countdown"]          # names in rewards.REWARDS; the first one also decides what counts as correct (reward >= 1)
+reward_funcs = ["countdown"]          # names in graders.REWARDS, "module:function", or "auto": the row's task; the first decides what is correct (>= 1)
 reward_weights = [1.0]                # one weight per reward function
+reward_workers = 2                    # processes per rank that run them; 0: this process, without any limits (for a debugger)
+reward_timeout = 5.0                  # seconds for one completion; then its worker is killed and replaced and it scores 0
+reward_memory_gib = 2.0               # memory that a worker may take on top of what it starts with, GiB
+max_reward_failures = 0.1             # stop when more than this share of a step's completions met a timeout or an error; 1 never
+soft_overlong_buffer = 128            # soft_overlong: tokens before max_completion_length over which its penalty grows to 1
 
 # --- objective
 objective = "maxent"                  # "maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"
@@ -131,6 +147,10 @@ eval_num_generations = 8              # k of pass@k, mean@k, distinct@k, coverag
 eval_temperature = 1.0
 eval_seeds = 1                        # evaluate.py: how often every problem is sampled, with seeds 0, 1, ...
 eval_output = ""                      # evaluate.py: a .jsonl file of one line per problem and seed; "" none
+
+# --- generate.py
+generate_output = ""                  # the .jsonl file to write
+generate_max_prompts = 0              # the first so many prompts; 0 all
 
 # --- checkpoints and logs
 save_steps = 0                        # every so many steps and at the end; 0 only at the end, -1 never

@@ -325,7 +325,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     engine, reference = Table(step.logps, step.entropy), Table(step.ref, step.entropy) if c["beta"] > 0 else None
     modes = [(0, set(range(k))) for k in step.modes.tolist()]
     with patch("rewards.answer_clusters", lambda *a: step.clusters), patch("rewards.correct_modes", lambda *a: modes):
-        group = learner.measure_groups(engine, reference, batch, [], range(step.P), step.rewards, c)
+        group = learner.measure_groups(engine, reference, batch, [], range(step.P), step.rewards, None, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     agree = (lambda *a: (plan, learner.couples_rows(c))) if plan else learner.agree_on_plan
     with patch("learner.agree_on_plan", agree):

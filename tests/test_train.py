@@ -1,6 +1,7 @@
 """The real scripts as a user runs them: torchrun, vLLM, DeepSpeed, Weights & Biases offline."""
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,8 @@ import evaluate
 from common import MetricsLog, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3"]
-
-
-# an untrained model never solves Countdown: the parity of the text's length stands in for the reward
-PARITY = "import rewards\nrewards.REWARDS['countdown'] = lambda completion, answer, **row: float(len(completion) % 2)"
+SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3",
+         "--reward_funcs=['parity_reward:parity']"]
 
 
 def run(script: str, *flags, ranks: int = 0, patch: str = "", folder: Path | None = None) -> subprocess.CompletedProcess:
@@ -30,7 +28,8 @@ def run(script: str, *flags, ranks: int = 0, patch: str = "", folder: Path | Non
         patched = folder / f"patched_{script}"
         patched.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{patch}\nimport {script[:-3]} as main\nmain.script(main.main)\n")
         script = str(patched)
-    return subprocess.run([sys.executable, *launcher, script, "config/countdown_tiny.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, *launcher, script, "config/countdown_tiny.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "tests")})      # for parity_reward
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -46,7 +45,7 @@ def two_ranks(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={folder}", "--max_steps=3", "--eval_steps=2", "--save_steps=2", "--log_rollouts_steps=2",
                "--report_to=wandb", "--wandb_mode=offline", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--num_iterations=2",
-               "--max_tokens_per_micro_batch=100", ranks=2, patch=PARITY, folder=folder.parent)
+               "--max_tokens_per_micro_batch=100", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
 
@@ -58,7 +57,8 @@ def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
     for name in """reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm weights/entropy weights/entropy_norm
                    weights/effective_rollouts weights/incorrect_mass weights/max tau beta delta_tau delta_beta completions/mean_length
                    completions/max_length completions/clipped_ratio completions/distinct_1 completions/distinct_2 completions/jaccard time/rollout
-                   time/reward time/score time/learn time/sync time/step tokens_per_second reward/countdown/mean
+                   time/reward time/score time/learn time/sync time/step tokens_per_second reward/parity_reward:parity/mean
+                   reward/parity_reward:parity/timeouts reward/parity_reward:parity/errors
                    sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max""".split():
         assert name in step, name
     assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(lines[0])
@@ -105,7 +105,7 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, 
     shutil.rmtree(part / "step_000003")     # as if killed during step 3
     config = json.loads((whole / "config.json").read_text())
     flags = [f"--{key}={value}" for key, value in config.items() if key not in ("output_dir", "report_to")]
-    done = run("train.py", *flags, f"--output_dir={part}", "--resume_from_checkpoint=latest", ranks=2, patch=PARITY, folder=tmp_path)
+    done = run("train.py", *flags, f"--output_dir={part}", "--resume_from_checkpoint=latest", ranks=2)
     assert done.returncode == 0 and "step_000002, 2 steps done" in done.stdout, done.stderr[-3000:]
     last, same = (without_times(next(line for line in metrics_of(folder) if line["step"] == 3 and "reward" in line)) for folder in (whole, part))
     assert same == pytest.approx(last, rel=1e-4, abs=1e-6)
@@ -122,7 +122,7 @@ def test_evaluate_scores_a_checkpoint(two_ranks):
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
     done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0", "--max_steps=9",
-               patch=f"{PARITY}\nimport rollout\nrollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)", folder=tmp_path)
+               patch="import rollout\nrollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)", folder=tmp_path)
     assert done.returncode == 1 and "does not hold the policy's weights" in done.stderr and "Traceback" not in done.stderr
     assert 1 <= len(metrics_of(tmp_path / "run")) < 9
 
@@ -130,7 +130,7 @@ def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir,
 def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
     done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", "--rollout_engine=hf", "--eval_steps=0",
                "--max_steps=9", "--max_skipped_steps=2",
-               patch=f"{PARITY}\nimport loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')", folder=tmp_path)
+               patch="import loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')", folder=tmp_path)
     assert done.returncode == 1 and "2 steps in a row had a non-finite loss" in done.stderr and "Traceback" not in done.stderr
     assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
 

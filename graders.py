@@ -1,0 +1,193 @@
+r"""Reward functions: what a completion's text is worth.
+
+A reward is a plain function (completion: str, answer, **row) -> float: the completion's text, the row's answer, the row's other columns and
+`tokens` (of the completion, EOS included), `max_completion_length`, `soft_overlong_buffer`. Register it in REWARDS, or write it in a module
+of your own and name it "module:function" in reward_funcs. It runs in a worker process (workers.py), which imports this file and no torch.
+The text comes from a model: treat it as hostile, never eval it.
+"""
+import importlib
+import logging
+import re
+from functools import lru_cache
+
+import tasks
+from tasks import countdown, crossword, graph_coloring, rush_hour
+
+LONGEST = 1000      # characters of an answer; a longer one is no answer, and none of the work below grows beyond it
+SYMBOLS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "π": "\\pi", "∞": "\\infty", "×": "\\times", "·": "\\cdot", "÷": "/", "≤": "\\le", "≥": "\\ge",
+                         "≠": "\\ne", "°": "^\\circ", "²": "^2", "³": "^3", "θ": "\\theta", "α": "\\alpha", "β": "\\beta"})
+
+
+# --- finding the answer
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}, braces matched; None without one."""
+    found = last_box(text)
+    return text[found[0]:found[1]] if found else None
+
+
+def last_box(text: str) -> tuple[int, int] | None:
+    open_braces, start, end = [], -1, -1
+    for i, character in enumerate(text):        # one pass: a completion may be nothing but boxes that never close
+        if character == "{":
+            open_braces.append(i)
+        elif character == "}" and open_braces:
+            brace = open_braces.pop()
+            if brace > start and text.endswith("\\boxed", 0, brace):
+                start, end = brace, i
+    return (start + 1, end) if start >= 0 else None
+
+
+def answer_block(text: str) -> tuple[int, int] | None:
+    """Where the content of the last complete <answer>...</answer> begins and ends."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return (start + len("<answer>"), text.find("</answer>", start)) if start >= 0 else None
+
+
+def stated_answer(text: str) -> str | None:
+    r"""What the text gives as its answer: the last \boxed{} or <answer> block, whichever closes later; a box inside the block stands for it."""
+    text = text[-10_000:]       # an answer comes last; a completion may be a megabyte
+    box, block = last_box(text), answer_block(text)
+    if block and (not box or box[1] < block[1]):
+        inner = text[slice(*block)]
+        return inner if last_boxed(inner) is None else last_boxed(inner)
+    return text[slice(*box)] if box else None
+
+
+# --- mathematics
+
+@lru_cache(maxsize=4096)        # a group shares its gold answer, and often its answers
+def parse_math(text: str) -> list:
+    import math_verify
+    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns that its own time limits are off: the worker has a better one
+    return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+def math_reward(completion: str, answer: str, **row) -> float:
+    r"""1.0 if the last \boxed{} or <answer> content equals `answer` according to math-verify, else 0.0.
+
+    Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
+    Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says; so does one of over 1,000 characters."""
+    import math_verify
+    found, gold = (stated_answer(completion) or "").translate(SYMBOLS).strip(), str(answer).translate(SYMBOLS).strip()
+    if not found or len(found) > LONGEST or re.search("[0-9]_", found):     # 5_0 is no number, math-verify takes it for 5
+        return 0.0
+    if re.fullmatch("-?[0-9]{1,18}", gold) and re.fullmatch("-?[0-9]{1,18}", found):
+        return float(int(gold) == int(found))       # most answers, without a parser
+    gold, found = parse_math(gold), parse_math(found)
+    return float(bool(gold) and math_verify.verify(gold, found, timeout_seconds=None))
+
+
+def canonical_math(text: str) -> str:
+    r"""One spelling for answers that differ in how they are written, not in what they say: no spaces, $, \left, \right, no outer pair of
+    braces or parentheses, a/b for \frac{a}{b}, \pi for its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different."""
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text.translate(SYMBOLS))
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\1/\2", text)
+    for _ in range(20):     # the innermost first; deeper ones stay as they are
+        text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", lambda m: f"{term(m[1])}/{term(m[2])}", text)
+        if not changed:
+            break
+    if pairs_up(text):
+        text = text[1:-1]
+    text = re.sub(r"(?<![0-9.])([0-9]+)\.0+(?![0-9])", r"\1", text)
+    return re.sub(r"(?<![0-9a-zA-Z.)}])-0(?![0-9.])", "0", text)
+
+
+def term(text: str) -> str:
+    return text if re.fullmatch(r"[0-9a-zA-Z.]*|\\[a-z]+", text) else f"({text})"
+
+
+def pairs_up(text: str) -> bool:
+    """Whether the first character opens the brace or parenthesis that the last one closes."""
+    if text[:1] + text[-1:] not in ("()", "{}"):
+        return False
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "({") - (character in ")}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def math_exact(completion: str, answer: str, **row) -> float:
+    """1.0 if the content of the last <answer> block is `answer` in another spelling (canonical_math), else 0.0.
+
+    Not covered: equal values written differently (1/2, 0.5); the right answer anywhere else in the text."""
+    block, gold = answer_block(completion), canonical_math(str(answer))
+    if not block or block[1] - block[0] > LONGEST or not gold:
+        return 0.0
+    return float(canonical_math(completion[slice(*block)]) == gold)
+
+
+# --- form
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format_reward(completion: str, answer=None, **row) -> float:
+    """1.0 for <think>...</think> and <answer>...</answer>, each once, in this order, only spaces around them; else 0.0."""
+    text = completion.strip()
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return 0.0
+    a, b, c, d = map(text.find, TAGS)
+    return float(a == 0 < b < c < d == len(text) - len(TAGS[3]) and not text[b + len(TAGS[1]):c].strip())
+
+
+def tag_count(completion: str, answer=None, **row) -> float:
+    """A quarter for each of the four tags of format_reward that stands there exactly once: a way to it in steps."""
+    return sum(completion.count(tag) == 1 for tag in TAGS) / 4
+
+
+def length(completion: str, answer=None, *, tokens: int, max_completion_length: int, **row) -> float:
+    """-tokens / max_completion_length: 0 for nothing, -1 for all that is allowed. A negative weight asks for long completions."""
+    return -min(1.0, tokens / max_completion_length)
+
+
+def soft_overlong(completion: str, answer=None, *, tokens: int, max_completion_length: int, soft_overlong_buffer: int, **row) -> float:
+    """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to -1 at max_completion_length.
+    Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13"""
+    return -min(1.0, max(0.0, (tokens - max_completion_length + soft_overlong_buffer) / soft_overlong_buffer))
+
+
+def repetition(completion: str, answer=None, **row) -> float:
+    """Minus the share of three-word sequences that have occurred before: 0 without any, towards -1 for a loop."""
+    words = completion.split()
+    grams = list(zip(words, words[1:], words[2:]))
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+
+REWARDS = {
+    "countdown": countdown.reward, "graph_coloring": graph_coloring.reward, "crossword": crossword.reward,
+    "rush_hour": rush_hour.reward, "rush_hour_exact": rush_hour.rush_hour_exact, "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "math": math_reward, "math_exact": math_exact,
+    "format": format_reward, "tag_count": tag_count, "length": length, "soft_overlong": soft_overlong, "repetition": repetition,
+}
+
+
+@lru_cache
+def imported(name: str):
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward_funcs: {name!r} can't be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"reward_funcs: {name!r} is not a function")
+    return found
+
+
+def resolve(name: str):
+    """The function of a name in REWARDS or of "module:function"; a ValueError for any other name."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" in name:
+        return imported(name)
+    raise ValueError(f"reward_funcs: {name!r} is not registered in graders.REWARDS, which has {', '.join(REWARDS)}; "
+                    f"one of your own is written module:function")
+
+
+def mode(completion: str, answer, task: str, **row) -> str | None:
+    """The canonical key of a correct completion according to the row's task."""
+    return tasks.module(task).mode(completion, answer)

@@ -1,0 +1,226 @@
+"""Processes for work that may hang, crash or eat the memory, because a model wrote its input.
+
+    pool = Pool(count=2, timeout=5.0, memory_gib=2.0, setup=("countdown",))
+    pool.ask({key: (name, text, row)})          # starts the work, doesn't wait
+    pool.answers({key: (name, text, row)})      # {key: number, text, None or Failure}: every job ends within `timeout`
+
+A worker is `python workers.py <socket>`: a fresh interpreter without torch, GPU or process group, so that killing it harms nobody. It gets
+jobs as pickles and answers in lines of JSON, which is all that is believed of it. One that gives no answer for `timeout` seconds, or dies,
+loses the job it was at; another one takes its place and the rest of its jobs. Nothing here waits for another rank.
+"""
+import json
+import math
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+START_SECONDS = 120     # to import what the jobs need, on a machine that is busy loading models
+LONGEST_LINE = 10_000
+
+
+class Failure(NamedTuple):
+    """What became of a job without an answer. kind: "timeout" or "error"."""
+    kind: str
+    reason: str
+
+
+# --- in the training process
+
+class Worker:
+    """One process and the jobs that it has not answered yet, oldest first."""
+
+    def __init__(self, hello: tuple):
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)     # its own session: Ctrl-C is not for it
+        self.jobs, self.received, self.ready, self.since = deque(), b"", False, time.monotonic()
+        self.socket.settimeout(START_SECONDS)
+        self.send(hello)
+
+    def send(self, message) -> None:
+        self.socket.sendall(pickle.dumps(message))
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)     # with everything that it has started
+        except ProcessLookupError:
+            pass
+        self.socket.close()
+
+    def lines(self) -> list[bytes]:
+        """Whole lines that have come in; an empty list that leaves `received` None: the other side is gone."""
+        try:
+            more = self.socket.recv(1 << 16)
+        except ConnectionError:
+            more = b""
+        *whole, rest = (self.received + more).split(b"\n")
+        self.received = rest if more and len(rest) <= LONGEST_LINE else None
+        return whole
+
+
+class Pool:
+    def __init__(self, count: int, timeout: float, memory_gib: float, setup: tuple = ()):
+        """`setup`: names of rewards that a worker loads before its first job's clock runs."""
+        self.timeout, self.hello = timeout, (sys.path, memory_gib, setup)
+        self.waiting, self.found, self.asked = deque(), {}, {}      # keys to do; key -> answer; key -> job
+        self.selector, self.failed_starts = selectors.DefaultSelector(), 0
+        self.workers = []
+        for _ in range(count):
+            self.start()
+
+    def start(self) -> None:
+        worker = Worker(self.hello)
+        self.workers.append(worker)
+        self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+
+    def ask(self, jobs: dict) -> None:
+        """Queues jobs {key: (name, text, row)} that were not asked before, and sees to the workers without waiting."""
+        new = {key: job for key, job in jobs.items() if key not in self.asked}
+        self.asked |= new
+        self.waiting.extend(new)
+        self.attend(0)
+
+    def answers(self, jobs: dict) -> dict:
+        """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked so far is then forgotten."""
+        self.ask(jobs)
+        while any(key not in self.found for key in jobs):
+            self.attend(1.0)
+        found = {key: self.found[key] for key in jobs}
+        if len(self.found) == len(self.asked):      # what else is under way may not be cut off
+            self.asked, self.found = {}, {}
+        return found
+
+    def attend(self, seconds: float) -> None:
+        """Hands out jobs, takes in answers, replaces workers that died or are late; waits at most `seconds` for something to happen."""
+        for worker in self.workers:
+            if worker.ready and not worker.jobs and self.waiting:
+                self.hand_out(worker)
+        for event, _ in self.selector.select(seconds):
+            self.take_in(event.data)
+        for worker in list(self.workers):
+            if worker.received is None:
+                self.replace(worker, "error", f"the worker died ({self.cause_of_death(worker)})")
+            elif (worker.jobs or not worker.ready) and time.monotonic() - worker.since > (self.timeout if worker.ready else START_SECONDS):
+                self.replace(worker, "timeout", f"no answer in {self.timeout:g} s (reward_timeout)")
+
+    def hand_out(self, worker: Worker) -> None:
+        # a few jobs at a time, so that no worker is left with a long queue at the end
+        n = max(1, min(64, len(self.waiting) // (4 * len(self.workers))))
+        worker.jobs = deque(self.waiting.popleft() for _ in range(min(n, len(self.waiting))))
+        worker.since = time.monotonic()
+        worker.socket.settimeout(self.timeout + 10)
+        try:
+            worker.send([self.asked[key] for key in worker.jobs])
+        except OSError:         # it is gone or deaf: nothing was computed, so nobody is to blame
+            self.waiting.extendleft(reversed(worker.jobs))
+            worker.jobs, worker.received = deque(), None
+
+    def take_in(self, worker: Worker) -> None:
+        for line in worker.lines():
+            message = json.loads(line)
+            if not worker.ready:
+                if message != "ready":
+                    raise ValueError(message)
+                worker.ready, self.failed_starts = True, 0
+            else:
+                self.found[worker.jobs.popleft()] = Failure("error", message["error"]) if isinstance(message, dict) else message
+            worker.since = time.monotonic()
+
+    def cause_of_death(self, worker: Worker) -> str:
+        try:
+            status = worker.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return "said more than it should"
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def replace(self, worker: Worker, kind: str, reason: str) -> None:
+        """The job it was at is lost, the others go to the front of the queue."""
+        if worker.jobs:
+            self.found[worker.jobs.popleft()] = Failure(kind, reason)
+            self.waiting.extendleft(reversed(worker.jobs))
+        elif not worker.ready:
+            self.failed_starts += 1
+            if self.failed_starts > 2 * len(self.workers):
+                raise RuntimeError(f"reward workers don't start: {reason}; their own words are above")
+        self.workers.remove(worker)
+        self.selector.unregister(worker.socket)
+        worker.kill()
+        worker.process.wait()
+        self.start()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.process.wait()
+        self.workers = []
+        self.selector.close()
+
+
+# --- in a worker process
+
+def limit(memory_gib: float) -> None:
+    """Die with the parent; no more memory than now plus `memory_gib`."""
+    import resource
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a worker that hangs would not see its socket close
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(memory_gib * 2**30), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def answer(name: str, text: str, row: dict):
+    """A JSON value: the reward as a finite number or a mode's key; {"error": sentence} for anything else."""
+    import graders
+    try:
+        if name == "mode":
+            found = graders.mode(text, **row)
+            return found if found is None or len(found) <= 1000 else {"error": f"a mode of {len(found)} characters"}
+        value = float(graders.resolve(name)(text, **row))
+        return value if math.isfinite(value) else {"error": f"gave {value}; a reward must be finite"}
+    except Exception as error:      # whatever somebody's reward raises is counted against that reward
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def serve(file) -> None:
+    """Reads pickled lists of jobs from our own parent, writes a line of JSON for each job as it is done."""
+    sys.path[:], memory_gib, setup = pickle.load(file)
+    import graders
+    try:
+        for name in setup:
+            graders.resolve(name)
+    except ValueError as error:
+        file.write(json.dumps(str(error)).encode() + b"\n")
+        return file.flush()
+    for name in setup:
+        answer(name, "\\boxed{1}", {"answer": "1"})      # for its imports: whether it fits is not asked here
+    limit(memory_gib)
+    file.write(b'"ready"\n')
+    file.flush()
+    while True:
+        try:
+            jobs = pickle.load(file)
+        except EOFError:
+            return
+        for job in jobs:
+            file.write(json.dumps(answer(*job)).encode() + b"\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(2000)
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            serve(channel.makefile("rwb"))
+        except ConnectionError:
+            pass        # the parent has gone
