@@ -1,53 +1,115 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
-    output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer), and
+    python checkpoint.py verify runs/countdown_tiny/step_000250              says whether it is whole
+    python checkpoint.py export runs/countdown_tiny/step_000250 OUT          a Hugging Face folder, from a "shallow" checkpoint too
+
+    output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer; no weights if "shallow"), and
         engine/                  DeepSpeed's shards: parameters, optimizer, of every rank
         controller_state.json    step, tau, beta and what their controllers remember; the replay buffer
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
 
-Written to step_000100.tmp, then renamed. Which prompts come next and their sampling seeds follow from (seed, step): nothing to save.
+Written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next and their sampling seeds follow from (seed, step):
+nothing to save. DeepSpeed's shards are pickles, which can run code when they are loaded: train.py loads them from its own output_dir only,
+unless trust_checkpoint=True.
 """
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from common import UserError
+from common import RunStopped, UserError, script
 from learner import named_weights
 
 
 def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:
-    """Writes output_dir/step_N and deletes the oldest over save_total_limit. All ranks call it together; returns the path."""
-    rank, path = dist.get_rank(), Path(folder) / f"step_{step:06d}"
-    tmp = path.with_suffix(".tmp")
+    """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and returns the path. All ranks call it together.
+    RunStopped if it can't be written; what was saved before stays as it is."""
+    path = Path(folder) / f"step_{step:06d}"
+    try:
+        write(path, step, engine, tokenizer, config, state, replay)
+    except Exception as error:      # torch, safetensors and DeepSpeed each have their own for a full disk
+        free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
+        raise RunStopped(f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
+                         f"there); the last checkpoint is {last[-1] if last else 'none'}, go on from it with --resume_from_checkpoint=latest") from error
+    return path
+
+
+def write(path: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> None:
+    rank, tmp = dist.get_rank(), path.with_suffix(".tmp")
     if rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
     dist.barrier()
-    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False)
+    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})
     torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")
-    lm, named = engine.module.lm, named_weights(engine.module.lm, config["zero_stage"])
-    own = {name for name, _ in lm.named_parameters()}
-    weights = {name: tensor.cpu() for name, tensor in named if rank == 0 and name in own}      # every rank runs the gathers
+    lm = engine.module.lm
+    if config["checkpoint_mode"] == "full" or step == config["max_steps"]:
+        own = {name for name, _ in lm.named_parameters()}
+        weights = {name: tensor.cpu() for name, tensor in named_weights(lm, config["zero_stage"]) if rank == 0 and name in own}   # all ranks gather
+        if rank == 0:
+            lm.save_pretrained(tmp, state_dict=weights)
+    elif rank == 0:
+        lm.config.save_pretrained(tmp)
+        lm.generation_config.save_pretrained(tmp)
     if rank == 0:
-        lm.save_pretrained(tmp, state_dict=weights)
         tokenizer.save_pretrained(tmp)
         (tmp / "controller_state.json").write_text(json.dumps({"step": step, "controllers": state, "replay": replay}))
         (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
     dist.barrier()      # the manifest lists every rank's files
     if rank == 0:
         (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
-        if path.exists():
-            shutil.rmtree(path)
+        flush(tmp)
+        old = path.rename(path.with_suffix(".old")) if path.exists() else None      # a damaged one that resume passed over
         tmp.rename(path)
-        prune(folder, config["save_total_limit"])
+        flush(path.parent, deep=False)
+        if old:
+            shutil.rmtree(old)
+        prune(path.parent, config["save_total_limit"], config["keep_every"])
     dist.barrier()
-    return path
+
+
+def flush(folder: Path, deep: bool = True) -> None:
+    """To the disk with it, before a rename may say that it is there."""
+    for path in (folder, *(folder.rglob("*") if deep else ())):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def report(folder: Path, parameters: int, dtype: torch.dtype, c: dict) -> str:
+    """A sentence on what will be saved, where, how often, how large it is and how long it takes, from a short trial of the disk."""
+    if c["save_steps"] < 0:
+        return "checkpoints: none (save_steps=-1)"
+    trial, start = folder / "trial.tmp", time.perf_counter()
+    with open(trial, "wb") as file:
+        file.write(os.urandom(2**24))
+        file.flush()
+        os.fsync(file.fileno())
+    file_hash(trial)
+    speed = 2**24 / (time.perf_counter() - start)
+    trial.unlink()
+    size = parameters * (16 if c["checkpoint_mode"] == "full" else 16 - dtype.itemsize)      # weights, their float32 copy, two moments, Hugging Face file
+    often = f"every {c['save_steps']} steps and at the end" if c["save_steps"] else "at the end"
+    kept = f"the newest {c['save_total_limit']} are kept" if c["save_total_limit"] else "all are kept"
+    return (f"checkpoints: {c['checkpoint_mode']}, about {size / 2**30:.2f} GiB and {size / speed:.0f} s each, {often}, in {folder}/step_*; {kept}"
+            + (f", and those of every {c['keep_every']} steps" if c["keep_every"] else "") + f"; {shutil.disk_usage(folder).free / 2**30:.0f} GiB free")
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a process that died in the middle of a save left behind."""
+    for path in (*folder.glob("step_*.tmp"), *folder.glob("step_*.old")):
+        shutil.rmtree(path)
 
 
 def manifest_of(path: Path) -> dict:
@@ -61,22 +123,31 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(path) -> str:
-    """"" if the checkpoint is whole, else one sentence about the first thing that is missing or changed."""
+def verify(path, rank: int = 0, world: int = 1) -> str:
+    """"" if the checkpoint is whole, else one sentence about the first thing that is missing or changed. All files must be there with their
+    sizes; of `world` ranks that call it together, each reads its share of the contents."""
     path = Path(path)
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+        manifest = {name: (int(size), str(digest)) for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()}
+        for i, (name, (size, digest)) in enumerate(manifest.items()):
+            file = path / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != size:
+                return f"{file} has {file.stat().st_size} bytes instead of {size}"
+            if i % world == rank and file_hash(file) != digest:
+                return f"{file} has changed since it was saved"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} has no readable manifest.json: {error}"
-    for name, (size, digest) in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != size:
-            return f"{file} has {file.stat().st_size} bytes instead of {size}"
-        if file_hash(file) != digest:
-            return f"{file} has changed since it was saved"
     return ""
+
+
+def verify_together(path) -> str:
+    """verify() by all ranks: the same answer on each of them, so that none goes on alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = [None] * world
+    dist.all_gather_object(found, verify(path, rank, world))
+    return next((f"{problem} (rank {i})" for i, problem in enumerate(found) if problem), "")
 
 
 def steps_of(folder) -> list[Path]:
@@ -84,42 +155,119 @@ def steps_of(folder) -> list[Path]:
     return sorted(p for p in Path(folder).glob("step_*") if p.is_dir() and p.suffix == "")
 
 
-def prune(folder: Path, limit: int) -> None:
+def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
+    """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no others)."""
     for old in steps_of(folder)[:-limit] if limit > 0 else []:
-        shutil.rmtree(old)
+        if keep_every == 0 or int(old.name.removeprefix("step_")) % keep_every:
+            gone = old.rename(old.with_suffix(".old"))      # first out of sight: half a checkpoint is none
+            shutil.rmtree(gone)
 
 
-def latest(folder) -> Path | None:
+def latest(folder, check=verify) -> Path | None:
     """The newest checkpoint of a run folder that verifies, None without one; those passed over are named on the console."""
     for path in reversed(steps_of(folder)):
-        problem = verify(path)
+        problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {problem}")
+        print(f"checkpoint passed over: {problem}", flush=True)
     return None
 
 
-def find(resume_from: str, folder: str) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is not there or damaged."""
+def find(resume_from: str, folder: str, trusted: bool) -> Path | None:
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is not there, damaged for any rank, or
+    from somewhere else and not trusted. All ranks call it together."""
     if not resume_from:
         return None
-    path = latest(folder) if resume_from == "latest" else Path(resume_from)
+    if resume_from != "latest" and Path(resume_from).resolve().parent != Path(folder).resolve() and not trusted:
+        raise UserError(f"resume_from_checkpoint={resume_from!r} lies outside of output_dir={folder!r}; its engine files can run code when they are loaded: "
+                        f"if you trust whoever made them, add --trust_checkpoint=True")
+    path = latest(folder, verify_together) if resume_from == "latest" else Path(resume_from)
     if path is None:
         raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
-    problem = verify(path)
-    if problem:
+    if resume_from != "latest" and (problem := verify_together(path)):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     return path
 
 
 def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
-    """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch."""
+    """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch. Another number of
+    ranks than saved it goes through DeepSpeed's universal format: the same to rounding, no longer to the bit."""
     saved_world = len(list(path.glob("rng_*.pt")))
-    if saved_world != dist.get_world_size():
-        raise UserError(f"resume_from_checkpoint: {path} was saved by {saved_world} rank(s) and this run has {dist.get_world_size()}: start as many")
-    loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+    if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:       # without ZeRO every rank has everything
+        loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+    else:
+        loaded, _ = load_universal(path, engine, rank)
     if loaded is None:
         raise UserError(f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}")
-    torch.set_rng_state(torch.load(path / f"rng_{rank}.pt", weights_only=True))
+    torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
     return saved["step"], saved["controllers"], saved.get("replay", {})
+
+
+def load_universal(path: Path, engine, rank: int) -> tuple:
+    folder = path.with_suffix(".universal.tmp")
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", path / "engine", "--output_folder", folder / "engine"]
+        done = subprocess.run(convert, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+        if done.returncode:
+            raise RunStopped(f"{path} could not be converted for {dist.get_world_size()} rank(s): {done.stderr.strip().splitlines()[-1]}")
+    dist.barrier()
+    engine._config.load_universal_checkpoint = True
+    found = engine.load_checkpoint(str(folder), tag="engine")
+    engine._config.load_universal_checkpoint = False
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return found
+
+
+# --- without a run
+
+def engine_weights(path: Path, zero_stage: int) -> dict:
+    """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that wrote them."""
+    if zero_stage == 0:
+        weights = torch.load(path / "engine" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    else:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
+    return {name.removeprefix("lm."): tensor for name, tensor in weights.items() if name.startswith("lm.")}
+
+
+def export(path, out) -> None:
+    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not whole or `out` is there already."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    path, out = Path(path), Path(out)
+    if problem := verify(path):
+        raise UserError(f"export: {problem}")
+    if out.exists():
+        raise UserError(f"export: {out} is there already")
+    config = json.loads((path / "train_config.json").read_text())
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
+    own = {name for name, _ in lm.named_parameters()}
+    weights = {name: tensor.to(dtype) for name, tensor in engine_weights(path, config["zero_stage"]).items() if name in own}
+    if missing := own - set(weights):
+        raise UserError(f"export: {path / 'engine'} has no {min(missing)}")
+    made = f"{out}: {len(weights)} tensors, {sum(t.numel() for t in weights.values()) / 1e6:.2f}M parameters"
+    tmp = out.with_name(out.name + ".tmp")
+    lm.save_pretrained(tmp, state_dict=weights)     # empties the dict
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
+    tmp.rename(out)
+    print(made)
+
+
+def main(argv) -> None:
+    if len(argv) == 3 and argv[0] == "export":
+        export(argv[1], argv[2])
+    elif len(argv) == 2 and argv[0] == "verify":
+        problem = verify(argv[1])
+        print(problem or f"{argv[1]} is whole")
+        sys.exit(bool(problem))
+    else:
+        raise UserError("usage: python checkpoint.py export RUN/step_N OUT   or   python checkpoint.py verify RUN/step_N")
+
+
+if __name__ == "__main__":
+    script(main)

@@ -41,6 +41,7 @@ CHOICES = {
     "lr_scheduler_type": ("constant", "linear", "cosine"),
     "zero_stage": (0, 1, 2, 3),
     "reference_placement": ("device", "sharded", "cpu"),
+    "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),
     "wandb_mode": ("online", "offline"),
 }
@@ -54,7 +55,7 @@ POSITIVE = ("prompts_per_step", "max_prompt_length", "max_completion_length", "t
 NOT_NEGATIVE = ("info_seed_lambda", "info_seed_reward", "beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef",
                 "policy_entropy_bonus_coef", "token_entropy_coef", "seed_grpo_alpha", "epsilon", "kl_target", "kl_horizon",
                 "kl_ctl_step_size", "maxent_target_horizon", "controller_meta_beta_grad_clip", "warmup_steps", "weight_decay",
-                "max_grad_norm", "eval_steps", "save_total_limit", "log_rollouts_steps", "seed", "reward_workers", "generate_max_prompts",
+                "max_grad_norm", "eval_steps", "save_total_limit", "log_rollouts_steps", "seed", "reward_workers", "generate_max_prompts", "keep_every",
                 "replay_size", "replay_ucb", "resample_equal_groups")
 
 
@@ -315,6 +316,8 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     if folder.exists() and not resuming:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("stop", "done"):
+        (folder / name).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with open(folder / "launches.jsonl", "a") as file:
         file.write(json.dumps(header) + "\n")

@@ -8,11 +8,13 @@ The text comes from a model: treat it as hostile, never eval it.
 import importlib
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 
 import tasks
 from tasks import countdown, crossword, graph_coloring, rush_hour
 
+SPACES = r"(?<![0-9])\s+|\s+(?![0-9])"      # all but those between two digits
 LONGEST = 1000      # characters of an answer; a longer one is no answer, and none of the work below grows beyond it
 SYMBOLS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "π": "\\pi", "∞": "\\infty", "×": "\\times", "·": "\\cdot", "÷": "/", "≤": "\\le", "≥": "\\ge",
                          "≠": "\\ne", "°": "^\\circ", "²": "^2", "³": "^3", "θ": "\\theta", "α": "\\alpha", "β": "\\beta"})
@@ -57,11 +59,46 @@ def stated_answer(text: str) -> str | None:
 
 # --- mathematics
 
-@lru_cache(maxsize=4096)        # a group shares its gold answer, and often its answers
+@lru_cache(maxsize=4096)        # a group shares its gold answer
 def parse_math(text: str) -> list:
     import math_verify
     logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns that its own time limits are off: the worker has a better one
     return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+def gold_text(answer) -> str:
+    if not isinstance(answer, (str, int, float)):
+        raise TypeError(f"the right answer must be a text or a number, not a {type(answer).__name__}")
+    return str(answer)
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The value of 12, -3.50, 3/4, \frac{3}{4}; None for anything else."""
+    found = re.fullmatch(r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)|(-?)(?:\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}|(-?[0-9]{1,18})/([0-9]{1,18}))", text)
+    if not found or not int(found[4] or found[6] or 1):
+        return None
+    value = Fraction(found[1]) if found[1] else Fraction(int(found[3] or found[5]), int(found[4] or found[6]))
+    return -value if found[2] else value
+
+
+def plainly_equal(gold: str, found: str) -> bool | None:
+    """Whether two answers are equal where that takes no algebra, as it is for most; None where it does. What is a rounding away from equal is
+    left to math-verify too."""
+    if re.sub(SPACES, "", gold) == re.sub(SPACES, "", found):
+        return True
+    a, b = rational(gold), rational(found)
+    if a is None or b is None or (a != b and abs(a - b) <= max(1, abs(a)) / 1000 and "." in gold + found):
+        return None
+    return a == b
+
+
+@lru_cache(maxsize=4096)        # and often its answers, where algebra takes milliseconds
+def same_answer(gold: str, found: str) -> bool:
+    equal = plainly_equal(gold, found)
+    if equal is None:
+        import math_verify
+        equal = bool(parse_math(gold)) and math_verify.verify(parse_math(gold), parse_math(found), timeout_seconds=None)
+    return equal
 
 
 def math_reward(completion: str, answer: str, **row) -> float:
@@ -69,14 +106,12 @@ def math_reward(completion: str, answer: str, **row) -> float:
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
     Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says; so does one of over 1,000 characters."""
-    import math_verify
-    found, gold = (stated_answer(completion) or "").translate(SYMBOLS).strip(), str(answer).translate(SYMBOLS).strip()
-    if not found or len(found) > LONGEST or re.search("[0-9]_", found):     # 5_0 is no number, math-verify takes it for 5
+    found, gold = (stated_answer(completion) or "").translate(SYMBOLS).strip(), gold_text(answer).translate(SYMBOLS).strip()
+    if not found or len(found) > LONGEST:
         return 0.0
-    if re.fullmatch("-?[0-9]{1,18}", gold) and re.fullmatch("-?[0-9]{1,18}", found):
-        return float(int(gold) == int(found))       # most answers, without a parser
-    gold, found = parse_math(gold), parse_math(found)
-    return float(bool(gold) and math_verify.verify(gold, found, timeout_seconds=None))
+    if re.search("[0-9]_", found):      # 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
+        return float(canonical_math(found) == canonical_math(gold))
+    return float(same_answer(gold, found))
 
 
 def canonical_math(text: str) -> str:
@@ -84,9 +119,9 @@ def canonical_math(text: str) -> str:
     braces or parentheses, a/b for \frac{a}{b}, \pi for its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different."""
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text.translate(SYMBOLS))
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
-    text = re.sub(r"\\frac([0-9])([0-9])", r"\1/\2", text)
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)
     for _ in range(20):     # the innermost first; deeper ones stay as they are
-        text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", lambda m: f"{term(m[1])}/{term(m[2])}", text)
+        text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", fraction, text)
         if not changed:
             break
     if pairs_up(text):
@@ -95,8 +130,12 @@ def canonical_math(text: str) -> str:
     return re.sub(r"(?<![0-9a-zA-Z.)}])-0(?![0-9.])", "0", text)
 
 
-def term(text: str) -> str:
-    return text if re.fullmatch(r"[0-9a-zA-Z.]*|\\[a-z]+", text) else f"({text})"
+def fraction(found: re.Match) -> str:
+    r"""a/b; in parentheses where a, b or a neighbour would make another number of it: 2\frac{1}{2} is not 21/2."""
+    a = found[1] if re.fullmatch(r"(\\?[0-9a-zA-Z.])*", found[1]) else f"({found[1]})"
+    b = found[2] if re.fullmatch(r"[0-9.]+|[a-zA-Z]|\\[a-z]+", found[2]) else f"({found[2]})"
+    before, after = found.string[:found.start()][-1:], found.string[found.end():][:1]
+    return f"({a}/{b})" if re.match("[0-9a-zA-Z.^_/]", before) or re.match("[0-9.^_!]", after) else f"{a}/{b}"
 
 
 def pairs_up(text: str) -> bool:
@@ -115,7 +154,7 @@ def math_exact(completion: str, answer: str, **row) -> float:
     """1.0 if the content of the last <answer> block is `answer` in another spelling (canonical_math), else 0.0.
 
     Not covered: equal values written differently (1/2, 0.5); the right answer anywhere else in the text."""
-    block, gold = answer_block(completion), canonical_math(str(answer))
+    block, gold = answer_block(completion), canonical_math(gold_text(answer))
     if not block or block[1] - block[0] > LONGEST or not gold:
         return 0.0
     return float(canonical_math(completion[slice(*block)]) == gold)
@@ -171,8 +210,8 @@ def imported(name: str):
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward_funcs: {name!r} can't be imported: {error}") from None
+    except (Exception, SystemExit) as error:        # whatever somebody's module does
+        raise ValueError(f"reward_funcs: {name!r} can't be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ValueError(f"reward_funcs: {name!r} is not a function")
     return found

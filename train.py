@@ -43,6 +43,7 @@ import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
 from experience import Inputs
 from replay import Replay
+from stop import Stop
 
 # --- set-up
 
@@ -160,17 +161,15 @@ def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
 
 def main(argv) -> None:
     c = load_config(argv)
-    world = int(os.environ.get("WORLD_SIZE", 1))
     dtype = learner.dtype_of(c)
-    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
-    resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
     if c["dry_run"]:
-        return dry_run(c, world, dtype) if int(os.environ.get("RANK", 0)) == 0 else None
+        return dry_run(c, int(os.environ.get("WORLD_SIZE", 1)), dtype) if int(os.environ.get("RANK", 0)) == 0 else None
+    rank, world, device = learner.start_distributed()
+    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"])
+    resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
     check_run_folder(c, resuming)
     inputs = load_inputs(c, world)
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
-
-    rank, world, device = learner.start_distributed()
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
     say(*(f"{k}={v!r}" for k, v in header.items()))
@@ -188,7 +187,10 @@ def main(argv) -> None:
         say(f"resumed from {resume_path}, {step} steps done")
     if rank == 0:       # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
+        checkpoint.tidy(folder)
+        say(checkpoint.report(folder, sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()), dtype, c))
     dist.barrier()
+    stop, stopping = Stop(folder, rank), False
     lm, p, G, S = engine.module.lm, c["prompts_per_step"] // world, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
     buffer = Replay([row for source in inputs.sources for row in source], c["replay_size"], c["replay_ucb"], remembered) if c["replay_size"] else None
     log = MetricsLog(folder, c, step) if rank == 0 else None
@@ -210,7 +212,7 @@ def main(argv) -> None:
         evaluate_now()
     bar = tqdm(total=c["max_steps"], initial=step, disable=rank > 0, unit="step", dynamic_ncols=True)
     timer.take()
-    while step < c["max_steps"]:
+    while step < c["max_steps"] and not stopping:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
         got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer)
@@ -270,13 +272,13 @@ def main(argv) -> None:
         # 7. what happened
         clipped = sum(r["finish_reason"] == "length" for r in base)
         variety = {"completions/clipped_ratio": clipped / len(base), **rollout.diversity_metrics(base, G)}
-        shared = learner.across_ranks(torch.tensor(list(variety.values()))) / world
+        *shared, stopping = (learner.across_ranks(torch.tensor([*variety.values(), stop.asked()])) / world).tolist()
         plain_rewards = task_rewards[:, :G]
         if S:
             metrics |= infoseed.measure(h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"])
         times = timer.take()        # evaluate and checkpoint are those since the last line
         busy = times["time/step"] - times.get("time/evaluate", 0) - times.get("time/checkpoint", 0)
-        metrics |= weights | got["metrics"] | dict(zip(variety, shared.tolist())) | times | {
+        metrics |= weights | got["metrics"] | dict(zip(variety, shared)) | times | {
             "reward": plain_rewards.mean().item(), "reward_std": plain_rewards.std(1).mean().item(),
             "frac_reward_zero_std": L.equal_groups(plain_rewards).float().mean().item(),
             "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(),
@@ -298,14 +300,18 @@ def main(argv) -> None:
                              f"policy is as it was before them; lower learning_rate={c['learning_rate']} or look into metrics.jsonl")
         if eval_rows and (step % c["eval_steps"] == 0 or step == c["max_steps"]):
             evaluate_now()
-        if c["save_steps"] >= 0 and (step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
+        if c["save_steps"] >= 0 and (stopping or step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
             with timer("checkpoint"):
                 saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
             say(f"saved {saved}")
     bar.close()
     if rank == 0:
         log.close()
+        if step == c["max_steps"]:
+            (folder / "done").touch()
         evaluate.report(folder)
+    if stopping:
+        say(f"stopped as asked after step {step} of {c['max_steps']}" + ("; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""))
     dist.barrier()
     sampler.close()
     if dist.is_initialized():

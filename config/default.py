@@ -155,6 +155,9 @@ generate_max_prompts = 0              # the first so many prompts; 0 all
 # --- checkpoints and logs
 save_steps = 0                        # every so many steps and at the end; 0 only at the end, -1 never
 save_total_limit = 2                  # older checkpoints are deleted; 0 keeps all
+keep_every = 0                        # but not those of every so many steps; 0 off
+checkpoint_mode = "full"              # "full" also writes a Hugging Face model each time, "shallow" only the last time (checkpoint.py export)
+trust_checkpoint = False              # True: resume_from_checkpoint may lie outside of output_dir; its files could run code when loaded
 log_rollouts_steps = 0                # all rollouts of a step to rollouts/step_N.jsonl every so many steps; 0 off
 report_to = ""                        # "" metrics.jsonl only, "wandb" also Weights & Biases
 wandb_project = "maxent-grpo"
