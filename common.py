@@ -78,6 +78,11 @@ def script(main) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         # not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them
         os._exit(2 if isinstance(error, UserError) else 1)
+    except RuntimeError as error:
+        if not any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+            raise
+        print(f"error: another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 # --- config

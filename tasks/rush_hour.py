@@ -1,19 +1,19 @@
 r"""Rush Hour: slide cars along their lanes until car A reaches the right edge, in as few moves as possible. Often several answers are right.
 
 One row, rows("test", 1, seed=0, config="6x6"):
-  {'id': 'rush_hour-6x6-..BCCD/..BAAD/EFFFG./E.HHG./III.JJ/KK..LL', 'task': 'rush_hour', 'prompt': 'Rush Hour: the
+  {'id': 'rush_hour-6x6-...B../CCDB.E/F.D..E/FGD..H/.G.AAH/.G....', 'task': 'rush_hour', 'prompt': 'Rush Hour: the
    board has 6 rows and 6 columns, a letter is a car and a dot is an empty
-   cell.\n..BCCD\n..BAAD\nEFFFG.\nE.HHG.\nIII.JJ\nKK..LL\nA car moves only along its own length, over empty cells.
+   cell.\n...B..\nCCDB.E\nF.D..E\nFGD..H\n.G.AAH\n.G....\nA car moves only along its own length, over empty cells.
    Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions are U,
    D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written
-   like BD2,AR3, inside <answer> </answer>.', 'answer': {'board': '..BCCD..BAADEFFFG.E.HHG.III.JJKK..LL', 'size': 6,
-   'moves': 2, 'solution': 'DD2,AR1'}, 'solutions': ['<think>DD2, then AR1 brings car A to the right
-   edge.</think>\n<answer>DD2,AR1</answer>'], 'num_modes': 1}
+   like BD2,AR3, inside <answer> </answer>.', 'answer': {'board': '...B..CCDB.EF.D..EFGD..H.G.AAH.G....', 'size': 6,
+   'moves': 3, 'solution': 'EU1,HU1,AR1'}, 'solutions': ['<think>EU1, then HU1, then AR1 brings car A to the right
+   edge.</think>\n<answer>EU1,HU1,AR1</answer>'], 'num_modes': 1}
 
 A board is its cells row by row: "." (or "o") is empty, a capital letter a straight car of 2 or more cells, anything else a wall; car A lies in a
 row. A move is a letter, a direction (U D L R or ^ v < >) and a number of cells; commas or white space part moves. Moves of one car in one direction
 that follow each other are one move (AR1 AR2 is AR3), opposite ones are two. A mode is a shortest solution, so written: "BD2,AR3".
-Problems: 1,000 random boards of 6 x 6 cells that take 2 to 6 moves, 5,000 of 4 x 4 in "tiny" (2 to 4; for a character-level model), each with at most
+Problems: 1,000 random boards of 6 x 6 cells that take 2 to 6 moves, 6,000 of 4 x 4 in "tiny" (2 to 4; for a character-level model), each with at most
 8 shortest solutions, all found by breadth-first search. Held out are 128 classes of each variant, a class being all boards that turn into each other by
 moves, other letters or swapping top and bottom. The test problem is the first of its class; the others of these classes are in neither split.
 
@@ -41,14 +41,14 @@ from tasks.countdown import check_choice, last_answer, take
 DEFAULT = "6x6"
 HELD_OUT = 128
 MAX_MODES = 8
-MAX_STATES = 200      # a search that meets more is given up and the board with it: loose boards would take seconds
+MAX_STATES = 300      # a search that meets more is given up and the board with it: loose boards would take seconds
 WORDS = ("Rush Hour: the board has {size} rows and {size} columns, a letter is a car and a dot is an empty cell.\n{rows}\nA car moves only along its "
          "own length, over empty cells. Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions "
          "are U, D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written like "
          "BD2,AR3, inside <answer> </answer>.")
 CONFIGS = {
-    "6x6": dict(size=6, tries=(25, 60), max_moves=6, count=1000, words=True),
-    "tiny": dict(size=4, tries=(3, 10), max_moves=4, count=5000, words=False),
+    "6x6": dict(size=6, tries=(10, 30), max_moves=6, count=1000, words=True),
+    "tiny": dict(size=4, tries=(4, 14), max_moves=4, count=6000, words=False),
 }
 MOVE = "([A-Z])([UDLR^v<>])([1-9][0-9]?)"
 MOVES = re.compile(f"{MOVE}(?:[, \t\r\n]+{MOVE})*")
@@ -215,16 +215,15 @@ def class_key(text: str, size: int) -> int:
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
     """A random board with car A not at the edge, the other cars named in reading order. Each try is a car that stays if it meets no other."""
-    cells, first, cars = [0] * size**2, rng.randrange(size) * size + rng.randrange(size - 2), 1
-    cells[first:first + 2] = [1, 1]
-    for _ in range(rng.randint(*tries)):
-        length, across, lane = rng.choice((2, 2, 3)), rng.random() < 0.5, rng.randrange(size)
-        begin = rng.randrange(size - length + 1)
-        place = [lane * size + i if across else i * size + lane for i in range(begin, begin + length)]
+    ends = [(length, lane, first) for length in (2, 3) for lane in range(size) for first in range(size - length + 1)]
+    places = [range(lane * size + first, lane * size + first + length) for length, lane, first in ends]
+    places += [range(first * size + lane, (first + length) * size, size) for length, lane, first in ends]
+    cells, begin = [0] * size**2, rng.randrange(size) * size + rng.randrange(size - 2)
+    cells[begin:begin + 2] = [1, 1]
+    for car, place in enumerate(rng.sample(places, rng.randint(*tries)), 2):
         if not any(cells[i] for i in place):
-            cars += 1
             for i in place:
-                cells[i] = cars
+                cells[i] = car
     names = dict(zip(dict.fromkeys([0, 1, *cells]), "." + ascii_uppercase))
     return "".join(names[car] for car in cells)
 

@@ -108,10 +108,10 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, 
     done = run("train.py", *flags, f"--output_dir={part}", "--resume_from_checkpoint=latest", ranks=2)
     assert done.returncode == 0 and "step_000002, 2 steps done" in done.stdout, done.stderr[-3000:]
     last, same = (without_times(next(line for line in metrics_of(folder) if line["step"] == 3 and "reward" in line)) for folder in (whole, part))
-    assert same == pytest.approx(last, rel=1e-4, abs=1e-6)
+    assert same == last         # to the bit, with vLLM
     assert [line["step"] for line in metrics_of(part)] == [0, 1, 2, 2, 3, 3]
     one, two = (load_file(folder / "step_000003" / "model.safetensors") for folder in (whole, part))
-    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_evaluate_scores_a_checkpoint(two_ranks):

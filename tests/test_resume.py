@@ -1,0 +1,313 @@
+"""Nothing is lost: checkpoints under kill -9, full disks and damage; runs that are stopped, killed, resumed, on another number of ranks."""
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import sft
+from common import RunStopped, UserError
+from stop import Stop
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ["--rollout_engine=hf", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3", "--max_steps=4",
+         "--reward_funcs=['parity_reward:parity']", "--num_iterations=2", "--save_steps=2", "--save_total_limit=0", "--replay_size=50", "--replay_fraction=0.5",
+         "--resample_equal_groups=1", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--zero_stage=3", "--checkpoint_mode=shallow"]
+
+
+def start(model: Path, folder: Path, *flags, ranks: int = 0) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    log = open(f"{folder}.log", "a")
+    return subprocess.Popen([sys.executable, *launcher, "train.py", "config/countdown_tiny.py", *FLAGS, f"--model={model}", f"--output_dir={folder}", *flags], cwd=ROOT,
+                            stdout=log, stderr=log, text=True, start_new_session=True, env={**env, "PYTHONPATH": str(ROOT / "tests")})
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> int:
+    try:
+        return process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def log_of(folder: Path) -> str:
+    return Path(f"{folder}.log").read_text()
+
+
+def steps_in(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return [{key: value for key, value in line.items() if not key.startswith("time/") and key != "tokens_per_second"} for line in lines]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not any(line["step"] >= step for line in steps_in(folder)):
+        assert time.monotonic() < end and process.poll() is None, log_of(folder)[-3000:]
+        time.sleep(0.05)
+
+
+# --- whole runs
+
+@pytest.fixture(scope="module")
+def whole(tiny_model_dir, tmp_path_factory):
+    """Four steps on two ranks, ZeRO 3, nothing in the way."""
+    folder = tmp_path_factory.mktemp("resume") / "whole"
+    assert finish(start(tiny_model_dir, folder, ranks=2)) == 0, log_of(folder)[-3000:]
+    return folder
+
+
+def test_a_run_killed_in_the_middle_of_a_step_goes_on_bit_for_bit(whole, tiny_model_dir, tmp_path):
+    """Replay buffer, controllers, optimizer, two updates a step, two ranks: every metric and every weight the same."""
+    folder = tmp_path / "killed"
+    process = start(tiny_model_dir, folder, ranks=2)
+    wait_for_step(folder, 3, process)       # one after the checkpoint
+    subprocess.run(["pkill", "-9", "-f", f"output_dir={folder}"], check=True)
+    finish(process)
+    assert not (folder / "done").exists() and not (folder / "step_000004").exists()
+    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest", ranks=2)) == 0, log_of(folder)[-3000:]
+    assert "step_000002, 2 steps done" in log_of(folder) and (folder / "done").exists()
+    assert steps_in(folder) == steps_in(whole) and len(steps_in(whole)) == 4
+    one, two = (load_file(f / "step_000004" / "model.safetensors") for f in (whole, folder))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    states = [json.loads((f / "step_000004" / "controller_state.json").read_text()) for f in (whole, folder)]
+    assert states[0] == states[1] and states[0]["replay"]["prompts"] and states[0]["controllers"]["step"] == 4
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_model_dir, tmp_path):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    shutil.copytree(whole / "step_000002", folder / "step_000002")
+    shutil.copy(whole / "metrics.jsonl", folder)
+    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest")) == 0, log_of(folder)[-3000:]
+    third, same = (next(line for line in steps_in(f) if line["step"] == 3) for f in (whole, folder))
+    assert {key: same[key] for key in ("reward", "tau", "beta", "kl")} == pytest.approx({key: third[key] for key in ("reward", "tau", "beta", "kl")}, rel=1e-4, abs=1e-6)
+    assert same["loss"] == pytest.approx(third["loss"], rel=1e-5, abs=1e-6) and same["grad_norm"] == pytest.approx(third["grad_norm"], rel=1e-3)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
+    assert not (whole / "step_000002" / "model.safetensors").exists()
+    for step in ("step_000002", "step_000004"):
+        done = subprocess.run([sys.executable, "checkpoint.py", "export", whole / step, tmp_path / step], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    exported, saved = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "step_000004", whole / "step_000004"))
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
+    assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
+    refused = subprocess.run([sys.executable, "checkpoint.py", "export", whole / "step_000004", tmp_path / "step_000004"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "is there already" in refused.stderr
+
+
+def test_a_file_stop_ends_all_ranks_after_a_save_and_the_run_goes_on_later(tiny_model_dir, tmp_path):
+    folder = tmp_path / "stopped"
+    process = start(tiny_model_dir, folder, "--save_steps=0", "--max_steps=400", ranks=2)
+    wait_for_step(folder, 1, process)
+    (folder / "stop").touch()
+    assert finish(process) == 0, log_of(folder)[-3000:]
+    last, = checkpoint.steps_of(folder)
+    assert checkpoint.verify(last) == "" and not (folder / "done").exists() and (folder / "stop").exists() and "stopped as asked" in log_of(folder)
+    step = int(last.name[5:])
+    assert finish(start(tiny_model_dir, folder, "--save_steps=0", f"--max_steps={step + 1}", "--resume_from_checkpoint=latest", ranks=2)) == 0, log_of(folder)[-3000:]
+    assert (folder / "done").exists() and not (folder / "stop").exists() and [line["step"] for line in steps_in(folder)] == list(range(1, step + 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_the_step_finish_saves_and_exits_with_0(number, tiny_model_dir, tmp_path):
+    folder = tmp_path / "signal"
+    process = start(tiny_model_dir, folder, "--save_steps=0", "--max_steps=400", "--zero_stage=0")
+    wait_for_step(folder, 1, process)
+    process.send_signal(number)
+    assert finish(process) == 0, log_of(folder)[-3000:]
+    assert checkpoint.verify(checkpoint.latest(folder)) == "" and not (folder / "done").exists()
+
+
+def test_one_dead_rank_ends_the_others_within_a_minute_with_a_sentence(tiny_model_dir, tmp_path):
+    folder = tmp_path / "dead"
+    process = start(tiny_model_dir, folder, "--max_steps=400", "--zero_stage=0", ranks=2)
+    wait_for_step(folder, 1, process)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()
+    killed = time.monotonic()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    assert finish(process, 60) != 0 and time.monotonic() - killed < 60
+    assert "another rank" in log_of(folder), log_of(folder)[-3000:]
+    assert subprocess.run(["pgrep", "-f", f"output_dir={folder}"], capture_output=True).returncode == 1
+
+
+# --- one save
+
+class FakeEngine:
+    """Stands in for DeepSpeed's engine: its shards are two files of a few hundred kB."""
+
+    def __init__(self, model: Path):
+        self.module = SimpleNamespace(lm=AutoModelForCausalLM.from_pretrained(model))
+
+    def save_checkpoint(self, folder, tag, save_latest, client_state):
+        path = Path(folder) / tag
+        path.mkdir()
+        for name in ("a.pt", "b.pt"):
+            torch.save(torch.rand(100_000), path / name)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one, without torch.distributed."""
+    monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None))
+    monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
+
+
+CONFIG = {"checkpoint_mode": "full", "max_steps": 100, "zero_stage": 0, "save_total_limit": 2, "keep_every": 0}
+
+
+def save(folder: Path, step: int, engine, **config) -> Path:
+    return checkpoint.save(folder, step, engine, sft.tiny_tokenizer(), CONFIG | config, {"tau": 0.1 * step}, {})
+
+
+def forked(work) -> int:
+    """The pid of a child process that does `work` and exits with 0, or with 1 after an exception."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tiny_model_dir, tmp_path):
+    """50 times: a process saves step after step and notes each one that is done; it is killed somewhere; what it noted is there and whole."""
+    rng, engine, interrupted = random.Random(0), FakeEngine(tiny_model_dir), 0
+    begin = time.monotonic()
+    save(tmp_path, 1, engine)
+    usual = time.monotonic() - begin
+    for trial in range(50):
+        folder, notes = tmp_path / str(trial), tmp_path / f"{trial}.notes"
+        folder.mkdir()
+
+        def work(folder=folder, notes=notes):
+            for step in range(1, 100):
+                save(folder, step, engine)
+                with open(notes, "a") as file:
+                    file.write(f"{step}\n")
+        pid = forked(work)
+        time.sleep(rng.uniform(0.5, 3.5) * usual)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        noted = [int(line) for line in notes.read_text().split()] if notes.exists() else [0]
+        found = checkpoint.latest(folder)
+        assert (int(found.name[5:]) if found else 0) >= noted[-1]
+        assert found is None or json.loads((found / "controller_state.json").read_text())["step"] == int(found.name[5:])
+        interrupted += any(folder.glob("*.tmp"))
+        checkpoint.tidy(folder)
+        assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
+        shutil.rmtree(folder)
+    assert interrupted > 10       # the instants were not all between two saves
+
+
+def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(alone, tiny_model_dir, tmp_path, capfd):
+    """A limit on file size stands in for the full disk: the write fails in the middle of a file either way."""
+    engine, sentence = FakeEngine(tiny_model_dir), tmp_path / "sentence"
+    save(tmp_path, 1, engine)
+
+    def work():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        try:
+            save(tmp_path, 2, engine)
+        except RunStopped as error:
+            sentence.write_text(str(error))
+    os.waitpid(forked(work), 0)
+    assert "step_000002 could not be written" in sentence.read_text() and "step_000001" in sentence.read_text() and "\n" not in sentence.read_text()
+    assert checkpoint.latest(tmp_path).name == "step_000001"
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes instead of"), (lambda file: file.unlink(), "is missing"),
+    (lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9), "has changed")])
+def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alone, tiny_model_dir, tmp_path, capsys):
+    engine = FakeEngine(tiny_model_dir)
+    for step in (1, 2):
+        save(tmp_path, step, engine)
+    damage(tmp_path / "step_000002" / "engine" / "b.pt")
+    assert checkpoint.find("latest", str(tmp_path), False).name == "step_000001" and words in capsys.readouterr().out
+    with pytest.raises(UserError, match=words):
+        checkpoint.find(str(tmp_path / "step_000002"), str(tmp_path), False)
+    save(tmp_path, 2, engine)           # the same step again takes its place
+    assert checkpoint.find("latest", str(tmp_path), False).name == "step_000002"
+    for step in (1, 2):
+        (tmp_path / f"step_00000{step}" / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        checkpoint.find("latest", str(tmp_path), False)
+
+
+def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"):
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        assert sum(bool(checkpoint.verify(path, rank, 3)) for rank in range(3)) == 1
+        file.write_bytes(before)
+
+
+def test_a_foreign_checkpoint_is_loaded_only_when_trusted(alone, tiny_model_dir, tmp_path):
+    path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
+    with pytest.raises(UserError, match="trust_checkpoint=True"):
+        checkpoint.find(str(path), str(tmp_path / "ours"), False)
+    assert checkpoint.find(str(path), str(tmp_path / "ours"), True) == path and checkpoint.find(str(path), str(tmp_path / "theirs"), False) == path
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path):
+    for step in range(10, 100, 10):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    checkpoint.prune(tmp_path, 2, keep_every=30)
+    assert [int(p.name[5:]) for p in checkpoint.steps_of(tmp_path)] == [30, 60, 80, 90]
+    checkpoint.prune(tmp_path, 0)
+    assert len(checkpoint.steps_of(tmp_path)) == 4
+
+
+def test_the_report_names_size_frequency_and_place(tmp_path):
+    c = CONFIG | {"save_steps": 50, "keep_every": 500}
+    text = checkpoint.report(tmp_path, 2**30, torch.float32, c)
+    assert "16.00 GiB" in text and "every 50 steps" in text and str(tmp_path) in text and "every 500 steps" in text
+    assert "12.00 GiB" in checkpoint.report(tmp_path, 2**30, torch.float32, c | {"checkpoint_mode": "shallow"})
+    assert "none" in checkpoint.report(tmp_path, 1, torch.float32, c | {"save_steps": -1}) and not list(tmp_path.iterdir())
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    def work():
+        stop = Stop(tmp_path, 1)
+        while True:
+            (tmp_path / ("heard" if stop.asked() else "ready")).touch()
+            time.sleep(0.01)
+    pid = forked(work)
+    for name in ("ready", "heard"):
+        end = time.monotonic() + 20
+        while not (tmp_path / name).exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+
+
+def test_only_rank_0_looks_for_the_file(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        (tmp_path / "stop").touch()
+        assert Stop(tmp_path, 0).asked() and not Stop(tmp_path, 1).asked() and not Stop(tmp_path / "other", 0).asked()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
