@@ -40,7 +40,7 @@ $(STAMP)-dev: $(STAMP)
 
 test: $(STAMP)-dev
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 clean:
 	rm -rf $(VENV) runs

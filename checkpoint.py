@@ -125,7 +125,7 @@ def file_hash(path: Path) -> str:
 
 def verify(path, rank: int = 0, world: int = 1) -> str:
     """"" if the checkpoint is whole, else one sentence about the first thing that is missing or changed. All files must be there with their
-    sizes; of `world` ranks that call it together, each reads its share of the contents."""
+    sizes; of `world` ranks that call it together, each reads its share of the contents (world 0: nobody does)."""
     path = Path(path)
     try:
         manifest = {name: (int(size), str(digest)) for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()}
@@ -135,7 +135,7 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
                 return f"{file} is missing"
             if file.stat().st_size != size:
                 return f"{file} has {file.stat().st_size} bytes instead of {size}"
-            if i % world == rank and file_hash(file) != digest:
+            if world and i % world == rank and file_hash(file) != digest:
                 return f"{file} has changed since it was saved"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} has no readable manifest.json: {error}"
@@ -173,14 +173,29 @@ def latest(folder, check=verify) -> Path | None:
     return None
 
 
-def find(resume_from: str, folder: str, trusted: bool) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is not there, damaged for any rank, or
-    from somewhere else and not trusted. All ranks call it together."""
+def check_request(resume_from: str, folder: str, trusted: bool) -> bool:
+    """Whether the run goes on in its own folder; a UserError if the checkpoint that resume_from_checkpoint asks for is plainly not there, or
+    is from somewhere else and not trusted. Reads no contents yet."""
     if not resume_from:
-        return None
-    if resume_from != "latest" and Path(resume_from).resolve().parent != Path(folder).resolve() and not trusted:
+        return False
+    if resume_from == "latest":
+        if all(verify(path, 0, 0) for path in steps_of(folder)):
+            raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
+        return True
+    if problem := verify(resume_from, 0, 0):
+        raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    own = Path(resume_from).resolve().parent == Path(folder).resolve()
+    if not own and not trusted:
         raise UserError(f"resume_from_checkpoint={resume_from!r} lies outside of output_dir={folder!r}; its engine files can run code when they are loaded: "
                         f"if you trust whoever made them, add --trust_checkpoint=True")
+    return own
+
+
+def find(resume_from: str, folder: str) -> Path | None:
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is damaged for any rank. All ranks call
+    it together."""
+    if not resume_from:
+        return None
     path = latest(folder, verify_together) if resume_from == "latest" else Path(resume_from)
     if path is None:
         raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")

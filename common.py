@@ -133,6 +133,8 @@ def coerce(value, default, where: str):
         return math.inf
     if kind is float and type(value) is int:
         return float(value)
+    if kind is dict and type(value) is dict:        # JSON, such as a run's config.json, turns the steps of a schedule into text
+        return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
     if type(value) is not kind:
         raise UserError(f"{where} must be of type {kind.__name__} like {default!r}, not {type(value).__name__} {value!r}")
     if kind is float and math.isnan(value):

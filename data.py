@@ -72,8 +72,8 @@ def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dic
     """Rows of a .parquet file, a folder written by save_to_disk, or a dataset of the hub, which huggingface_hub asks again after 1, 2, 4, 8 and
     8 seconds when it is busy or out of reach."""
     import datasets
-    import httpx
-    known = f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk"
+    here = name.endswith(".parquet") or Path(name).is_dir()
+    known = "" if here else f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk, and "
     try:
         if name.endswith(".parquet"):
             dataset = datasets.load_dataset("parquet", data_files=name, split="train")
@@ -82,11 +82,12 @@ def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dic
         else:
             dataset = datasets.load_dataset(name, config or None, split=split)
     except ConnectionError as error:
-        raise UserError(f"dataset_name={name!r} {known}, and the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
+        raise UserError(f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
                         f"no copy of it in the cache: {str(error).splitlines()[0]}") from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, httpx.HTTPError) as error:
-        raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}, and can't be loaded as "
-                        f"a dataset: {str(error).splitlines()[0]}") from None
+    except Exception as error:      # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
+        reason = error.__cause__ or error
+        raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
+                        f"dataset: {type(reason).__name__}: {' '.join(str(reason).split())}") from None
     if isinstance(dataset, dict):
         if split not in dataset:
             raise UserError(f"dataset_name={name!r} has no split {split!r}; it has {', '.join(dataset)}")
@@ -237,7 +238,7 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
     if leaked:
         sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {leaked[0]['id']!r}"
         if not allowed:
-            raise UserError(f"{sentence}: their score would be one of memory; choose another eval_dataset_split or set --allow_leakage=True")
+            raise UserError(f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True")
         print(f"warning: {sentence} (allow_leakage=True)")
 
 
@@ -272,7 +273,7 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
 
 # --- which rows a step takes
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def epoch_order(count: int, seed, epoch: int) -> list[int]:
     return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)
 

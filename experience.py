@@ -65,6 +65,7 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
     size = len(rollouts) // len(rows)
     groups = [rollouts[i * size:(i + 1) * size] for i in range(len(rows))]
     rewards, metrics = R.combine(learner.gather_groups(values), inputs.columns)
+    failures = R.failures_in(metrics)
     for attempt in range(1, c["resample_equal_groups"] + 1):
         stale = L.equal_groups(rewards[:, :G]).tolist()
         if not any(stale):
@@ -79,10 +80,11 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
             values[i - own.start] = its_values[n]
         everyone, again, failed = [new if old else row for new, old, row in zip(fresh, stale, everyone)], again + sum(stale), failed + its_failed
         rewards, metrics = R.combine(learner.gather_groups(values), inputs.columns)
+        failures = max(failures, R.failures_in(metrics), key=lambda found: sum(found.values()))      # groups that failed were replaced
     sampler.sleep()
     if failed:
         tqdm.write(R.save_failures(c["output_dir"], failed, step + 1, rank))
-    R.check_failures(metrics, rewards.numel(), c["max_reward_failures"])      # stops all ranks alike
+    R.check_failures(failures, rewards.numel(), c["max_reward_failures"])      # stops all ranks alike
     if buffer is not None:
         buffer.update(everyone, rewards[:, :G])
     if c["resample_equal_groups"]:

@@ -73,7 +73,8 @@ def pool_of(c: dict) -> workers.Pool | None:
     """The worker processes of this config, started at the first call and kept; None where it wants none."""
     if not c.get("reward_workers"):
         return None
-    return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(n for n in c["reward_funcs"] if n != "auto"))
+    names = [name for entry in c["reward_funcs"] for name in (REWARDS if entry == "auto" else [entry])]
+    return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(names))
 
 
 def answers(jobs: dict, c: dict) -> dict:
@@ -136,10 +137,15 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
     return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
 
 
+def failures_in(metrics: dict) -> dict:
+    """The counts of timeouts and errors among combine()'s metrics that are not 0."""
+    return {name: n for name, n in metrics.items() if n and name.startswith("reward/") and not name.endswith("/mean")}
+
+
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
     """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward."""
-    failures = {name: n for name, n in metrics.items() if n and name.startswith("reward/") and not name.endswith("/mean")}
-    if sum(failures.values()) > limit * completions:
+    failures = failures_in(metrics)
+    if min(sum(failures.values()), completions) > limit * completions:      # several rewards may fail on one completion
         raise RunStopped(f"{sum(failures.values())} rewards of a step of {completions} completions failed (max_reward_failures={limit}): "
                          f"{', '.join(f'{name} {n}' for name, n in failures.items())}; reward_failures.rank_*.jsonl in output_dir have reasons and texts")
 
@@ -185,10 +191,10 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     G = right.shape[1]
     texts = [[r["text"] if right[i, j] and tasks.module(row["task"]) else None for j, r in enumerate(rollouts[i * G:(i + 1) * G])]
              for i, row in enumerate(rows)]
-    jobs = {(i, text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
+    jobs = {("mode", id(row), text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
             for i, row in enumerate(rows) for text in texts[i] if text is not None}
     found = {key: None if isinstance(value, Failure) else value for key, value in answers(jobs, c).items()}
-    return [[found.get((i, text)) for text in group] for i, group in enumerate(texts)]
+    return [[found.get(("mode", id(row), text)) for text in group] for row, group in zip(rows, texts)]
 
 
 def answer_clusters(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> torch.Tensor:

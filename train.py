@@ -164,12 +164,13 @@ def main(argv) -> None:
     dtype = learner.dtype_of(c)
     if c["dry_run"]:
         return dry_run(c, int(os.environ.get("WORLD_SIZE", 1)), dtype) if int(os.environ.get("RANK", 0)) == 0 else None
-    rank, world, device = learner.start_distributed()
-    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"])
-    resuming = resume_path is not None and resume_path.resolve().parent == Path(c["output_dir"]).resolve()     # else a fresh run that starts from there
+    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"])       # False too for a run that starts from another
     check_run_folder(c, resuming)
-    inputs = load_inputs(c, world)
+    inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
+
+    rank, world, device = learner.start_distributed()
+    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
     say(*(f"{k}={v!r}" for k, v in header.items()))

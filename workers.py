@@ -8,8 +8,9 @@ A worker is `python workers.py <socket>`: a fresh interpreter without torch, GPU
 jobs as pickles and answers in lines of JSON, which is all that is believed of it. One that gives no answer for `timeout` seconds, or dies,
 loses the job it was at; another one takes its place and the rest of its jobs. Nothing here waits for another rank.
 """
+import functools
+import itertools
 import json
-import math
 import os
 import pickle
 import selectors
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_SECONDS = 120     # to import what the jobs need, on a machine that is busy loading models
-LONGEST_LINE = 10_000
+LONGEST_LINE = 20_000
+CLOSED, SAID_TOO_MUCH = "closed its socket", "wrote what is no answer into its socket"
 
 
 class Failure(NamedTuple):
@@ -43,7 +45,8 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)     # its own session: Ctrl-C is not for it
-        self.jobs, self.received, self.ready, self.since = deque(), b"", False, time.monotonic()
+        self.jobs, self.received, self.ready, self.since, self.answered = deque(), b"", False, time.monotonic(), 0
+        self.fault = ""     # why it can't go on
         self.socket.settimeout(START_SECONDS)
         self.send(hello)
 
@@ -58,13 +61,14 @@ class Worker:
         self.socket.close()
 
     def lines(self) -> list[bytes]:
-        """Whole lines that have come in; an empty list that leaves `received` None: the other side is gone."""
+        """Whole lines that have come in."""
         try:
             more = self.socket.recv(1 << 16)
         except ConnectionError:
             more = b""
-        *whole, rest = (self.received + more).split(b"\n")
-        self.received = rest if more and len(rest) <= LONGEST_LINE else None
+        *whole, self.received = (self.received + more).split(b"\n")
+        if not more or len(self.received) > LONGEST_LINE:
+            self.fault = SAID_TOO_MUCH if more else CLOSED
         return whole
 
 
@@ -94,7 +98,7 @@ class Pool:
         """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked so far is then forgotten."""
         self.ask(jobs)
         while any(key not in self.found for key in jobs):
-            self.attend(1.0)
+            self.attend(0.1)
         found = {key: self.found[key] for key in jobs}
         if len(self.found) == len(self.asked):      # what else is under way may not be cut off
             self.asked, self.found = {}, {}
@@ -105,12 +109,14 @@ class Pool:
         for worker in self.workers:
             if worker.ready and not worker.jobs and self.waiting:
                 self.hand_out(worker)
+        now = time.monotonic()      # late is who had not answered by now; to bury others takes a while, in which answers come in
         for event, _ in self.selector.select(seconds):
-            self.take_in(event.data)
+            if not event.data.fault:
+                self.take_in(event.data)
         for worker in list(self.workers):
-            if worker.received is None:
-                self.replace(worker, "error", f"the worker died ({self.cause_of_death(worker)})")
-            elif (worker.jobs or not worker.ready) and time.monotonic() - worker.since > (self.timeout if worker.ready else START_SECONDS):
+            if worker.fault:
+                self.replace(worker, "error", f"the worker {self.cause_of_death(worker)}")
+            elif (worker.jobs or not worker.ready) and now - worker.since > (self.timeout if worker.ready else START_SECONDS):
                 self.replace(worker, "timeout", f"no answer in {self.timeout:g} s (reward_timeout)")
 
     def hand_out(self, worker: Worker) -> None:
@@ -123,25 +129,31 @@ class Pool:
             worker.send([self.asked[key] for key in worker.jobs])
         except OSError:         # it is gone or deaf: nothing was computed, so nobody is to blame
             self.waiting.extendleft(reversed(worker.jobs))
-            worker.jobs, worker.received = deque(), None
+            worker.jobs, worker.fault = deque(), CLOSED
 
     def take_in(self, worker: Worker) -> None:
         for line in worker.lines():
-            message = json.loads(line)
-            if not worker.ready:
-                if message != "ready":
-                    raise ValueError(message)
-                worker.ready, self.failed_starts = True, 0
-            else:
+            try:
+                number, message = json.loads(line)
+            except (ValueError, TypeError):
+                number, message = None, None
+            if number != worker.answered or (worker.ready and not worker.jobs):
+                worker.fault = SAID_TOO_MUCH        # something else wrote into its socket: nothing more of it is believed
+                return
+            if worker.ready:
                 self.found[worker.jobs.popleft()] = Failure("error", message["error"]) if isinstance(message, dict) else message
-            worker.since = time.monotonic()
+            elif message != "ready":
+                raise ValueError(message)
+            else:
+                worker.ready, self.failed_starts = True, 0
+            worker.since, worker.answered = time.monotonic(), worker.answered + 1
 
     def cause_of_death(self, worker: Worker) -> str:
         try:
-            status = worker.process.wait(1)
+            status = worker.process.wait(1 if worker.fault == CLOSED else 0)      # a dying process closes its socket first
         except subprocess.TimeoutExpired:
-            return "said more than it should"
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            return worker.fault
+        return "died (" + (signal.strsignal(-status) if status < 0 else f"exit status {status}") + ")"
 
     def replace(self, worker: Worker, kind: str, reason: str) -> None:
         """The job it was at is lost, the others go to the front of the queue."""
@@ -168,14 +180,19 @@ class Pool:
 
 # --- in a worker process
 
-def limit(memory_gib: float) -> None:
-    """Die with the parent; no more memory than now plus `memory_gib`."""
-    import resource
+def die_with_parent() -> None:
     if sys.platform == "linux":
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a worker that hangs would not see its socket close
+
+
+def limit(memory_gib: float) -> None:
+    """No more memory than now plus `memory_gib`."""
+    import resource
+    if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + int(memory_gib * 2**30), resource.RLIM_INFINITY))
+        most, hard = used + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -187,40 +204,50 @@ def answer(name: str, text: str, row: dict):
             found = graders.mode(text, **row)
             return found if found is None or len(found) <= 1000 else {"error": f"a mode of {len(found)} characters"}
         value = float(graders.resolve(name)(text, **row))
-        return value if math.isfinite(value) else {"error": f"gave {value}; a reward must be finite"}
-    except Exception as error:      # whatever somebody's reward raises is counted against that reward
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
+        return value if abs(value) < 1e38 else {"error": f"gave {value}; a reward must be finite, in float32 too"}
+    except (Exception, SystemExit) as error:      # whatever somebody's reward raises is counted against that reward
+        return {"error": printable(f"{type(error).__name__}: {error}")}
+
+
+def printable(text: str) -> str:
+    """What may quote the model, for a console: no newline, no escape sequence, no half of a character."""
+    return "".join(c if c.isprintable() else "?" for c in text[:300])
 
 
 def serve(file) -> None:
-    """Reads pickled lists of jobs from our own parent, writes a line of JSON for each job as it is done."""
+    """Reads pickled lists of jobs from our own parent; says that it is ready, then the answer to each job as it is done: [0, "ready"], [1, ...], ..."""
+    def say(message) -> None:
+        file.write(json.dumps([next(numbers), message]).encode() + b"\n")
+        file.flush()
+
+    numbers = itertools.count()
     sys.path[:], memory_gib, setup = pickle.load(file)
     import graders
     try:
         for name in setup:
             graders.resolve(name)
     except ValueError as error:
-        file.write(json.dumps(str(error)).encode() + b"\n")
-        return file.flush()
+        return say(printable(str(error)))
     for name in setup:
-        answer(name, "\\boxed{1}", {"answer": "1"})      # for its imports: whether it fits is not asked here
+        answer(name, "\\boxed{1}", {"answer": "x"})      # for its imports and first parse: whether it fits is not asked here
     limit(memory_gib)
-    file.write(b'"ready"\n')
-    file.flush()
+    say("ready")
     while True:
         try:
             jobs = pickle.load(file)
         except EOFError:
             return
         for job in jobs:
-            file.write(json.dumps(answer(*job)).encode() + b"\n")
-            file.flush()
+            say(answer(*job))
 
 
 if __name__ == "__main__":
     sys.setrecursionlimit(2000)
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        try:
+    die_with_parent()
+    try:
+        with socket.socket(fileno=int(sys.argv[1])) as channel:
+            channel.set_inheritable(False)      # or what a reward starts and leaves behind would keep it open, and the parent would not see us die
+            os.register_at_fork(after_in_child=functools.partial(os.close, channel.fileno()))
             serve(channel.makefile("rwb"))
-        except ConnectionError:
-            pass        # the parent has gone
+    except OSError:
+        pass        # the parent has gone, or a reward has forked and this is the copy

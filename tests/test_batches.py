@@ -65,12 +65,14 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
 
 
 class Fake:
-    """An engine that answers with what it was given."""
+    """An engine that answers with what it was given, the last prompt first."""
 
     def __init__(self, *rollouts):
         self.rollouts = list(rollouts)
 
-    def generate(self, prompts_ids, n, sampling):
+    def generate(self, prompts_ids, n, sampling, finished=None):
+        for i in reversed(range(len(prompts_ids) if finished else 0)):
+            finished(i, self.rollouts[i * n:(i + 1) * n])
         return self.rollouts
 
 
@@ -79,6 +81,20 @@ def test_generate_decodes_without_special_tokens():
     ids = tokenizer("2*3+4", add_special_tokens=False)["input_ids"]
     found = rollout.generate(Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {})
     assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][-1] == EOS
+
+
+def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are_there(tiny_model_dir):
+    tokenizer = sft.tiny_tokenizer()
+    ids = tokenizer("abcd", add_special_tokens=False)["input_ids"]
+    told = []
+    rollout.generate(Fake(*[rollout_of([5], [i, EOS]) for i in ids]), tokenizer, [[5], [6]], 2, {}, lambda i, group: told.append((i, [r["text"] for r in group])))
+    assert told == [(1, ["c", "d"]), (0, ["a", "b"])]
+    told.clear()
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    sampling = {"temperature": 1.0, "max_tokens": 3, "stop_token_ids": [0], "seeds": [1, 2]}
+    found = rollout.generate(engine, tokenizer, [[5], [6, 7]], 2, sampling, lambda i, group: told.append((i, [r["text"] for r in group])))
+    assert told == [(i, [r["text"] for r in found[2 * i:2 * i + 2]]) for i in range(2)]
+    assert rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []       # a rank with nothing to sample again
 
 
 @pytest.mark.parametrize("rollouts, words", [

@@ -243,15 +243,15 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alo
     for step in (1, 2):
         save(tmp_path, step, engine)
     damage(tmp_path / "step_000002" / "engine" / "b.pt")
-    assert checkpoint.find("latest", str(tmp_path), False).name == "step_000001" and words in capsys.readouterr().out
+    assert checkpoint.find("latest", str(tmp_path)).name == "step_000001" and words in capsys.readouterr().out
     with pytest.raises(UserError, match=words):
-        checkpoint.find(str(tmp_path / "step_000002"), str(tmp_path), False)
+        checkpoint.find(str(tmp_path / "step_000002"), str(tmp_path))
     save(tmp_path, 2, engine)           # the same step again takes its place
-    assert checkpoint.find("latest", str(tmp_path), False).name == "step_000002"
+    assert checkpoint.find("latest", str(tmp_path)).name == "step_000002"
     for step in (1, 2):
         (tmp_path / f"step_00000{step}" / "manifest.json").write_text("[]")
     with pytest.raises(UserError, match="no whole checkpoint"):
-        checkpoint.find("latest", str(tmp_path), False)
+        checkpoint.find("latest", str(tmp_path))
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
@@ -266,8 +266,9 @@ def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_
 def test_a_foreign_checkpoint_is_loaded_only_when_trusted(alone, tiny_model_dir, tmp_path):
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
     with pytest.raises(UserError, match="trust_checkpoint=True"):
-        checkpoint.find(str(path), str(tmp_path / "ours"), False)
-    assert checkpoint.find(str(path), str(tmp_path / "ours"), True) == path and checkpoint.find(str(path), str(tmp_path / "theirs"), False) == path
+        checkpoint.check_request(str(path), str(tmp_path / "ours"), False)
+    assert checkpoint.check_request(str(path), str(tmp_path / "ours"), True) is False        # a run of its own, from there
+    assert checkpoint.check_request(str(path), str(tmp_path / "theirs"), False) is True
 
 
 def test_the_newest_and_every_nth_are_kept(tmp_path):
