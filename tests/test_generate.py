@@ -63,7 +63,7 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     config = json.loads(Path(f"{whole}.config.json").read_text())
     flags = [f"--generate_output={whole}", f"--model={config['model']}", *FLAGS]
     assert generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags])) == 5
-    with pytest.raises(UserError, match="temperature=1.0, not 0.5"):
+    with pytest.raises(UserError, match=r"temperature=1\.0, not 0\.5"):
         generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags, "--temperature=0.5"]))
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
