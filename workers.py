@@ -111,8 +111,7 @@ class Pool:
                 self.hand_out(worker)
         now = time.monotonic()      # late is who had not answered by now; to bury others takes a while, in which answers come in
         for event, _ in self.selector.select(seconds):
-            if not event.data.fault:
-                self.take_in(event.data)
+            self.take_in(event.data)
         for worker in list(self.workers):
             if worker.fault:
                 self.replace(worker, "error", f"the worker {self.cause_of_death(worker)}")

@@ -198,13 +198,15 @@ def test_the_published_settings_are_those_of_the_issue():
 
 
 def used_keys(path: Path) -> set:
-    """The keys that a file reads as c["key"] or config["key"], checks and warnings aside."""
+    """The keys that a file reads as c["key"], config["key"] or c.get("key"), checks and warnings aside."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in ("check_config", "check_controllers", "warn_config"):
             node.body = []
-    return {node.slice.value for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
-            and node.value.id in ("c", "config") and isinstance(node.slice, ast.Constant)}
+    read = [(node.value, node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    read += [(node.func.value, node.args[0]) for node in ast.walk(tree)
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args]
+    return {key.value for name, key in read if isinstance(name, ast.Name) and name.id in ("c", "config") and isinstance(key, ast.Constant)}
 
 
 def test_every_key_is_used_and_every_key_that_is_used_exists():

@@ -266,7 +266,7 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
     (["--easy_dataset_name=countdown", "--easy_schedule={0: 1.5}"], ["easy_schedule={0: 1.5}", "at most 1"]),
     (["--easy_dataset_name=countdown", "--easy_schedule={-1: 0.5}"], ["easy_schedule={-1: 0.5}"]),
     (["--easy_dataset_name=countdown", "--easy_schedule={0: -0.5}"], ["easy_schedule={0: -0.5}"]),
-    (["--easy_dataset_name=countdown", "--easy_schedule={'0': 0.5}"], ["easy_schedule={'0': 0.5}"]),
+    (["--easy_dataset_name=countdown", "--easy_schedule={'a': 0.5}"], ["easy_schedule={'a': 0.5}"]),
     (["--easy_dataset_name=countdown", "--easy_schedule={True: 0.5}"], ["easy_schedule={True: 0.5}"]),
     (["--easy_dataset_name=countdown", "--easy_schedule={0: '0.5'}"], ["easy_schedule={0: '0.5'}"]),
     (["--easy_schedule=[0.5]"], ["easy_schedule", "dict"]),

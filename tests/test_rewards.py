@@ -978,6 +978,8 @@ def test_clusters_are_modes_of_the_right_and_texts_of_the_wrong(count):
 def test_correct_modes_are_counted_per_row(count):
     found = R.correct_modes(rollouts_of(CLUSTER_TEXTS), CLUSTER_ROWS, RIGHT, config("auto", reward_workers=count))
     assert found == [(3, {"2*3+4", "3*4-2"}), (2, None), (0, None)]
+    none = R.correct_modes(rollouts_of(CLUSTER_TEXTS[:6]), CLUSTER_ROWS[:1], torch.zeros(1, 6, dtype=torch.bool), config("auto", reward_workers=count))
+    assert none == [(0, set())]     # another reward may decide what is right
 
 
 @pytest.mark.parametrize("count", [0, 2])

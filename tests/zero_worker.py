@@ -50,7 +50,7 @@ def three_updates(c: dict, rank: int, world: int) -> dict:
         rows, rewards = rollouts_of(step)
         mine = rows[rank * p * G:(rank + 1) * p * G]
         batch = rollout.to_batch(mine, "cpu")
-        group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, c)
+        group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, None, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
         norm = step_counts(targets, group["lengths"])
         for _ in range(c["num_iterations"]):
