@@ -94,7 +94,8 @@ def main(argv) -> None:
         print(f"{path}: {len(rows)} prompts x {G}")
     dist.barrier()
     sampler.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     pool.ask({key: (name, text, row)})          # starts the work, doesn't wait
     pool.answers({key: (name, text, row)})      # {key: number, text, None or Failure}: every job ends within `timeout`
 
-A worker is `python workers.py <socket>`: a fresh interpreter without torch, GPU or process group, so that killing it harms nobody. It gets
+A worker is `python workers.py <socket> <parent>`: a fresh interpreter without torch, GPU or process group, so that killing it harms nobody. It gets
 jobs as pickles and answers in lines of JSON, which is all that is believed of it. One that gives no answer for `timeout` seconds, or dies,
 loses the job it was at; another one takes its place and the rest of its jobs. Nothing here waits for another rank.
 """
@@ -43,7 +43,7 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)     # its own session: Ctrl-C is not for it
         self.jobs, self.received, self.ready, self.since, self.answered = deque(), b"", False, time.monotonic(), 0
         self.fault = ""     # why it can't go on
@@ -179,10 +179,12 @@ class Pool:
 
 # --- in a worker process
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a worker that hangs would not see its socket close
+    if False and os.getppid() != parent:      # it was gone before that
+        sys.exit()
 
 
 def limit(memory_gib: float) -> None:
@@ -242,7 +244,7 @@ def serve(file) -> None:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(2000)
-    die_with_parent()
+    die_with_parent(int(sys.argv[2]))
     try:
         with socket.socket(fileno=int(sys.argv[1])) as channel:
             channel.set_inheritable(False)      # or what a reward starts and leaves behind would keep it open, and the parent would not see us die

@@ -111,7 +111,8 @@ ACTS = {
     "none": lambda: None, "text": lambda: "good", "complex": lambda: 1j, "list": lambda: [1.0],
     "allocate": lambda: len(bytearray(100 << 30)), "grow": grow,
     "garbage": lambda: write(b"garbage\n"), "bytes": lambda: write(b"\xff\xfe\x00\n"), "forged": lambda: write(b"1.0\n"), "others": lambda: write(b"[7777, 1.0]\n"),
-    "pairs": lambda: write(b'{"error": 1}\n[]\n[1]\n[[0], 1]\nnull\n'), "flood": lambda: write(b"x" * 100_000), "close": lambda: os.closerange(0, 1000),
+    "pairs": lambda: write(b'{"error": 1}\n[]\n[1]\n[[0], 1]\nnull\n'), "flood": lambda: write(b"x" * 100_000),
+    "endless": lambda: any(write(b"x" * 50_000) > 1 for _ in iter(int, 1)), "close": lambda: os.closerange(0, 1000),
     "print": lambda: print("garbage", flush=True) or bool(sys.stderr.write("more garbage\n")), "close_stdout": lambda: sys.stdout.close() or 1.0,
     "chdir": lambda: os.chdir("/") or 1.0, "run": lambda: float(subprocess.run(["true"]).returncode == 0),
     "true": lambda: True, "integer": lambda: 3, "stdin": lambda: float(sys.stdin.read() == ""),
@@ -683,7 +684,7 @@ FAILS = ["fork_and_leave", "system_and_leave", "raise", "mute", "interrupt", "un
          "nan", "inf",
          "-inf",
          "huge", "long", "none", "text",
-         "complex", "list", "allocate", "grow", "garbage", "bytes", "forged", "others", "pairs", "flood", "close"]
+         "complex", "list", "allocate", "grow", "garbage", "bytes", "forged", "others", "pairs", "flood", "endless", "close"]
 WORKS = {"fork_and_answer": 1, "fork_and_return": 1, "print": 1, "close_stdout": 1, "chdir": 1, "run": 1, "true": 1, "integer": 3, "stdin": 1, "light": 1}
 TAME = ["raise", "unprintable", "sys.exit", "recursion", "nan", "inf", "-inf", "huge", "long", "none", "text", "complex", "list", "print", "run", "true", "integer"]
 
@@ -833,8 +834,8 @@ def main():
     pids = lambda: [worker.process.pid for worker in pool.workers]
     ask("1", "2", "3")
     stuck = workers.Pool(1, 60.0, 0.5, ("stuck_too:f",))
-    print(*pids(), *[worker.process.pid for worker in stuck.workers], flush=True)
     try:
+        print(*pids(), *[worker.process.pid for worker in stuck.workers], flush=True)
         time.sleep(60)
     except KeyboardInterrupt:
         print(*pids(), *ask("4", "5"), flush=True)
@@ -869,6 +870,15 @@ def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_kille
         owner.kill()
         owner.wait()
         owner.stdout.close()
+
+
+def test_a_worker_whose_trainer_was_gone_before_it_looked_ends_at_once(folder):
+    script = f"import sys; sys.path[:0] = {[str(ROOT), str(folder)]!r}; import os, workers; w = workers.Worker((sys.path, 1.0, ('stuck_at_once:f',))); os._exit(w.process.pid % 1)"
+    (folder / "stuck_at_once.py").write_text("import os, time\nopen(__file__ + '.pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)\n")
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", script], check=True)
+    time.sleep(1.0)
+    assert not any(runs(int(pid)) for pid in lines_of(folder / "stuck_at_once.py.pid"))
 
 
 def test_nothing_here_knows_of_other_ranks_and_workers_of_no_torch():
