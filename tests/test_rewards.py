@@ -873,7 +873,8 @@ def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_kille
 
 
 def test_a_worker_whose_trainer_was_gone_before_it_looked_ends_at_once(folder):
-    script = f"import sys; sys.path[:0] = {[str(ROOT), str(folder)]!r}; import os, workers; w = workers.Worker((sys.path, 1.0, ('stuck_at_once:f',))); os._exit(w.process.pid % 1)"
+    start = "import workers; workers.Worker((sys.path, 1.0, ('stuck_at_once:f',))); os._exit(0)"
+    script = f"import os, sys; sys.path[:0] = {[str(ROOT), str(folder)]!r}; {start}"
     (folder / "stuck_at_once.py").write_text("import os, time\nopen(__file__ + '.pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)\n")
     for _ in range(3):
         subprocess.run([sys.executable, "-c", script], check=True)
