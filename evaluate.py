@@ -19,7 +19,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import across_ranks, dtype_of, start_distributed
+from learner import across_ranks, dtype_of, leave_together, start_distributed
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
@@ -139,9 +139,7 @@ def main(argv) -> None:
             unfinished.write_text("".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8")
             unfinished.rename(c["eval_output"])
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}))
-    sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_together(sampler)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import dtype_of, start_distributed
+from learner import dtype_of, leave_together, start_distributed
 
 FREE = ("output_dir", "generate_output", "generate_max_prompts", "reward_workers")      # may change half-way: the lines stay the same
 
@@ -92,10 +92,7 @@ def main(argv) -> None:
     bar.close()
     if rank == 0:
         print(f"{path}: {len(rows)} prompts x {G}")
-    dist.barrier()
-    sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_together(sampler)
 
 
 if __name__ == "__main__":

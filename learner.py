@@ -112,6 +112,14 @@ def start_distributed():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def leave_together(sampler) -> None:
+    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
+    dist.barrier()
+    sampler.close()
+    if dist.is_initialized():       # vLLM takes it down itself
+        dist.destroy_process_group()
+
+
 def dtype_of(c: dict) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
 

@@ -88,16 +88,20 @@ def answers(jobs: dict, c: dict) -> dict:
     return {key: Failure("error", value["error"]) if isinstance(value, dict) else value for key, value in found.items()}
 
 
+def key_of(column: Column, row: dict, r: dict) -> tuple:
+    """Equal completions of a row have equal keys and are scored once."""
+    return column.name, id(row), r["text"], len(r.get("completion_ids", ()))
+
+
 def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
-    """{key: (function, text, row)} for the completions of one row; equal completions have equal keys and are scored once."""
+    """{key: (function, text, row)} for the completions of one row."""
     seen = {name: value for name, value in row.items() if name != "prompt_ids"}
     jobs = {}
     for r in rollouts:
-        tokens = len(r.get("completion_ids", ()))
-        more = {"tokens": tokens, "max_completion_length": c.get("max_completion_length"), "soft_overlong_buffer": c.get("soft_overlong_buffer")}
+        more = {"tokens": len(r.get("completion_ids", ())), "max_completion_length": c.get("max_completion_length"), "soft_overlong_buffer": c.get("soft_overlong_buffer")}
         for column in columns:
             if column.task in (None, row["task"]):
-                jobs[column.name, id(row), r["text"], tokens] = (column.name, r["text"], seen | more)
+                jobs[key_of(column, row, r)] = (column.name, r["text"], seen | more)
     return jobs
 
 
@@ -118,7 +122,7 @@ def measure(rollouts: list[dict], rows: list[dict], columns: list[Column], c: di
     for i, (group, row) in enumerate(zip(groups, rows)):
         for j, r in enumerate(group):
             for f, column in enumerate(columns):
-                value = found.get((column.name, id(row), r["text"], len(r.get("completion_ids", ()))), math.nan)
+                value = found.get(key_of(column, row, r), math.nan)
                 if isinstance(value, Failure):
                     failed.append({"reward": column.name, "id": row["id"], "kind": value.kind, "reason": value.reason, "completion": r["text"]})
                     value = TIMEOUT if value.kind == "timeout" else ERROR

@@ -313,10 +313,7 @@ def main(argv) -> None:
         evaluate.report(folder)
     if stopping:
         say(f"stopped as asked after step {step} of {c['max_steps']}" + ("; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""))
-    dist.barrier()
-    sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    learner.leave_together(sampler)
 
 
 if __name__ == "__main__":
