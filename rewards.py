@@ -98,7 +98,8 @@ def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> 
     seen = {name: value for name, value in row.items() if name != "prompt_ids"}
     jobs = {}
     for r in rollouts:
-        more = {"tokens": len(r.get("completion_ids", ())), "max_completion_length": c.get("max_completion_length"), "soft_overlong_buffer": c.get("soft_overlong_buffer")}
+        more = {"tokens": len(r.get("completion_ids", ())), "max_completion_length": c.get("max_completion_length"),
+                "soft_overlong_buffer": c.get("soft_overlong_buffer")}
         for column in columns:
             if column.task in (None, row["task"]):
                 jobs[key_of(column, row, r)] = (column.name, r["text"], seen | more)
