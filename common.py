@@ -24,7 +24,9 @@ ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ou
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
-    "rollout_engine": ("vllm", "hf"),
+    "rollout_engine": ("vllm", "server", "hf"),
+    "rollout_ahead": (0, 1),
+    "weight_sync": ("disk", "nccl"),
     "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"),
     "scale_rewards": ("", "group", "batch", "none"),
     "importance_sampling": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric", "none"),
@@ -51,7 +53,7 @@ POSITIVE = ("prompts_per_step", "max_prompt_length", "max_completion_length", "t
             "maxent_tau_lr", "controller_meta_lr", "info_seed_temperature", "controller_meta_update_interval",
             "controller_meta_truncation_steps", "controller_meta_virtual_lr", "vllm_kv_cache_gib", "vllm_gpu_memory_utilization",
             "vllm_tensor_parallel_size", "eval_max_prompts", "eval_num_generations", "eval_seeds", "eval_temperature", "sft_steps",
-            "sft_batch_size", "sft_learning_rate", "num_iterations")
+            "sft_batch_size", "sft_learning_rate", "num_iterations", "rollout_concurrency", "rollout_timeout")
 NOT_NEGATIVE = ("info_seed_lambda", "info_seed_reward", "beta", "maxent_tau", "maxent_q_epsilon", "mode_entropy_coef",
                 "policy_entropy_bonus_coef", "token_entropy_coef", "seed_grpo_alpha", "epsilon", "kl_target", "kl_horizon",
                 "kl_ctl_step_size", "maxent_target_horizon", "controller_meta_beta_grad_clip", "warmup_steps", "weight_decay",
@@ -214,6 +216,8 @@ def check_config(c: dict) -> None:
     need(all(value <= 1 for value in c["easy_schedule"].values()), f"easy_schedule={c['easy_schedule']!r}: a share of prompts is at most 1")
     need(bool(c["easy_schedule"]) == bool(c["easy_dataset_name"]),
          f"easy_schedule={c['easy_schedule']!r} and easy_dataset_name={c['easy_dataset_name']!r} need each other")
+    need(not c["rollout_ahead"] or c["rollout_engine"] == "server",
+         f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling and learning share a process")
     need(not (c["dataset_mixture"] and c["dataset_name"]),
          f"dataset_mixture and dataset_name={c['dataset_name']!r} are both set: put the dataset into the mixture, with --dataset_name= empty")
     need(0 <= c["replay_fraction"] <= 1, f"replay_fraction={c['replay_fraction']} is a share of a step's prompts, between 0 and 1")

@@ -19,7 +19,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import across_ranks, dtype_of, leave_together, start_distributed
+from learner import across_ranks, leave_together, start_distributed, start_sampler
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
@@ -128,7 +128,7 @@ def main(argv) -> None:
     _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()
-    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
+    sampler = start_sampler(c, device)
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
     records = [r for seed in range(c["eval_seeds"]) for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)]
     metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world

@@ -19,9 +19,10 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import dtype_of, leave_together, start_distributed
+from learner import leave_together, start_distributed, start_sampler
 
-FREE = ("output_dir", "generate_output", "generate_max_prompts", "reward_workers")      # may change half-way: the lines stay the same
+FREE = ("output_dir", "generate_output", "generate_max_prompts", "reward_workers", "rollout_server", "rollout_timeout", "rollout_concurrency", "weight_sync_dir",
+        "client_tag")       # may change half-way: the lines stay the same
 
 
 def finished_prompts(path: Path, config: dict) -> int:
@@ -70,7 +71,7 @@ def main(argv) -> None:
     rank, world, device = start_distributed()
     shared = [finished_prompts(path, c) if rank == 0 else None]
     dist.broadcast_object_list(shared)
-    sampler, G = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device), c["num_generations"]
+    sampler, G = start_sampler(c, device), c["num_generations"]
     sampling = {"temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer)}
     bar = tqdm(total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt", dynamic_ncols=True)
     for first in range(shared[0], len(rows), c["prompts_per_step"]):

@@ -112,6 +112,14 @@ def start_distributed():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def start_sampler(c: dict, device):
+    """The rollout engine with the weights of config["model"], for scripts that do not train."""
+    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
+    if c["rollout_engine"] == "server":       # it may hold others
+        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)), 0))
+    return sampler
+
+
 def leave_together(sampler) -> None:
     """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
     dist.barrier()

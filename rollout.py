@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from common import UserError
+from server import ServerEngine
 
 
 class VllmEngine:
@@ -157,7 +158,7 @@ class HfEngine:
         pass
 
 
-ENGINES = {"vllm": VllmEngine, "hf": HfEngine}
+ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": ServerEngine}
 
 
 def stop_token_ids(model: str, tokenizer) -> list[int]:
@@ -179,23 +180,30 @@ def prompt_seed(*parts) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
-def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
+def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
+    for r, text in zip(rollouts, tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True)):
+        r["text"] = text
+    return rollouts
+
+
+def with_text(tokenizer, finished) -> tuple:
+    """`finished` as the last argument of an engine's generate, its rollouts with their text; none without one."""
+    return () if finished is None else (lambda i, group: finished(i, add_text(tokenizer, group)),)
+
+
+def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None, begun=None) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything but n complete rollouts a prompt,
     each with a log-prob for every token, is a RuntimeError: a missing log-prob must not pass for 0.
 
-    finished(i, rollouts of prompt i) is called as soon as they are there, while the engine still has others to do."""
-    def add_text(group: list[dict]) -> list[dict]:
-        for r, text in zip(group, tokenizer.batch_decode([r["completion_ids"] for r in group], skip_special_tokens=True)):
-            r["text"] = text
-        return group
-    streamed = () if finished is None else (lambda i, group: finished(i, add_text(group)),)
-    rollouts = engine.generate(prompts_ids, n, sampling, *streamed)
+    finished(i, rollouts of prompt i) is called as soon as they are there, while the engine still has others to do. begun: what engine.begin
+    has returned for the same request."""
+    rollouts = engine.result(begun) if begun else engine.generate(prompts_ids, n, sampling, *with_text(tokenizer, finished))
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}")
     for r in rollouts:
         if not r["completion_ids"] or len(r["completion_ids"]) != len(r["logprobs"]):
             raise RuntimeError(f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs")
-    return rollouts if streamed else add_text(rollouts)
+    return rollouts if finished else add_text(tokenizer, rollouts)
 
 
 def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import sys
+from concurrent import futures
 from pathlib import Path
 
 import deepspeed
@@ -43,6 +44,7 @@ import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
 from experience import Inputs
 from replay import Replay
+from server import RolloutsLost
 from stop import Stop
 
 # --- set-up
@@ -195,15 +197,23 @@ def main(argv) -> None:
     lm, p, G, S = engine.module.lm, c["prompts_per_step"] // world, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
     buffer = Replay([row for source in inputs.sources for row in source], c["replay_size"], c["replay_ucb"], remembered) if c["replay_size"] else None
     log = MetricsLog(folder, c, step) if rank == 0 else None
-    timer, skipped_in_a_row = Timer(), 0
+    timer, skipped_in_a_row, first_step, begun = Timer(), 0, step, None
 
     def sync():
         sampler.wake()
         sampler.sync(learner.named_weights(lm, c["zero_stage"]))
 
+    def save_now():
+        with timer("checkpoint"):
+            saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
+        say(f"saved {saved}")
+
     def evaluate_now():
-        with timer("evaluate"):
-            metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, inputs.stop_ids, c, rank, world)
+        try:
+            with timer("evaluate"):
+                metrics = evaluate.evaluate(sampler, tokenizer, eval_rows, inputs.stop_ids, c, rank, world)
+        except RolloutsLost as error:       # the next step finds out too, and saves
+            return say(f"step {step}: not evaluated: {error}")
         if rank == 0:
             log.write(step, metrics)
         say(f"step {step}:", *(f"{k} {v:.3f}" for k, v in metrics.items()))
@@ -216,7 +226,13 @@ def main(argv) -> None:
     while step < c["max_steps"] and not stopping:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
-        got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer)
+        try:
+            got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer, begun)
+        except RolloutsLost:        # on all ranks
+            if step > first_step and c["save_steps"] >= 0:
+                save_now()
+            raise
+        begun = experience.begin(sampler, inputs, buffer, step + 1, c, rank, world) if c["rollout_ahead"] and step + 1 < c["max_steps"] else None
         rollouts, batch_rows, rewards, task_rewards = got["rollouts"], got["rows"], got["rewards"], got["rewards"]
         base, seeded = [r for r in rollouts if "seed_id" not in r], [r for r in rollouts if "seed_id" in r]
         learner.set_temperature((engine, reference), data.scheduled(c["temperature_schedule"], step, c["temperature"]))
@@ -246,7 +262,8 @@ def main(argv) -> None:
                     found |= infoseed.accumulate_gradients(engine, seed_batch, current, c)
                 if update == 0:
                     plain = torch.arange(len(rollouts)).view(p, -1)[:, :G].flatten()        # rows asked without a seed
-                    metrics = found | learner.sampler_mismatch(rollout.take(batch, plain), int(lengths.sum()), c["max_logp_difference"])
+                    limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]      # a step older, they may differ
+                    metrics = found | learner.sampler_mismatch(rollout.take(batch, plain), int(lengths.sum()), limit)
                 else:       # loss, entropy and KL are those of the policy that sampled; clipping shows only in later updates
                     metrics |= {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
                 engine.step()       # skips itself, on all ranks, when the gradient is not finite
@@ -268,6 +285,8 @@ def main(argv) -> None:
 
         # 6. the sampler gets the new weights
         with timer("sync"):
+            if begun:
+                futures.wait([begun])
             sync()
 
         # 7. what happened
@@ -302,9 +321,7 @@ def main(argv) -> None:
         if eval_rows and (step % c["eval_steps"] == 0 or step == c["max_steps"]):
             evaluate_now()
         if c["save_steps"] >= 0 and (stopping or step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
-            with timer("checkpoint"):
-                saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
-            say(f"saved {saved}")
+            save_now()
     bar.close()
     if rank == 0:
         log.close()

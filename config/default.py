@@ -34,7 +34,7 @@ replay_ucb = 0.5                      # C of mean gap + C * sqrt(ln n_total / n_
 resample_equal_groups = 0             # groups of equal rewards are replaced by other prompts up to so many times (dynamic sampling); 0 off
 
 # --- rollouts
-rollout_engine = "vllm"               # "vllm" in this process, or "hf" (transformers generate: slow, the oracle)
+rollout_engine = "vllm"               # "vllm" in this process, "server" (vLLM servers over HTTP), or "hf" (transformers generate: slow, the oracle)
 prompts_per_step = 32                 # P, over all ranks
 num_generations = 8                   # G, completions per prompt: the group
 max_completion_length = 512           # L, tokens, EOS included
@@ -45,6 +45,13 @@ vllm_gpu_memory_utilization = 0.3     # share of GPU memory for vLLM's weights a
 vllm_kv_cache_gib = 1                 # KV cache of vLLM on a CPU, GiB
 vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
 vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
+rollout_server = ""                   # rollout_engine="server": "http://a:8000,http://b:8000", or "auto": those of the launcher
+rollout_concurrency = 64              # prompts that a rank has under way at a time
+rollout_timeout = 600.0               # seconds for one answer, and for the servers to start
+rollout_ahead = 0                     # 1: while a batch is learnt from, the next one is sampled, with weights that are a step older; 0 off
+weight_sync = "disk"                  # how weights reach the servers: "disk" (any storage that both see), "nccl" (GPU to GPU)
+weight_sync_dir = ""                  # where they are written, such as /dev/shm/weights if the servers run on this machine; "" output_dir/weights
+client_tag = ""                       # the beginning of a rank's request ids; "" VLLM_CLIENT_TAG, or rank-<r>-of-<W>
 
 # --- rewards
 reward_funcs = ["countdown"]          # names in graders.REWARDS, "module:function", or "auto": the row's task; the first decides what is correct (>= 1)

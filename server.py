@@ -1,0 +1,416 @@
+"""Rollouts by stock vLLM servers over HTTP: rollout_engine="server", rollout_server="http://a:8000,http://b:8000".
+
+    python serve.py config/countdown_tiny.py --port=8000            starts such a server with what a config needs
+    torchrun ... train.py config/countdown_tiny.py --rollout_engine=server --rollout_server=http://127.0.0.1:8000
+
+Every rank asks for its own prompts, /v1/completions with token ids, up to rollout_concurrency at a time, spread over the servers. After each step
+the weights go to every server, and each server remembers under which name it got them (vLLM's weight version): an answer counts only if its server
+still holds the version that was synced last. A server that dies is left out and its prompts go to the others; it is asked again at the next sync.
+
+Requests carry X-Request-Id: <tag>-s<step>-p<prompt>, which the server repeats in the header and in the body: an answer to somebody else's request,
+as a proxy that mixes clients would deliver, is dropped and counted. What a server sends is checked like any other input.
+"""
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import threading
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import httpx
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoConfig
+
+from common import RunStopped, UserError
+
+TRIES = 6                   # of one prompt, without a usable answer in between
+STRIKES = 3                 # failures of one server, without a success in between, after which it is left out
+LARGEST_ANSWER = 2**28      # bytes
+SHARD = 2**31               # bytes of weights in memory and in a file at a time
+
+
+class RolloutsLost(RunStopped):
+    """No server is left, or a prompt can't get its completions. All ranks raise it together."""
+
+
+class ServerError(RuntimeError):
+    """A request that failed; gone: nobody answers there any more."""
+
+    def __init__(self, sentence: str, gone: bool = False, foreign: bool = False):
+        super().__init__(sentence)
+        self.gone, self.foreign = gone, foreign
+
+
+class Server:
+    """One vLLM server. Calls may come from many threads."""
+
+    def __init__(self, url: str, seconds: float):
+        self.url, self.seconds, self.strikes = url, seconds, 0
+        # no proxy of the environment: these are machines next door
+        self.http = httpx.Client(base_url=url, timeout=httpx.Timeout(seconds, connect=min(10.0, seconds)), trust_env=False,
+                                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64))
+
+    def call(self, path: str, body: dict | None = None, headers: dict | None = None, seconds: float | None = None):
+        """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError after `seconds`, or if it is anything else."""
+        end = time.monotonic() + (seconds or self.seconds)
+        data = bytearray()
+        try:
+            with self.http.stream("GET" if body is None else "POST", path, json=body, headers=headers, timeout=seconds or httpx.USE_CLIENT_DEFAULT) as answer:
+                for piece in answer.iter_bytes():
+                    data += piece
+                    if len(data) > LARGEST_ANSWER or time.monotonic() > end:
+                        raise ServerError(f"{self.url}{path} sent {len(data)} bytes and no end within {seconds or self.seconds:.0f} s")
+        except httpx.TimeoutException:
+            raise ServerError(f"{self.url}{path} did not answer within {seconds or self.seconds:.0f} s") from None
+        except (httpx.HTTPError, OSError) as error:
+            raise ServerError(f"{self.url} is not there: {error or type(error).__name__}", gone=True) from None
+        if answer.status_code != 200:
+            raise ServerError(f"{self.url}{path} answered {answer.status_code}: {bytes(data[:300]).decode(errors='replace')}")
+        try:
+            found = json.loads(data) if data else None
+        except ValueError:
+            raise ServerError(f"{self.url}{path} sent {len(data)} bytes that are not JSON") from None
+        if headers:
+            echoes = {str(found.get("id") if isinstance(found, dict) else None).removeprefix("cmpl-"), answer.headers.get("X-Request-Id", headers["X-Request-Id"])}
+            if echoes != {headers["X-Request-Id"]}:
+                raise ServerError(f"{self.url} answered request {headers['X-Request-Id']} with an answer to {max(echoes - {headers['X-Request-Id']})}", foreign=True)
+        return found
+
+    def version(self) -> str:
+        return str((self.call("/weight_info", seconds=min(30.0, self.seconds)) or {}).get("weight_version"))
+
+    def check(self, longest: int, transfers: bool) -> None:
+        """UserError if this is not a server that can be used; sets the name of its model."""
+        try:
+            self.version()
+            model, = self.call("/v1/models")["data"][:1]
+            self.model, limit = str(model["id"]), int(model["max_model_len"])
+            settings = self.call("/server_info?config_format=json")["vllm_config"]
+            mode, transfer = settings["model_config"]["logprobs_mode"], settings["weight_transfer_config"]
+        except (ServerError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"rollout_server: {self.url} does not speak vLLM's development API ({error}); start it with python serve.py, or with "
+                            f"VLLM_SERVER_DEV_MODE=1") from None
+        if limit < longest:
+            raise UserError(f"rollout_server: {self.url} has max_model_len={limit}, max_prompt_length + max_completion_length is {longest}")
+        if mode != "processed_logprobs":
+            raise UserError(f"rollout_server: {self.url} has logprobs_mode={mode!r}: start it with --logprobs-mode processed_logprobs, as python serve.py does")
+        if transfers and not transfer:
+            raise UserError(f"rollout_server: {self.url} takes no weights over NCCL: start it with --weight-transfer-config '{{\"backend\": \"nccl\"}}', "
+                            f"as python serve.py --weight_sync=nccl does")
+
+
+def addresses(setting: str) -> list[str]:
+    """The URLs of rollout_server; "auto" stands for what a launcher, such as slurm/train.sh, has put into ROLLOUT_SERVER."""
+    if setting == "auto" and not os.environ.get("ROLLOUT_SERVER"):
+        raise UserError("rollout_server='auto': no launcher has set ROLLOUT_SERVER; name the servers: --rollout_server=http://host:8000,http://other:8000")
+    urls = [url.strip().rstrip("/") for url in (os.environ["ROLLOUT_SERVER"] if setting == "auto" else setting).split(",") if url.strip()]
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"rollout_server={setting!r}: {url!r} must begin with http:// or https://")
+    if not urls:
+        raise UserError("rollout_engine='server' needs rollout_server='http://host:port', several separated by commas; python serve.py starts one")
+    return list(dict.fromkeys(urls))
+
+
+def completions_in(answer: dict, prompt_ids: list[int], most: int, tokens: int, vocabulary: int) -> list[dict]:
+    """At most `most` rollouts of an answer of /v1/completions, those that are whole: 1 to `tokens` token ids below `vocabulary` with a
+    finite log-prob each. Others are left out: they are asked for again."""
+    found = []
+    for choice in answer["choices"][:most] if isinstance(answer.get("choices"), list) else ():
+        try:
+            ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            whole = (0 < len(ids) <= tokens and len(ids) == len(logps) and all(type(i) is int and 0 <= i < vocabulary for i in ids)
+                     and all(type(x) in (int, float) and math.isfinite(x) and x <= 0 for x in logps) and choice["finish_reason"] in ("stop", "length")
+                     and choice.get("prompt_token_ids") in (None, prompt_ids))
+        except (KeyError, TypeError):
+            continue
+        if whole:
+            found.append({"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logps, "finish_reason": choice["finish_reason"]})
+    return found
+
+
+class ServerEngine:
+    """The servers of rollout_server as a rollout engine. Rank 0 looks after them; which of them hold the current weights, all ranks know."""
+
+    def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.seconds, self.window, self.longest_prompt = config["rollout_timeout"], config["rollout_concurrency"], config["max_prompt_length"]
+        self.vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        self.tag = config["client_tag"] or os.environ.get("VLLM_CLIENT_TAG") or f"rank-{self.rank}-of-{world}"
+        self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
+        self.live, self.missing, self.version, self.updates = [], {}, "", 0     # servers that hold `version`, the updates-th of this run; why others don't
+        self.folder = Path(config["weight_sync_dir"] or Path(config["output_dir"]) / "weights").resolve()
+        self.counts, self.lock, self.random = {}, threading.Lock(), random.Random(self.rank)
+        longest, nccl = config["max_prompt_length"] + config["max_completion_length"], config["weight_sync"] == "nccl"
+        self.name, models = self.on_rank_0(lambda: (f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.start(longest, nccl)))
+        for server, served in zip(self.servers, models):
+            server.model = served
+        self.transfer = None
+        if nccl:
+            from transfer import Transfer
+            self.transfer = Transfer(self, model, dtype)
+
+    def start(self, longest: int, transfers: bool) -> list[str]:
+        """Waits until all servers are there, and returns each one's name of the model. On rank 0."""
+        end, waiting = time.monotonic() + self.seconds, {server: "" for server in self.servers}
+        bar = tqdm(total=len(self.servers), unit="server", desc="waiting for rollout servers", dynamic_ncols=True, leave=False)
+        while True:
+            for server in list(waiting):
+                try:
+                    server.call("/health", seconds=min(10.0, self.seconds))
+                    del waiting[server]
+                    bar.update()
+                except ServerError as error:
+                    waiting[server] = str(error)
+            if not waiting:
+                break
+            if time.monotonic() > end:
+                raise UserError(f"rollout_server: after {self.seconds:.0f} s {len(waiting)} of {len(self.servers)} servers are not there (rollout_timeout): "
+                                + "; ".join(waiting.values()))
+            bar.set_postfix_str(next(iter(waiting.values()))[:60])
+            time.sleep(1)
+        bar.close()
+        for server in self.servers:
+            server.check(longest, transfers)
+        for old in self.folder.glob(f"{socket.gethostname()}-*-*-*"):       # of a process here that was killed
+            if not Path(f"/proc/{old.name.split('-')[-3]}").exists():
+                shutil.rmtree(old)
+        return [server.model for server in self.servers]
+
+    def on_rank_0(self, work):
+        """What `work` returns or raises on rank 0, on every rank."""
+        found = [None]
+        if self.rank == 0:
+            try:
+                found = [(work(), None)]
+            except (UserError, RunStopped, OSError) as error:
+                found = [(None, error)]
+            except ServerError as error:
+                found = [(None, RunStopped(str(error)))]
+        dist.broadcast_object_list(found)
+        value, error = found[0]
+        if error:
+            raise error
+        return value
+
+    # --- completions
+
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
+        """As the other engines; RolloutsLost on all ranks if on one of them no server is left or a prompt stays without its completions."""
+        return self.together(lambda: self.ask(prompts_ids, n, sampling, finished))
+
+    def begin(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> Future:
+        """generate() in the background, to be ended with result()."""
+        begun = Future()
+
+        def work() -> None:
+            try:
+                begun.set_result(self.ask(prompts_ids, n, sampling, finished))
+            except BaseException as error:      # raised again where somebody waits for it
+                begun.set_exception(error)
+        threading.Thread(target=work, daemon=True).start()
+        return begun
+
+    def result(self, begun: Future) -> list[dict]:
+        return self.together(begun.result)
+
+    def together(self, work) -> list[dict]:
+        try:
+            found, lost = work(), ""
+        except RolloutsLost as error:
+            found, lost = None, str(error)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, lost)
+        if any(everyone):
+            raise RolloutsLost(next(sentence for sentence in everyone if sentence))
+        return found
+
+    def ask(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> list[dict]:
+        """This rank's part of generate()."""
+        if (longest := max(map(len, prompts_ids), default=0)) > self.longest_prompt:
+            raise ValueError(f"a prompt of {longest} tokens must not leave: max_prompt_length={self.longest_prompt}")
+        with self.lock:
+            live = list(self.live)
+        for server in live:
+            if not self.holds_our_weights(server):
+                self.strike(server, ServerError(f"{server.url} has lost our weights", gone=True))
+        names = sampling.get("names") or [f"p{i}" for i in range(len(prompts_ids))]
+        groups, pool = {}, ThreadPoolExecutor(min(self.window, max(1, len(prompts_ids))))
+        try:
+            asked = {pool.submit(self.group, i, ids, n, seed, f"{self.tag}-{name}", sampling): i
+                     for i, (ids, seed, name) in enumerate(zip(prompts_ids, sampling["seeds"], names))}
+            for future in as_completed(asked):
+                groups[asked[future]] = future.result()
+                if finished:
+                    finished(asked[future], groups[asked[future]])
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [r for i in sorted(groups) for r in groups[i]]
+
+    def group(self, i: int, prompt_ids: list[int], n: int, seed: int, name: str, sampling: dict) -> list[dict]:
+        """n completions of prompt i: asked for again, on another server and with another seed, as far as they are missing."""
+        group, failures, attempt = [], [], 0
+        while len(group) < n:
+            server = self.choose(i + attempt)
+            if server is None:
+                raise RolloutsLost(f"no rollout server is left of {', '.join(s.url for s in self.servers)}: {'; '.join(self.missing.values())}")
+            again = f"-a{attempt}" if attempt else ""
+            body = {"model": server.model, "prompt": prompt_ids, "n": n - len(group), "max_tokens": sampling["max_tokens"], "seed": (seed + attempt * 2**32) % 2**62,
+                    "temperature": sampling["temperature"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,     # not the server's own
+                    "stop_token_ids": sampling["stop_token_ids"], "logprobs": 0, "return_token_ids": True}
+            try:
+                answer = server.call("/v1/completions", body, {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag})
+                found = completions_in(answer, prompt_ids, n - len(group), sampling["max_tokens"], self.vocabulary)
+                if not self.holds_our_weights(server):      # it was started again since
+                    raise ServerError(f"{server.url} has lost our weights", gone=True)
+                server.strikes = 0
+                if len(found) < n - len(group):
+                    failures.append(ServerError(f"{server.url} sent {len(found)} usable completions instead of {n - len(group)}"))
+                    self.count("refilled", n - len(group) - len(found))
+                group += found
+            except ServerError as error:
+                failures.append(error)
+                self.count("foreign" if error.foreign else "failed")
+                self.strike(server, error)
+            attempt += 1
+            if len(group) < n and len(failures) >= TRIES:
+                cure = "; a proxy or cache in between mixes clients: name the servers themselves in rollout_server, or have it route by X-Request-Id"
+                raise RolloutsLost(f"request {name}: {len(group)} of {n} completions after {TRIES} tries: {failures[-1]}{cure if failures[-1].foreign else ''}")
+            if len(group) < n:
+                time.sleep(min(10.0, 0.25 * 2**len(failures)) * self.random.uniform(0.5, 1.5))
+        return group
+
+    def choose(self, turn: int) -> Server | None:
+        with self.lock:
+            return self.live[(turn + self.rank) % len(self.live)] if self.live else None
+
+    def strike(self, server: Server, error: ServerError) -> None:
+        """Leaves a server out until the next sync if it is gone or has failed too often; an answer that is not ours may be a proxy's fault."""
+        with self.lock:
+            server.strikes += not error.foreign
+            if server in self.live and (error.gone or server.strikes >= STRIKES):
+                self.live.remove(server)
+                self.missing[server.url] = str(error)
+                tqdm.write(f"rank {self.rank}: rollout server left out until the next sync: {error}")
+
+    def holds_our_weights(self, server: Server) -> bool:
+        try:
+            found = server.version()
+        except ServerError as error:
+            found = str(error)
+        if found != self.version:
+            tqdm.write(f"rank {self.rank}: {server.url} holds weights {found!r}, not {self.version!r}: started again, or another run uses it")
+        return found == self.version
+
+    def count(self, what: str, n: int = 1) -> None:
+        with self.lock:
+            self.counts[what] = self.counts.get(what, 0) + n
+
+    # --- weights
+
+    def sync(self, named_parameters) -> None:
+        """The weights of the iterator of (name, tensor) to every server, also those that were left out before. All ranks together, for ZeRO-3
+        gathers here. That no server has taken them shows in the next generate()."""
+        self.updates += 1
+        version = f"{self.name}-{self.updates}"
+        if self.transfer:
+            missing = self.transfer.send(named_parameters, version)
+        else:
+            new = self.folder / version
+            problem = write_shards(named_parameters, new if self.rank == 0 else None)
+            missing = self.on_rank_0(lambda: self.hand_over(new, version, problem))
+        self.version = version
+        with self.lock:
+            self.live, self.missing = [server for server in self.servers if server.url not in missing], missing
+            for server in self.live:
+                server.strikes = 0
+        if self.rank == 0:
+            for sentence in missing.values():
+                tqdm.write(f"rollout server without weights, left out until the next sync: {sentence}")
+
+    def hand_over(self, folder: Path, version: str, problem: str) -> dict:
+        """Has every server read the folder; {url: sentence} of those that did not. On rank 0."""
+        if problem:
+            raise RunStopped(f"weight_sync_dir: the weights could not be written: {problem}")
+
+        def reload(server: Server) -> None:
+            server.call("/health", seconds=min(10.0, self.seconds))     # a dead one must not hold up the others for long
+            server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            if not (server.call("/reset_prefix_cache", {}) or {}).get("success"):
+                raise ServerError(f"{server.url} could not forget what it had cached for the old weights")
+            server.call("/update_weight_version", {"new_version": version})
+        missing = on_each(self.servers, reload)
+        for old in self.folder.glob(f"{self.name}-*"):
+            if old != folder:
+                shutil.rmtree(old)
+        return missing
+
+    def take_counts(self) -> dict:
+        """{"rollout/failed", "rollout/foreign", "rollout/refilled", "rollout/servers"}: of all ranks since the last time. All ranks together."""
+        names = ("failed", "foreign", "refilled")
+        with self.lock:
+            mine, self.counts = [self.counts.get(name, 0) for name in names], {}
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, [*mine, len(self.live)])
+        return {f"rollout/{name}": sum(share[i] for share in shares) for i, name in enumerate(names)} | {"rollout/servers": min(share[-1] for share in shares)}
+
+    def sleep(self) -> None:
+        pass        # another machine's, or another GPU's, memory
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.http.close()
+        if self.rank == 0:
+            for folder in self.folder.glob(f"{self.name}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+            if self.folder.is_dir() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+
+def on_each(servers: list[Server], work) -> dict:
+    """work(server) for all at once; {url: sentence} of those where it failed."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        done: dict[Server, Future] = {server: pool.submit(work, server) for server in servers}
+    found = {server.url: done[server].exception() for server in servers}
+    for error in found.values():
+        if error and not isinstance(error, ServerError):
+            raise error
+    return {url: str(error) for url, error in found.items() if error}
+
+
+def write_shards(named_parameters, folder: Path | None) -> str:
+    """Safetensors files of at most SHARD bytes, or one tensor, in `folder`; None: only takes part in gathering. "" or what went wrong: the
+    iterator is used up either way, for other ranks gather with us. The folder appears whole or not at all."""
+    problem, shard, size, files = "", {}, 0, 0
+    tmp = folder and folder.with_suffix(".tmp")
+
+    def flush() -> str:
+        nonlocal shard, size, files
+        try:
+            tmp.mkdir(parents=True, exist_ok=True)
+            save_file(shard, tmp / f"model-{files:05d}.safetensors")
+        except Exception as error:      # safetensors has its own for a full disk
+            return f"{tmp}: {error}"
+        shard, size, files = {}, 0, files + 1
+        return ""
+    for name, tensor in named_parameters:
+        if folder is None or problem:
+            continue
+        if shard and size + tensor.nbytes > SHARD:
+            problem = flush()
+        shard[name] = tensor.cpu().clone() if any(tensor is other for other in shard.values()) else tensor.cpu()
+        size += tensor.nbytes
+    if folder and not problem and not (problem := flush()):
+        tmp.rename(folder)
+    return problem

@@ -1,0 +1,84 @@
+"""weight_sync="nccl": weights from rank 0 straight into the memory of vLLM servers on other GPUs, by vLLM's own weight transfer.
+
+    transfer = Transfer(engine, model, dtype)
+    missing = transfer.send(named_parameters, version)      # all ranks; {url: sentence} of the servers that did not get them
+
+Not run yet: it needs at least two GPUs, of which one belongs to a server (python serve.py CONFIG --weight_sync=nccl). What can be tested without is.
+"""
+import socket
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import RunStopped
+from learner import named_weights
+from server import Server, ServerEngine, on_each
+
+
+class Transfer:
+    """weight_sync="nccl": vLLM's own weight transfer, from rank 0 to every worker of every server, a few parameters at a time. The group is
+    made anew whenever other servers take part than the last time. It is also what vLLM's trainer side calls a client and a source."""
+
+    def __init__(self, engine: ServerEngine, model: str, dtype: torch.dtype):
+        from vllm.distributed.weight_transfer.base import ParamMeta
+        self.engine, self.members, self.sender, self.stream = engine, [], None, None
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        self.parameters = [ParamMeta(name=name, dtype=dtype, shape=tuple(tensor.shape)) for name, tensor in named_weights(lm, 0)]
+
+    def send(self, named_parameters, version: str) -> dict:
+        """{url: sentence} of the servers that did not get the weights. All ranks together."""
+        self.stream = named_parameters
+        missing = self.engine.on_rank_0(lambda: on_each(self.engine.servers, lambda server: server.call("/health", seconds=10.0)))
+        members = [server for server in self.engine.servers if server.url not in missing]
+        if members != self.members and members:
+            self.connect(members)
+        if not members:
+            return missing
+        self.sender.send_weights()
+        late = self.engine.on_rank_0(lambda: on_each(members, lambda server: self.seal(server, version)))
+        return missing | late
+
+    def connect(self, members: list[Server]) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        self.members = members
+
+        def sizes() -> tuple[list[int], str, int]:
+            on_each(members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                return [int(server.call("/get_world_size")["world_size"]) for server in members], socket.gethostname(), probe.getsockname()[1]
+        self.sizes, host, port = self.engine.on_rank_0(sizes)
+        info = NCCLTrainerInitInfo(rank=self.engine.rank, master_address=host, master_port=port, world_size=1 + sum(self.sizes))
+        self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
+
+    def seal(self, server: Server, version: str) -> None:
+        server.call("/reset_prefix_cache", {})
+        server.call("/update_weight_version", {"new_version": version})
+
+    # what vLLM's trainer side asks of its source
+
+    def metadata(self) -> list:
+        return self.parameters
+
+    def __iter__(self):
+        return iter(self.stream)
+
+    # and of its client: the same call to every server, but each has its own place in the group
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        offsets = {server: 1 + sum(self.sizes[:i]) for i, server in enumerate(self.members)}
+        self.all(lambda server: server.call("/init_weight_transfer_engine", {"init_info": init_info | {"rank_offset": offsets[server]}}))
+
+    def start_weight_update(self) -> None:
+        self.all(lambda server: server.call("/start_weight_update", {}))
+
+    def update_weights(self, update_info: dict) -> None:
+        self.all(lambda server: server.call("/update_weights", {"update_info": update_info}))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.all(lambda server: server.call("/finish_weight_update", {}))
+
+    def all(self, work) -> None:
+        if failed := on_each(self.members, work):
+            raise RunStopped(f"weight_sync='nccl': {'; '.join(failed.values())}")
