@@ -108,7 +108,7 @@ def report(folder: Path, parameters: int, dtype: torch.dtype, c: dict) -> str:
 
 def tidy(folder: Path) -> None:
     """Removes what a process that died in the middle of a save left behind."""
-    for path in (*folder.glob("step_*.tmp"), *folder.glob("step_*.old")):
+    for path in (*folder.glob("step_*.tmp"), *folder.glob("step_*.old"), *folder.glob("push_*.tmp")):
         shutil.rmtree(path)
 
 

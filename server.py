@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import RunStopped, UserError
+from common import RunStopped, UserError, in_background
 
 TRIES = 6                   # of one prompt, without a usable answer in between
 STRIKES = 3                 # failures of one server, without a success in between, after which it is left out
@@ -209,15 +209,7 @@ class ServerEngine:
 
     def begin(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> Future:
         """generate() in the background, to be ended with result()."""
-        begun = Future()
-
-        def work() -> None:
-            try:
-                begun.set_result(self.ask(prompts_ids, n, sampling, finished))
-            except BaseException as error:      # raised again where somebody waits for it
-                begun.set_exception(error)
-        threading.Thread(target=work, daemon=True).start()
-        return begun
+        return in_background(lambda: self.ask(prompts_ids, n, sampling, finished))
 
     def result(self, begun: Future) -> list[dict]:
         return self.together(begun.result)

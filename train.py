@@ -43,6 +43,7 @@ import rewards as R
 import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
 from experience import Inputs
+from hub import Hub
 from replay import Replay
 from server import RolloutsLost
 from stop import Stop
@@ -170,6 +171,7 @@ def main(argv) -> None:
     check_run_folder(c, resuming)
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
+    hub = Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"]) if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0 else None
 
     rank, world, device = learner.start_distributed()
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
@@ -207,6 +209,8 @@ def main(argv) -> None:
         with timer("checkpoint"):
             saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
         say(f"saved {saved}")
+        if hub:
+            hub.push(saved, last=step == c["max_steps"])
 
     def evaluate_now():
         try:
@@ -331,6 +335,8 @@ def main(argv) -> None:
     if stopping:
         say(f"stopped as asked after step {step} of {c['max_steps']}" + ("; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""))
     learner.leave_together(sampler)
+    if hub and not stopping:
+        hub.finish()
 
 
 if __name__ == "__main__":
