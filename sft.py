@@ -22,6 +22,7 @@ import rollout
 from common import UserError, load_config, script
 from learner import Policy, across_ranks, start_distributed
 
+SEEDED = 0.6
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] == 'assistant' else '') }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
@@ -47,22 +48,34 @@ def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, ti
         max_position_embeddings=positions, tie_word_embeddings=tied, rope_theta=10000.0, eos_token_id=0, pad_token_id=0, bos_token_id=None))
 
 
-def demonstrations(rows: list[dict], tokenizer, max_completion_length: int) -> list[list[dict]]:
-    """Per row with "solutions" its [{"prompt_ids", "completion_ids"}, ...], EOS included; those over max_completion_length left out."""
+def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
+    """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed 0, 1, ... if InfoSeed is on]), EOS included;
+    solutions over max_completion_length are left out."""
     texts = [text for row in rows for text in row.get("solutions", ())]
     if not texts:
         raise UserError('dataset_name: none of its rows has "solutions", a list of texts to learn from')
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []}
                for _ in row.get("solutions", ())] for row in rows]
-    return [short for group in groups if (short := [pair for pair in group if len(pair["completion_ids"]) <= max_completion_length])]
+    short = [[pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]] for group in groups]
+    return [(group, data.seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else []) for row, group in zip(rows, short) if group]
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
     """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the solutions of each."""
     rng = random.Random(f"sft/{seed}/{step}")
-    chosen = [rng.choice(rng.choice(groups)) for _ in range(size)]
+    chosen = [demonstration(*rng.choice(groups), rng) for _ in range(size)]
     return rollout.to_batch(chosen[rank::world], device)
+
+
+def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
+    """One of a row's demonstrations. Half of those of a row with seeds are asked with a seed, which SEEDED of the time picks its share of the
+    sorted solutions: the model then reads the seed and reacts to it a little, without which InfoSeed has nothing to amplify."""
+    if not seed_prompts or rng.random() < 0.5:
+        return rng.choice(group)
+    z = rng.randrange(len(seed_prompts))
+    own = sorted(group, key=lambda pair: pair["completion_ids"])[int((z + rng.random()) / len(seed_prompts) * len(group))]
+    return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seed_prompts[z]}
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
@@ -83,12 +96,12 @@ def main(argv) -> None:
     else:
         _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
-    groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c["max_completion_length"])
+    groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c)
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
     if rank == 0:
         print(f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
-              f"{tokenizer.decode(groups[0][0]['prompt_ids'] + groups[0][0]['completion_ids'])!r}")
+              f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
     steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1)))

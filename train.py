@@ -162,6 +162,20 @@ def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
 
 # --- the loop
 
+def update(engine, batch: dict, targets: dict, beta: float, norm: dict, seeds: tuple, c: dict) -> tuple[dict, bool]:
+    """num_iterations updates of the policy on this rank's rows: (metrics, whether all of them were applied). Loss, entropy and KL are those of the
+    policy that sampled; clipping shows only in later updates. seeds: with InfoSeed (batch of the seed rows, features of all ranks' seed rows)."""
+    metrics, applied = {}, True
+    for i in range(c["num_iterations"]):
+        found = learner.accumulate_gradients(engine, batch, targets, beta, c, norm)
+        if seeds and c["info_seed_lambda"] > 0:
+            found |= infoseed.accumulate_gradients(engine, seeds[0], seeds[1] if i == 0 else infoseed.features(engine, seeds[0], c)[0], c)
+        metrics |= found if i == 0 else {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
+        engine.step()       # skips itself, on all ranks, when the gradient is not finite
+        applied = applied and engine.was_step_applied()
+    return metrics, applied
+
+
 def main(argv) -> None:
     c = load_config(argv)
     dtype = learner.dtype_of(c)
@@ -258,20 +272,10 @@ def main(argv) -> None:
             norm = learner.step_counts(targets, group["lengths"])
             for parameters in engine.optimizer.param_groups:
                 parameters["lr"] = learning_rate_at(step, c)
-            applied = True
-            for update in range(c["num_iterations"]):
-                found = learner.accumulate_gradients(engine, batch, mine, state["beta"], c, norm)
-                if S and c["info_seed_lambda"] > 0:
-                    current = h if update == 0 else infoseed.features(engine, seed_batch, c)[0]
-                    found |= infoseed.accumulate_gradients(engine, seed_batch, current, c)
-                if update == 0:
-                    plain = torch.arange(len(rollouts)).view(p, -1)[:, :G].flatten()        # rows asked without a seed
-                    limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]      # a step older, they may differ
-                    metrics = found | learner.sampler_mismatch(rollout.take(batch, plain), int(lengths.sum()), limit)
-                else:       # loss, entropy and KL are those of the policy that sampled; clipping shows only in later updates
-                    metrics |= {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
-                engine.step()       # skips itself, on all ranks, when the gradient is not finite
-                applied = applied and engine.was_step_applied()
+            metrics, applied = update(engine, batch, mine, state["beta"], norm, (seed_batch, h) if S else (), c)
+            plain = torch.arange(len(rollouts)).view(p, -1)[:, :G].flatten()        # rows asked without a seed
+            limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]          # sampled by weights a step older, they may differ
+            metrics |= learner.sampler_mismatch(rollout.take(batch, plain), int(lengths.sum()), limit)
             skipped_in_a_row = 0 if applied else skipped_in_a_row + 1
 
         # 5. controllers: tau and beta of the next step

@@ -1,22 +1,28 @@
 # Countdown with InfoSeed: 4 more completions per prompt, each asked with a seed digit, that come to show their seed. Two CPU cores.
-#   make demo                                                                       builds the warm start
-#   torchrun --standalone --nproc_per_node 2 train.py config/countdown_infoseed.py                                      5 minutes
-model = "runs/countdown_sft"
+#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_infoseed.py --model=runs/countdown_sft --output_dir=runs/infoseed_sft   2 minutes, after
+#   make demo: a warm start that has seen the digits and reacts to them a little
+#   torchrun --standalone --nproc_per_node 2 train.py config/countdown_infoseed.py                                                           5 minutes
+# seed/pred_acc, how often a completion tells its seed (chance 1/4), rises from .26 to .5 in 100 steps; with --info_seed_lambda=0
+# --info_seed_reward=0 it stays where it is.
+model = "runs/infoseed_sft"
 output_dir = "runs/countdown_infoseed"
 dataset_name = "countdown"
 dataset_config = "tiny"
 max_prompt_length = 32
 max_completion_length = 32
-prompts_per_step = 32
-num_generations = 12
+prompts_per_step = 24
+num_generations = 8
 info_seed_enabled = True
 info_seed_num_seeds = 4
 info_seed_prompt_template = "{prompt}{seed}"    # a digit after the colon disturbs the character model least
-info_seed_lambda = 0.01
-info_seed_reward = 0.3
+info_seed_loss_type = "ce"
+info_seed_lambda = 0.3
+info_seed_reward = 0.5                          # at 1 the seeds matter more than the answers: rewards fall to 0 after 150 steps
 learning_rate = 3e-4
-lr_scheduler_type = "linear"
-max_steps = 200
+max_steps = 150
 max_tokens_per_micro_batch = 8192
 max_logp_difference = 0.001
 eval_steps = 50
+sft_steps = 400
+sft_batch_size = 128
+sft_learning_rate = 1e-3
