@@ -92,13 +92,17 @@ def report(folder: Path, parameters: int, dtype: torch.dtype, c: dict) -> str:
     if c["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     trial, start = folder / "trial.tmp", time.perf_counter()
-    with open(trial, "wb") as file:
-        file.write(os.urandom(2**24))
-        file.flush()
-        os.fsync(file.fileno())
-    file_hash(trial)
+    try:
+        with open(trial, "wb") as file:
+            file.write(os.urandom(2**24))
+            file.flush()
+            os.fsync(file.fileno())
+        file_hash(trial)
+    except OSError as error:
+        raise UserError(f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there ({error.strerror})") from None
+    finally:
+        trial.unlink(missing_ok=True)
     speed = 2**24 / (time.perf_counter() - start)
-    trial.unlink()
     size = parameters * (16 if c["checkpoint_mode"] == "full" else 16 - dtype.itemsize)      # weights, their float32 copy, two moments, Hugging Face file
     often = f"every {c['save_steps']} steps and at the end" if c["save_steps"] else "at the end"
     kept = f"the newest {c['save_total_limit']} are kept" if c["save_total_limit"] else "all are kept"

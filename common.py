@@ -4,6 +4,7 @@
 """
 import ast
 import difflib
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from controllers import steers_beta, steers_tau
 
 ROOT = Path(__file__).resolve().parent
+WANDB_FINISH_SECONDS = 300      # that a run that is done waits until Weights & Biases has the rest; what is left can be handed in by `wandb sync`
 ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ours
 
 CHOICES = {
@@ -82,6 +84,11 @@ def script(main) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         # not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them
         os._exit(2 if isinstance(error, UserError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error.filename or 'a file of the run'} could not be written: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(1)
     except RuntimeError as error:
         if not any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
             raise
@@ -364,21 +371,29 @@ class MetricsLog:
             import wandb
             try:
                 self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config,
-                                        mode=config["wandb_mode"], dir=folder)
+                                        mode=config["wandb_mode"], dir=folder, settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS))
             except wandb.errors.Error as error:
-                raise UserError(f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {error}; log in, or use --wandb_mode=offline") from None
+                raise UserError(f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "
+                                f"or use --wandb_mode=offline") from None
 
     def write(self, step: int, metrics: dict) -> None:
         # NaN and infinity are not JSON: they become null, so that any reader can parse the file
         row = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in metrics.items()}}
         self.file.write(json.dumps(row) + "\n")
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+        self.tell_wandb(lambda run: run.log(metrics, step=step))
 
     def close(self) -> None:
         self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self.tell_wandb(lambda run: run.finish())
+
+    def tell_wandb(self, act) -> None:
+        """act(run) if there is one. It is a copy: that its service has died, out of memory for example, is no reason to end a run."""
+        try:
+            if self.wandb:
+                act(self.wandb)
+        except Exception as error:
+            print(f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone", flush=True)
+            self.wandb = None
 
 
 class Timer:

@@ -52,9 +52,9 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
 def read_jsonl(path: str) -> list[dict]:
     rows = []
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, "rb") as file:      # as text it would be decoded ahead of its lines
             for number, line in enumerate(file, 1):
-                if line.strip():
+                if line := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
                         raise UserError(f"{path}:{number}: a row must be a JSON object, not {line[:40]!r}")
@@ -64,7 +64,7 @@ def read_jsonl(path: str) -> list[dict]:
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{number}: not JSON: {error}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"dataset_name={path!r} is not UTF-8 text: {error}") from None
+        raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
 
 

@@ -105,7 +105,7 @@ def main(argv) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
     steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1)))
-    bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.time()
+    bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.perf_counter()
     for step in bar:
         batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)
         logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False)       # (n, T)
@@ -118,7 +118,7 @@ def main(argv) -> None:
         schedule.step()
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     if rank == 0:
-        save(folder, lm, tokenizer, c, loss.item(), time.time() - started)
+        save(folder, lm, tokenizer, c, loss.item(), time.perf_counter() - started)
     dist.barrier()
     dist.destroy_process_group()
 

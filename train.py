@@ -332,9 +332,9 @@ def main(argv) -> None:
             save_now()
     bar.close()
     if rank == 0:
-        log.close()
         if step == c["max_steps"]:
             (folder / "done").touch()
+        log.close()
         evaluate.report(folder)
     if stopping:
         say(f"stopped as asked after step {step} of {c['max_steps']}" + ("; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""))

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import exact_matrix
 import pytest
 import torch
-from safetensors.torch import load_file
+from exact_matrix import ROOT, finish, first_difference, killed_and_resumed, log_of, steps_in
 from transformers import AutoModelForCausalLM
 
 import checkpoint
@@ -21,36 +22,9 @@ import sft
 from common import RunStopped, UserError
 from stop import Stop
 
-ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--rollout_engine=hf", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3", "--max_steps=4",
-         "--reward_funcs=['parity_reward:parity']", "--num_iterations=2", "--save_steps=2", "--save_total_limit=0", "--replay_size=50", "--replay_fraction=0.5",
-         "--resample_equal_groups=1", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--zero_stage=3", "--checkpoint_mode=shallow"]
 
-
-def start(model: Path, folder: Path, *flags, ranks: int = 0) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    log = open(f"{folder}.log", "a")
-    return subprocess.Popen([sys.executable, *launcher, "train.py", "config/countdown_tiny.py", *FLAGS, f"--model={model}", f"--output_dir={folder}", *flags], cwd=ROOT,
-                            stdout=log, stderr=log, text=True, start_new_session=True, env={**env, "PYTHONPATH": str(ROOT / "tests")})
-
-
-def finish(process: subprocess.Popen, seconds: float = 240) -> int:
-    try:
-        return process.wait(seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def log_of(folder: Path) -> str:
-    return Path(f"{folder}.log").read_text()
-
-
-def steps_in(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    return [{key: value for key, value in line.items() if not key.startswith("time/") and key != "tokens_per_second"} for line in lines]
+def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen:
+    return exact_matrix.start(model, folder, *exact_matrix.case_flags("hf", 3), *flags, ranks=ranks)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: float = 240) -> None:
@@ -70,21 +44,15 @@ def whole(tiny_model_dir, tmp_path_factory):
     return folder
 
 
-def test_a_run_killed_in_the_middle_of_a_step_goes_on_bit_for_bit(whole, tiny_model_dir, tmp_path):
-    """Replay buffer, controllers, optimizer, two updates a step, two ranks: every metric and every weight the same."""
+def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(whole, tiny_model_dir, tmp_path):
+    """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does the same for every engine, stage and number of ranks."""
     folder = tmp_path / "killed"
-    process = start(tiny_model_dir, folder, ranks=2)
-    wait_for_step(folder, 3, process)       # one after the checkpoint
-    subprocess.run(["pkill", "-9", "-f", f"output_dir={folder}"], check=True)
-    finish(process)
-    assert not (folder / "done").exists() and not (folder / "step_000004").exists()
-    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest", ranks=2)) == 0, log_of(folder)[-3000:]
-    assert "step_000002, 2 steps done" in log_of(folder) and (folder / "done").exists()
-    assert steps_in(folder) == steps_in(whole) and len(steps_in(whole)) == 4
-    one, two = (load_file(f / "step_000004" / "model.safetensors") for f in (whole, folder))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    states = [json.loads((f / "step_000004" / "controller_state.json").read_text()) for f in (whole, folder)]
-    assert states[0] == states[1] and states[0]["replay"]["prompts"] and states[0]["controllers"]["step"] == 4
+    killed_and_resumed(tiny_model_dir, folder, "hf", 3, 2)
+    assert first_difference(whole, folder) == "" and (folder / "done").exists()
+
+
+def test_so_does_a_run_with_vllm_on_one_rank(tiny_model_dir, tmp_path):
+    assert exact_matrix.compare(tiny_model_dir, tmp_path, "vllm", 2, 1) == ""
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_model_dir, tmp_path):

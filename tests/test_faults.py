@@ -1,0 +1,265 @@
+"""Faults from outside, each one injected into the real train.py: a full disk, rewards that hang or raise, Weights & Biases out of reach, a row that can't
+be read, a clock that runs backwards. (kill -9, dead ranks, damaged shards: test_resume.py; NaN in a loss: test_train.py.)"""
+import ast
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from exact_matrix import ROOT, finish, log_of, start, steps_in
+
+import checkpoint
+import common
+import data
+import train
+from common import UserError
+
+HF = ["--rollout_engine=hf", "--replay_size=0", "--resample_equal_groups=0", "--num_iterations=1", "--checkpoint_mode=full"]
+
+
+def error_of(folder: Path) -> str:
+    """The one sentence, on one line, that a run has ended with."""
+    log = log_of(folder)
+    errors = re.findall("error: .*", log)       # behind the progress bar, which ends without a newline
+    assert len(errors) == 1 and log.endswith(errors[0] + "\n") and "Traceback" not in log, log[-3000:]
+    return errors[0]
+
+
+def status_of(work) -> int:
+    """The exit status of a child process that does `work`; 99 after an exception."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 99
+    try:
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def patched(folder: Path, code: str) -> str:
+    """train.py after `code`."""
+    script = folder / "patched_train.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport train\ntrain.script(train.main)\n")
+    return str(script)
+
+
+# --- a full disk
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 18 MiB: the trial at the start of a run needs 16, a checkpoint of the tiny model 6.4, so the third one does not fit."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=18m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here ({mounted.stderr.strip()}); test_resume.py fills a disk by a limit on file size instead")
+    (folder / "run.log").symlink_to(tmp_path / "run.log")       # what the run says needs no room
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goes_on(disk, tiny_model_dir, tmp_path):
+    folder = disk / "run"
+    flags = [*HF, "--save_steps=1"]
+    assert finish(start(tiny_model_dir, folder, *flags)) == 1
+    sentence = error_of(folder)
+    assert f"{folder}/step_000003 could not be written" in sentence and "0.0 GiB are free" in sentence and f"{folder}/step_000002, go on" in sentence
+    assert any((folder / "step_000003.tmp").rglob("*")) and not (folder / "done").exists()      # it had begun
+    assert checkpoint.latest(folder).name == "step_000002" and all(checkpoint.verify(path) == "" for path in checkpoint.steps_of(folder))
+
+    resume = [*flags, "--max_steps=3", "--resume_from_checkpoint=latest"]
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    assert finish(start(tiny_model_dir, folder, *resume)) == 0, log_of(folder)[-3000:]
+    assert "step_000002, 2 steps done" in log_of(folder) and (folder / "done").exists() and checkpoint.latest(folder).name == "step_000003"
+    assert [line["step"] for line in steps_in(folder)] == [1, 2, 3] and not list(folder.glob("*.tmp"))
+
+
+def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk):
+    (disk / "other").write_bytes(bytes(8 * 2**20))
+    with pytest.raises(UserError, match=f"output_dir='{disk}'") as caught:
+        checkpoint.report(disk, 1000, torch.float32, {"save_steps": 1, "checkpoint_mode": "full", "save_total_limit": 0, "keep_every": 0})
+    assert "\n" not in str(caught.value) and not (disk / "trial.tmp").exists()
+
+
+def test_a_disk_that_is_full_when_anything_else_is_written_is_one_sentence_too(monkeypatch, capfd):
+    def main(argv):
+        with open("/dev/full", "w") as file:
+            file.write("a line of metrics")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert status_of(lambda: common.script(main)) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "error: a file of the run could not be written: No space left on device"
+
+
+# --- one run that meets with three of them: rewards that hang, a clock that runs backwards, Weights & Biases that goes away
+
+REWARDS = """import time
+
+def hangs(completion, answer, **row):
+    if sum(map(ord, completion)) % 8 == 0:
+        time.sleep(1000)
+    return float(len(completion) % 2)
+
+def raises(completion, answer, **row):
+    if completion not in ("1", "\\\\boxed{1}"):      # what a run tries a reward with before it starts
+        raise ZeroDivisionError("on\\nall of them")
+    return 0.0
+"""
+
+ROUGH = """
+import itertools, time
+begin, reads = time.time(), itertools.count()
+time.time = lambda: begin - 60 * next(reads)        # a minute earlier each time that somebody looks
+time.time_ns = lambda: int(time.time() * 1e9)
+import common
+common.WANDB_FINISH_SECONDS = 2
+"""
+
+# the client asks again and again for 90 seconds: here only once
+WANDB = {"WANDB_API_KEY": "a" * 40, "WANDB__GRAPHQL_RETRY_MAX": "1", "WANDB__GRAPHQL_RETRY_WAIT_MIN_SECONDS": "0.1", "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "0.1",
+         "WANDB_ERROR_REPORTING": "false"}
+
+
+class Wandb(BaseHTTPRequestHandler):
+    """As much of the service as a run needs to begin; then it is gone."""
+
+    def do_POST(self):
+        query = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode("utf-8", "replace")
+        begins = "upsertBucket" in query
+        bucket = {"id": "run", "name": "run", "displayName": "run", "project": {"name": "maxent-grpo", "entity": {"name": "we"}}}
+        answer = {"upsertBucket": {"bucket": bucket, "inserted": True}} if begins else {"viewer": {"id": "me", "entity": "we", "flags": "{}", "teams": {"edges": []}}}
+        body = json.dumps({"data": answer}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if begins:
+            self.server.begun = True
+            threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def own_rewards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_rewards.py").write_text(REWARDS)
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def rough(own_rewards, tiny_model_dir, tmp_path_factory):
+    """Two steps that all of this happens to."""
+    folder, server = tmp_path_factory.mktemp("rough") / "run", ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
+    server.begun = False
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        process = start(tiny_model_dir, folder, *HF, "--max_steps=2", "--reward_funcs=['own_rewards:hangs']", "--reward_timeout=1.0", "--max_reward_failures=1.0",
+                        "--log_rollouts_steps=1", "--report_to=wandb", script=patched(folder.parent, ROUGH), **own_rewards, **WANDB,
+                        WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
+        assert finish(process, 120) == 0, log_of(folder)[-3000:]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert server.begun and (folder / "done").exists() and checkpoint.verify(folder / "step_000002") == ""
+    return folder
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rewards_that_hang_are_cut_off_and_counted_and_the_others_stand(rough):
+    hung = 0
+    for line in lines_of(rough):
+        rollouts = [json.loads(text) for path in (rough / "rollouts").glob(f"step_{line['step']:06d}*") for text in path.read_text().splitlines()]
+        stuck = [r for r in rollouts if sum(map(ord, r["completion"])) % 8 == 0]
+        assert len(rollouts) == 16 and all(r["reward"] == (0 if r in stuck else len(r["completion"]) % 2) for r in rollouts)
+        assert line["reward/own_rewards:hangs/timeouts"] == len(stuck) and line["reward/own_rewards:hangs/errors"] == 0
+        hung += len(stuck)
+    assert 0 < hung < 16 and "no answer in 1 s (reward_timeout)" in log_of(rough)
+
+
+def test_a_clock_that_runs_backwards_changes_neither_limits_nor_timings(rough):
+    """Were a limit taken from it, the rewards that hang would have hung for ever."""
+    lines = lines_of(rough)
+    assert [line["step"] for line in lines] == [1, 2] and all(0 <= value < 120 for line in lines for key, value in line.items() if key.startswith("time/"))
+    assert all(0 < line["tokens_per_second"] < math.inf for line in lines) and sum(line["time/reward"] for line in lines) > 0.5
+
+
+def test_a_run_outlives_weights_and_biases_and_keeps_what_it_has_not_handed_in(rough):
+    """Its client would go on trying for ever at the end, and the run would never be done."""
+    assert "wandb sync" in log_of(rough) and next(rough.glob("wandb/run-*/*.wandb")).stat().st_size > 1000
+
+
+def test_no_file_takes_seconds_from_the_wall_clock():
+    """It may be set back at any time. (time.strftime, for a date that a person reads, is fine.)"""
+    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for folder in ("", "tasks", "slurm") for path in sorted((ROOT / folder).glob("*.py"))
+             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")]
+    assert not found, found
+
+
+def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(own_rewards, tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    assert finish(start(tiny_model_dir, folder, *HF, "--reward_funcs=['own_rewards:raises']", **own_rewards)) == 1, log_of(folder)[-3000:]
+    assert all(word in error_of(folder) for word in ("own_rewards:raises", "16", "max_reward_failures=0.1")) and not (folder / "done").exists()
+    record = json.loads((folder / "reward_failures.rank_0.jsonl").read_text().splitlines()[0])
+    assert record["kind"] == "error" and record["reason"] == "ZeroDivisionError: on?all of them"
+
+
+# --- Weights & Biases
+
+def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    process = start(tiny_model_dir, folder, *HF, "--report_to=wandb", **WANDB, WANDB_INIT_TIMEOUT="1",
+                    WANDB_BASE_URL="http://127.0.0.1:9")        # the discard port: closed
+    assert finish(process) == 2, log_of(folder)[-3000:]
+    assert all(word in error_of(folder) for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_mode=offline")) and not steps_in(folder)
+
+
+def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tmp_path, capfd):
+    def work():
+        log = common.MetricsLog(tmp_path, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
+        log.write(1, {"reward": 1.0})
+        service, = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout.split()
+        os.kill(int(service), signal.SIGKILL)
+        for step in range(2, 20):
+            log.write(step, {"reward": 1.0})
+            time.sleep(0.05)
+        log.close()
+    assert status_of(work) == 0 and len(steps_in(tmp_path)) == 19
+    assert capfd.readouterr().out.count("warning: Weights & Biases is gone") == 1
+
+
+# --- a row that can't be read
+
+def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_anything_is_loaded(tiny_model_dir, tmp_path, monkeypatch, capfd):
+    rows, model = tmp_path / "rows.jsonl", shutil.copytree(tiny_model_dir, tmp_path / "model")
+    rows.write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": \n{"prompt": "3", "answer": "3"}\n')
+    (model / "model.safetensors").unlink()      # it would fail if it came to that
+    monkeypatch.setattr(sys, "argv", ["train.py", str(ROOT / "config" / "countdown_tiny.py"), f"--model={model}", f"--dataset_name={rows}", "--dataset_config=",
+                                      f"--output_dir={tmp_path / 'run'}"])
+    assert status_of(lambda: common.script(train.main)) == 2
+    assert re.findall("error: .*", capfd.readouterr().err)[0].startswith(f"error: {rows}:3: not JSON") and not (tmp_path / "run").exists()
+
+
+def test_a_line_that_is_not_text_is_named_too(tmp_path):
+    """Far into the file: decoding runs ahead of the lines."""
+    rows = tmp_path / "rows.jsonl"
+    good = b'{"prompt": "1", "answer": "1"}\n'
+    rows.write_bytes(good * 1000 + b'{"prompt": "\xff\xfe", "answer": "1"}\n' + good * 1000)
+    with pytest.raises(UserError, match=f"{rows}:1001: not UTF-8"):
+        data.read_jsonl(str(rows))
