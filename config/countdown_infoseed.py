@@ -2,8 +2,7 @@
 #   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_infoseed.py --model=runs/countdown_sft --output_dir=runs/infoseed_sft   2 minutes, after
 #   make demo: a warm start that has seen the digits and reacts to them a little
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_infoseed.py                                                           5 minutes
-# seed/pred_acc, how often a completion tells its seed (chance 1/4), rises from .26 to .5 in 100 steps; with --info_seed_lambda=0
-# --info_seed_reward=0 it stays where it is.
+# seed/pred_acc, how often a completion tells its seed, rises (LOG.md); with --info_seed_lambda=0 --info_seed_reward=0 it stays at chance, 1/4.
 model = "runs/infoseed_sft"
 output_dir = "runs/countdown_infoseed"
 dataset_name = "countdown"
@@ -17,8 +16,9 @@ info_seed_num_seeds = 4
 info_seed_prompt_template = "{prompt}{seed}"    # a digit after the colon disturbs the character model least
 info_seed_loss_type = "ce"
 info_seed_lambda = 0.3
-info_seed_reward = 0.5                          # at 1 the seeds matter more than the answers: rewards fall to 0 after 150 steps
+info_seed_reward = 0.3                          # at 0.5 and more the seeds come to matter more than the answers: rewards fall to 0
 learning_rate = 3e-4
+lr_scheduler_type = "linear"
 max_steps = 150
 max_tokens_per_micro_batch = 8192
 max_logp_difference = 0.001

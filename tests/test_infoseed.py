@@ -1,7 +1,7 @@
 """infoseed.py: its losses against slow loops, what reaches the gradient, and the whole thing through the real scripts.
 
-For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The warm start that "reacts" has seen prompts with a
-digit 0, 1, 2 behind them, and then answers with "its" first letter half of the time instead of a third; the one that "ignores" has not.
+For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The warm start has seen prompts with a digit 0, 1, 2
+behind them, and then begins with "its" letter in 3 of 7 answers instead of a third: too little to show in pred_acc, enough to be amplified.
 """
 import itertools
 import json
@@ -166,34 +166,30 @@ def run(script: str, *flags) -> None:
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """Rows, and the two warm starts."""
+    """Rows, and the warm start."""
     folder = tmp_path_factory.mktemp("toy")
     answer = {"n": 3, "edges": [[0, 1], [1, 2], [0, 2]], "partial": "..."}
     plain = [{"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS} for a in "abcdefgh" for b in "abcdefgh"]
-    tagged = [row | {"prompt": f"{row['prompt']}{z}", "solutions": ORDERS + [p for p in ORDERS if p[0] == "RGB"[z]]} for row in plain for z in range(3)]
-    for name, rows, steps in (("rows", plain, 0), ("ignores", plain, 100), ("reacts", plain + tagged, 150)):
+    tagged = [row | {"prompt": f"{row['prompt']}{z}", "solutions": ORDERS * 2 + [p for p in ORDERS if p[0] == "RGB"[z]]} for row in plain for z in range(3)]
+    for name, rows in (("rows", plain), ("start", plain + tagged)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if steps:
-            run("sft.py", f"--dataset_name={folder / name}.jsonl", "--model=tiny", f"--output_dir={folder / name}", f"--sft_steps={steps}", "--sft_learning_rate=2e-3")
+    run("sft.py", f"--dataset_name={folder / 'start'}.jsonl", "--model=tiny", f"--output_dir={folder / 'start'}", "--sft_steps=150", "--sft_learning_rate=2e-3")
     return folder
 
 
-def train_toy(folder, start: str, name: str, *flags) -> dict:
-    """Means over the last 10 of 30 steps."""
-    run("train.py", f"--dataset_name={folder / 'rows'}.jsonl", f"--model={folder / start}", "--reward_funcs=['graph_coloring']", "--prompts_per_step=16",
+def train_toy(folder, name: str, *flags) -> dict:
+    """Means over the last 10 of 60 steps."""
+    run("train.py", f"--dataset_name={folder / 'rows'}.jsonl", f"--model={folder / 'start'}", "--reward_funcs=['graph_coloring']", "--prompts_per_step=16",
         "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
-        "--max_steps=30", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
+        "--max_steps=60", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
     return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward")}
 
 
 def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(toy):
     """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at 0.97."""
-    on = train_toy(toy, "reacts", "on", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")
-    off = train_toy(toy, "reacts", "off", "--info_seed_lambda=0")
-    neutral = train_toy(toy, "ignores", "neutral", "--info_seed_lambda=0")
+    on = train_toy(toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")
+    off = train_toy(toy, "off", "--info_seed_lambda=0")
     assert on["seed/pred_acc"] > 0.8
-    assert off["seed/pred_acc"] < 0.6                                   # what the warm start shows by itself: half at most
-    assert neutral["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
-    assert on["reward"] == pytest.approx(off["reward"], abs=0.06) and off["reward"] > 0.9
-    print(on, off, neutral)
+    assert off["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
+    assert on["reward"] == pytest.approx(off["reward"], abs=0.04) and off["reward"] > 0.9
