@@ -205,6 +205,7 @@ def check_config(c: dict) -> None:
         need(c[key] >= 0, f"{key}={c[key]} must not be negative")
     for key in [k for k, v in c.items() if v == math.inf and k != "maxent_tau"]:
         raise UserError(f"{key}=inf must be finite")
+    need(not c["eval_command"] or "{checkpoint}" in c["eval_command"], f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path")
     need(c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key in ("output_dir", "model", "dataset_name", "eval_dataset_name", "resume_from_checkpoint"):
         need(not c[key].startswith("~"), f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path")
@@ -330,7 +331,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}")
-    if resuming or not folder.exists() or not any(folder.iterdir()):
+    if resuming or not folder.exists() or all(path.name == "logs" for path in folder.iterdir()):     # those of a batch script are there first
         return
     if not config["overwrite_output_dir"]:
         raise UserError(f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
@@ -346,9 +347,10 @@ def check_run_folder(config: dict, resuming: bool) -> None:
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     """output_dir with config.json and a line in launches.jsonl; an earlier run is deleted unless this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
-    if folder.exists() and not resuming:
-        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for path in [] if resuming else folder.iterdir():
+        if path.name != "logs":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in ("stop", "done"):
         (folder / name).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

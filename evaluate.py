@@ -9,6 +9,9 @@ distinct@k different correct answers (modes) among k          coverage@k  those 
 """
 import json
 import math
+import os
+import shlex
+import subprocess
 from itertools import accumulate
 from pathlib import Path
 
@@ -79,6 +82,16 @@ def summarize(records: list[dict], k: int) -> dict:
 def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
     """The summary over all rows, each rank sampling its share."""
     return summarize(evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world), c["eval_num_generations"])
+
+
+def start_command(command: str, checkpoint: Path) -> None:
+    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that is a line of the log, not the end of the run."""
+    words = [word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)]
+    ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")      # it is no rank of this run
+    try:
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith(ours)})
+    except OSError as error:
+        print(f"warning: eval_command {words} could not be started: {error}", flush=True)
 
 
 def report(folder: Path) -> None:

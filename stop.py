@@ -4,7 +4,7 @@
     asked = stop.asked()        # on this rank; all ranks then agree, finish the step, save together and exit with 0
 
 The file is what a scheduler uses: torchrun passes SIGTERM and SIGINT on but then returns 1, and dies of SIGUSR1 itself. A run that starts
-removes it; a run that is finished writes `done`, so `stop` without `done` means: start it again. A second signal ends the process at once.
+removes it; a run that is finished writes `done`, so `stop` without `done` means: not finished, may go on. A second signal ends the process at once.
 """
 import os
 import signal

@@ -223,6 +223,8 @@ def main(argv) -> None:
         with timer("checkpoint"):
             saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
         say(f"saved {saved}")
+        if rank == 0 and c["eval_command"]:
+            evaluate.start_command(c["eval_command"], saved)
         if hub:
             hub.push(saved, last=step == c["max_steps"])
 

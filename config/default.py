@@ -164,6 +164,7 @@ save_steps = 0                        # every so many steps and at the end; 0 on
 save_total_limit = 2                  # older checkpoints are deleted; 0 keeps all
 keep_every = 0                        # but not those of every so many steps; 0 off
 checkpoint_mode = "full"              # "full" also writes a Hugging Face model each time, "shallow" only the last time (checkpoint.py export)
+eval_command = ""                     # started after every save, such as "sbatch slurm/evaluate.sh {checkpoint}"; nobody waits for it; "" off
 trust_checkpoint = False              # True: resume_from_checkpoint may lie outside of output_dir; its files could run code when loaded
 push_to_hub = ""                      # a repository of the Hugging Face hub for full checkpoints, such as "me/math-maxent"; "" off
 hub_private_repo = True               # of a repository that push_to_hub makes

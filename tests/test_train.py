@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import evaluate
-from common import MetricsLog, load_config
+from common import MetricsLog, UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3",
@@ -155,3 +156,19 @@ def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
     lines = [{"step": i, "tau": None, "reward": 0.5, "entropy": 1.0} for i in range(3)]
     evaluate.draw_curves(lines, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    path = tmp_path / "a run" / "step_000001"
+    path.mkdir(parents=True)
+    evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
+    end = time.monotonic() + 20
+    while not (path / "seen").exists() or not (path / "seen").read_text().endswith("\n"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert (path / "seen").read_text() == "rank=\n"
+    evaluate.start_command("no-such-program {checkpoint}", path)
+    assert "could not be started" in capsys.readouterr().out
+    with pytest.raises(UserError, match="must hold {checkpoint}"):
+        load_config(["--eval_command=sbatch slurm/evaluate.sh"])

@@ -1,0 +1,207 @@
+"""A real Slurm of two nodes on this machine: one slurmctld, two slurmd, a munged of its own, everything in one folder.
+
+    python tests/slurm_cluster.py start DIR       then: export SLURM_CONF=DIR/slurm.conf, and sbatch, squeue, scancel work
+    python tests/slurm_cluster.py stop DIR        cancels all jobs, ends the daemons, leaves no process behind
+
+    with slurm_cluster.cluster(DIR) as env: subprocess.run(["sbatch", ...], env=env)
+
+Needs root (slurmd starts jobs) and Debian's slurm-wlm and munge. Nothing in /etc/slurm is read or written. Every process of this Slurm and of its
+jobs carries SLURM_CONF=DIR/slurm.conf in its environment: that is how stop() finds what is left.
+"""
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# a job that is requeued waits until its first credential has expired: 2 minutes by default
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=all Nodes=n1,n2 Default=YES State=UP
+"""
+
+
+def missing() -> str:
+    """"" if this machine can run the cluster, else the reason why not."""
+    lost = [name for name in PROGRAMS if not find(name)]
+    if lost:
+        return f"{', '.join(lost)} not found (Debian: apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "slurmd starts jobs only as root"
+
+
+def find(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def install(seconds: float = 300) -> None:
+    """Debian's packages, where root may do so; missing() then says whether it worked."""
+    if os.geteuid() or not shutil.which("apt-get"):
+        return
+    print("installing slurm-wlm and munge with apt-get", flush=True)
+    apt, end = ["apt-get", "-o", "DPkg::Lock::Timeout=60"], time.monotonic() + seconds
+    for command in ([*apt, "update"], [*apt, "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
+        try:
+            done = subprocess.run(command, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, timeout=end - time.monotonic())
+        except subprocess.TimeoutExpired:
+            return print(f"{' '.join(command)}: no end within {seconds:.0f} s", flush=True)
+        if done.returncode:
+            print(f"{' '.join(command)}: {done.stderr.strip()[-300:]}", flush=True)
+
+
+def environment(folder: Path) -> dict:
+    """This environment, of no other job, pointed at the cluster of `folder`."""
+    outer = ("SLURM", "SBATCH", "SRUN", "SALLOC")
+    return {k: v for k, v in os.environ.items() if not k.startswith(outer)} | {"SLURM_CONF": str(folder / "slurm.conf")}
+
+
+def start(folder) -> dict:
+    """Starts the cluster in a new folder and returns the environment for its commands once both nodes are idle."""
+    folder = Path(folder).resolve()
+    for name in ("state", "spool.n1", "spool.n2"):
+        (folder / name).mkdir(parents=True)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=platform.node().partition(".")[0], ports=free_ports(3)))
+    env = environment(folder)
+    try:
+        daemon(env, folder, "munged", "--foreground", "--force", "--num-threads=2", *(f"--{what}={folder}/munge.{end}" for what, end in (
+            ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))))
+        wait_until(lambda: (folder / "munge.socket").exists(), 20, lambda: f"munged has made no socket: {tail(folder / 'munged.out')}")
+        daemon(env, folder, "slurmctld", "-D", "-c")
+        for node in ("n1", "n2"):
+            daemon(env, folder, "slurmd", "-D", "-N", node)
+        wait_until(lambda: query(env, "sinfo", "-h", "-N", "-o", "%t") == "idle\nidle", 60, lambda: "the nodes are not idle:\n" + "\n".join(
+            f"{path.name}: {tail(path)}" for path in sorted(folder.glob("slurm*.log"))))
+    except BaseException:
+        stop(folder)
+        raise
+    return env
+
+
+def daemon(env: dict, folder: Path, name: str, *flags) -> None:
+    with open(folder / f"{name}.out", "a") as out:
+        subprocess.Popen([find(name), *flags], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=folder)
+
+
+def query(env: dict, *command, seconds: float = 20) -> str:
+    """What a Slurm command prints; "" where it fails, as all of them do before the controller is up."""
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds).stdout.strip()
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def processes(**variables) -> list[psutil.Process]:
+    """Those whose environment has all of `variables`, and what they have started (some, like vLLM's, overwrite their environment with a title); this
+    process and the ones above it are left out."""
+    own, found = {os.getpid(), *(p.pid for p in psutil.Process().parents())}, {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in own and variables.items() <= process.environ().items():
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+        except (psutil.Error, OSError):
+            continue        # gone, or not ours to look at
+    return [p for p in found.values() if alive(p)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop(folder) -> None:
+    """Ends jobs and daemons; what has not gone after a while is killed."""
+    folder = Path(folder).resolve()
+    env, conf = environment(folder), str(folder / "slurm.conf")
+    left = processes(SLURM_CONF=conf)
+    if jobs := query(env, "squeue", "-h", "-o", "%A").split():
+        query(env, "scancel", *jobs)
+        end = time.monotonic() + 30
+        while query(env, "squeue", "-h", "-o", "%A") and time.monotonic() < end:
+            time.sleep(0.2)
+    for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
+        left = [*filter(alive, {*left, *processes(SLURM_CONF=conf)})]
+        for process in left:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=seconds)
+    if left := [*filter(alive, {*left, *processes(SLURM_CONF=conf)})]:
+        raise RuntimeError(f"still there: {left}")
+
+
+@contextmanager
+def cluster(folder):
+    try:
+        yield start(folder)
+    finally:
+        stop(folder)
+
+
+def free_ports(n: int) -> list[int]:
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def wait_until(true, seconds: float, sentence) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(sentence())
+        time.sleep(0.2)
+
+
+def tail(path: Path, characters: int = 1500) -> str:
+    return path.read_text(errors="replace")[-characters:] if path.exists() else f"no {path.name}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in ("start", "stop"):
+        sys.exit(__doc__)
+    if sys.argv[1] == "stop":
+        stop(sys.argv[2])
+    elif reason := missing():
+        sys.exit(f"error: {reason}")
+    else:
+        start(sys.argv[2])
+        print(f"export SLURM_CONF={Path(sys.argv[2]).resolve()}/slurm.conf")

@@ -1,0 +1,264 @@
+"""slurm/*.sh on a real Slurm of two nodes on this machine (slurm_cluster.py): training on two nodes, with a server, out of time, cancelled."""
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import slurm_cluster
+
+import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ["config/countdown_tiny.py", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3",
+          "--max_steps=6", "--reward_funcs=['patient_reward:parity']", "--reward_timeout=60", "--zero_stage=2", "--checkpoint_mode=shallow"]
+HF = "--rollout_engine=hf"
+
+# In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked to stop: its time is over before its steps are.
+REWARD = '''
+import os, time
+from pathlib import Path
+
+def parity(completion, answer, **row):
+    stop, end = Path(os.environ.get("HOLD", "/")) / "stop", time.monotonic() + 3
+    while "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ and not stop.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return float(len(completion) % 2)
+'''
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment for sbatch and its like."""
+    if slurm_cluster.missing():
+        slurm_cluster.install()
+    if reason := slurm_cluster.missing():
+        pytest.skip(f"no Slurm here: {reason}")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "patient_reward.py").write_text(REWARD)
+    with slurm_cluster.cluster(folder / "cluster") as env:
+        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        yield {k: v for k, v in env.items() if k not in torchrun} | {"PYTHONPATH": str(folder), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+
+
+# --- jobs
+
+def submit(env: dict, folder: Path, script: str, *words, sbatch=(), **variables) -> str:
+    """The number of a job that runs slurm/<script> with output_dir=folder."""
+    done = subprocess.run(["sbatch", "--parsable", f"--output={folder}.out", *sbatch, f"slurm/{script}", *words, f"--output_dir={folder}"], cwd=ROOT,
+                          env=env | variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def job(env: dict, number: str) -> dict:
+    """What Slurm knows of it: {"JobState": ..., "Restarts": ..., "ExitCode": ...}."""
+    return dict(word.split("=", 1) for word in slurm_cluster.query(env, "scontrol", "show", "job", number).split() if "=" in word)
+
+
+def words_of(folder: Path) -> str:
+    """What the job has said, and the ends of its logs."""
+    files = [Path(f"{folder}.out"), *sorted(folder.glob("logs/*.log"))]
+    return "\n".join(f"--- {file}\n{slurm_cluster.tail(file, 2500)}" for file in files)
+
+
+def is_over(env: dict, number: str) -> bool:
+    return job(env, number).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
+
+
+def ended(env: dict, number: str, folder: Path, seconds: float = 300) -> str:
+    """The state in which a job has ended."""
+    slurm_cluster.wait_until(lambda: is_over(env, number), seconds, lambda: words_of(folder))
+    return job(env, number)["JobState"]
+
+
+def processes(env: dict, number: str) -> list[psutil.Process]:
+    return slurm_cluster.processes(SLURM_CONF=env["SLURM_CONF"], SLURM_JOB_ID=number)
+
+
+def of_all(work, processes: list[psutil.Process]) -> set:
+    """The union of work(process); those that have gone have nothing."""
+    found = set()
+    for process in processes:
+        try:
+            found |= set(work(process))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def listening() -> dict[str, int]:
+    """{inode: port} of all listening TCP sockets of the machine: a port alone may be another program's by now."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+
+
+def sockets(of: list[psutil.Process]) -> set[str]:
+    """The inodes of the TCP sockets that they listen on."""
+    ports = of_all(lambda p: (c.laddr.port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN), of)
+    return {inode for inode, port in listening().items() if port in ports}
+
+
+def shared_memory(of: list[psutil.Process]) -> set[str]:
+    return of_all(lambda p: (area.path for area in p.memory_maps() if area.path.startswith("/dev/shm/")), of)
+
+
+def all_gone(env: dict, number: str, there: list[psutil.Process]) -> None:
+    """Waits until the job has no process any more, neither of those that were there nor another."""
+    def left():
+        return [p for p in {*there, *processes(env, number)} if slurm_cluster.alive(p)]
+    slurm_cluster.wait_until(lambda: not left(), 60, lambda: f"still there: {left()}")
+
+
+def steps_in(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return [{key: value for key, value in line.items() if not key.startswith("time/") and key != "tokens_per_second"} for line in lines]
+
+
+def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
+    def reached():
+        assert not is_over(env, number), words_of(folder)
+        return len(steps_in(folder)) >= step
+    slurm_cluster.wait_until(reached, 240, lambda: words_of(folder))
+
+
+# --- whole runs
+
+@pytest.fixture(scope="module")
+def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
+    """(job, run folder): two ranks on one node; 10 to 40 seconds after its start, 80 to 110 before its limit, Slurm tells it that time is nearly over. The
+    second start gets more time. First of all, because it mostly waits."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    limits = ("--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@80")
+    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", sbatch=limits, HOLD=str(folder))
+
+    def more_time():
+        slurm_cluster.wait_until(lambda: job(slurm, number).get("Restarts") == "1", 240, lambda: words_of(folder))
+        slurm_cluster.query(slurm, "scontrol", "update", f"JobId={number}", "TimeLimit=30")
+    threading.Thread(target=more_time, daemon=True).start()
+    return number, folder
+
+
+@pytest.fixture(scope="module")
+def whole(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
+    """The same run by torchrun on two ranks, without Slurm and without interruption."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *CONFIG, HF, f"--model={tiny_model_dir}",
+               f"--output_dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and len(steps_in(folder)) == 6, done.stderr[-3000:]
+    return folder
+
+
+def test_two_nodes_train_as_two_ranks_of_torchrun_do_and_their_checkpoint_is_evaluated(whole, slurm, tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    secret = "hf_of_nobody"
+    evaluation = f"sbatch --output={tmp_path}/evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2"
+    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=secret)
+    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
+    assert steps_in(folder) == steps_in(whole)
+    assert {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
+    result = folder / "evaluations" / "step_000006.json"
+    slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(tmp_path / "evaluation.out"))
+    assert json.loads(result.read_text())["problems"] == 2 and len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
+    said = "".join(path.read_text(errors="replace") for path in (Path(f"{folder}.out"), tmp_path / "evaluation.out", *folder.rglob("*.log"), *folder.rglob("*.json*")))
+    assert secret not in said
+
+
+def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    number = submit(slurm, folder, "train.sh", *CONFIG, HF, "--max_steps=4000", f"--model={tiny_model_dir}", sbatch=["--nodes=2"])
+    wait_for_step(slurm, number, folder, 2)
+    there = processes(slurm, number)
+    opened = sockets(there)
+    assert len(of_all(lambda p: [p.pid] if "train.py" in p.cmdline() else [], there)) >= 4 and opened      # two torchruns, two ranks
+    subprocess.run(["scancel", number], env=slurm, check=True, timeout=30)
+    all_gone(slurm, number, there)
+    assert not opened & listening().keys()
+    assert ended(slurm, number, folder) == "CANCELLED" and job(slurm, number)["Restarts"] == "0"
+    assert checkpoint.verify(checkpoint.latest(folder)) == ""       # there was time for it
+
+
+def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_server(slurm, tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    number = submit(slurm, folder, "train.sh", "--server-nodes=1", *CONFIG, f"--model={tiny_model_dir}", sbatch=["--nodes=2"])
+    slurm_cluster.wait_until(lambda: (folder / "config.json").exists() or is_over(slurm, number), 300, lambda: words_of(folder))
+    there = processes(slurm, number)
+    opened, shared = sockets(there), shared_memory(there)
+    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
+    assert len(steps_in(folder)) == 6 and all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in steps_in(folder))      # every sync arrived
+    assert "1 node(s) train" in Path(f"{folder}.out").read_text() and (folder / "logs" / "server_0.log").exists()
+    all_gone(slurm, number, there)
+    assert opened and not opened & listening().keys()
+    assert shared and not [path for path in shared if os.path.exists(path)]        # hundreds of MB of vLLM's
+
+
+def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_nothing_had_been(short_of_time, whole, slurm):
+    number, folder = short_of_time
+    assert ended(slurm, number, folder) == "COMPLETED" and job(slurm, number)["Restarts"] == "1", words_of(folder)
+    said, trained = Path(f"{folder}.out").read_text(), (folder / "logs" / "trainer_0.log").read_text()
+    saved = checkpoint.steps_of(folder)[0]
+    assert saved.name < "step_000006" and f"saved {saved}: queued again" in said and "start number 2" in said and "--resume_from_checkpoint=latest" in said
+    assert f"resumed from {saved}" in trained and (folder / "done").exists() and not (folder / "stop").exists()
+    assert steps_in(folder) == steps_in(whole)
+
+
+# --- what goes wrong, and small things
+
+def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_last_words(slurm, tmp_path):
+    folder = tmp_path / "run"
+    number = submit(slurm, folder, "train.sh", "--server-nodes", "1", *CONFIG, "--model=", sbatch=["--nodes=2"])
+    assert ended(slurm, number, folder, 120) == "FAILED"
+    said = Path(f"{folder}.out").read_text()
+    assert "has died" in said and "logs/server_0.log" in said and "model is empty" in said and not (folder / "logs" / "trainer_0.log").exists()
+
+
+def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    number = submit(slurm, folder, "train.sh", *CONFIG, HF, "--max_steps=4000", "--save_steps=-1", f"--model={tiny_model_dir}")
+    wait_for_step(slurm, number, folder, 1)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=30)
+    assert ended(slurm, number, folder) == "FAILED" and job(slurm, number)["Restarts"] == "0"
+    assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
+
+
+def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir, tmp_path):
+    number = submit(slurm, tmp_path / "run", "seeds.sh", *CONFIG, HF, f"--model={tiny_model_dir}", "--dry_run=True", sbatch=["--array=3"])
+    assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(tmp_path / "run")
+    printed = (tmp_path / "run_seed_3" / "logs" / "trainer_0.log").read_text()
+    assert "seed = 3\n" in printed and f"output_dir = '{tmp_path}/run_seed_3'" in printed
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["--server-nodes", "1"], "one must be left to train"), (["--server-gpus", "1"], "0 GPU(s)"), (["--learning_rat=1"], "did you mean 'learning_rate'"),
+    (["--tp", "config/x.py"], "--tp needs a number")])
+def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
+    folder = tmp_path / "run"
+    assert ended(slurm, submit(slurm, folder, "train.sh", *CONFIG, *words), folder, 60) == "FAILED"
+    assert sentence in Path(f"{folder}.out").read_text() and not folder.exists()
+
+
+@pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])
+def test_help_is_the_header_and_needs_no_slurm(script):
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(["bash", ROOT / "slurm" / script, "--help"], env=env, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and "sbatch --" in done.stdout and f"slurm/{script}" in done.stdout and "#" not in done.stdout
+
+
+def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
+    asked = 'source slurm/common.sh; echo "$HF_HOME $TORCH_HOME"'
+    env = {key: value for key, value in os.environ.items() if key not in ("HF_HOME", "TORCH_HOME")} | {"HF_HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20)
+    assert done.stdout.split() == [str(tmp_path), f"{ROOT}/var/cache/torch"]
+
+
+def test_the_cluster_leaves_no_process_behind(slurm, tmp_path):
+    env = slurm_cluster.start(tmp_path / "second")
+    assert slurm_cluster.query(env, "srun", "--nodes=2", "hostname").count("\n") == 1
+    slurm_cluster.stop(tmp_path / "second")
+    assert not slurm_cluster.processes(SLURM_CONF=env["SLURM_CONF"])
+    assert slurm_cluster.processes(SLURM_CONF=slurm["SLURM_CONF"])       # the other one is not touched
