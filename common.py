@@ -12,9 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -94,19 +92,6 @@ def script(main) -> None:
             raise
         print(f"error: another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def in_background(work) -> Future:
-    """work() in a thread that does not keep the process alive."""
-    done = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:      # raised again where somebody waits for it
-            done.set_exception(error)
-    threading.Thread(target=run, daemon=True).start()
-    return done
 
 
 # --- config

@@ -8,16 +8,31 @@ The token is the one of `hf auth login` or of the environment (HF_TOKEN). It is 
 """
 import os
 import shutil
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
-from common import RunStopped, UserError, in_background
+from common import RunStopped, UserError
 
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")      # ours, not a model's
 LONGEST = 3600.0        # seconds that the end of a run waits for its last upload
+
+
+def in_background(work) -> Future:
+    """work() in a thread that does not keep the process alive."""
+    done = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:      # raised again where somebody waits for it
+            done.set_exception(error)
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 class Hub:

@@ -29,7 +29,8 @@ def completions(sampler, tokenizer, rows: list[dict], sampling: dict, c: dict) -
     S = c["info_seed_num_seeds"]
     asked = [ids for row in rows for ids in data.seed_prompts(row, tokenizer, c)]
     seeds = [rollout.prompt_seed(seed, "seed", z) for seed in sampling["seeds"] for z in range(S)]
-    found = rollout.generate(sampler, tokenizer, asked, 1, {**sampling, "seeds": seeds})
+    names = [f"{name}-z{z}" for name in sampling.get("names", ()) for z in range(S)]
+    found = rollout.generate(sampler, tokenizer, asked, 1, {**sampling, "seeds": seeds, "names": names})
     return [{**r, "seed_id": i % S, "prompt_ids": asked[i] if c["info_seed_reward"] > 0 else rows[i // S]["prompt_ids"]}
             for i, r in enumerate(found)]
 

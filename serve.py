@@ -43,6 +43,8 @@ def main(argv) -> None:
     for key, value in numbers.items():
         if value < 1:
             raise UserError(f"--{key}={settings[key]} must be a whole number above 0")
+    if numbers["port"] > 65535:
+        raise UserError(f"--port={settings['port']}: ports end at 65535")
     c = load_config(own)
     if not c["model"]:
         raise UserError("model is empty: name a Hugging Face model or a folder")

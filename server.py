@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import RunStopped, UserError, in_background
+from common import RunStopped, UserError
 
 TRIES = 6                   # of one prompt, without a usable answer in between
 STRIKES = 3                 # failures of one server, without a success in between, after which it is left out
@@ -56,7 +56,8 @@ class Server:
         self.url, self.seconds, self.strikes = url, seconds, 0
         # no proxy of the environment: these are machines next door
         self.http = httpx.Client(base_url=url, timeout=httpx.Timeout(seconds, connect=min(10.0, seconds)), trust_env=False,
-                                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64))
+                                 # idle ones go before vLLM closes them, after 5 s: it could do so just when the next request leaves
+                                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0))
 
     def call(self, path: str, body: dict | None = None, headers: dict | None = None, seconds: float | None = None):
         """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError after `seconds`, or if it is anything else."""
@@ -67,16 +68,18 @@ class Server:
                 for piece in answer.iter_bytes():
                     data += piece
                     if len(data) > LARGEST_ANSWER or time.monotonic() > end:
-                        raise ServerError(f"{self.url}{path} sent {len(data)} bytes and no end within {seconds or self.seconds:.0f} s")
+                        raise ServerError(f"{self.url}{path} sent {len(data)} bytes and no end within {seconds or self.seconds:.0f} s or {LARGEST_ANSWER} bytes")
         except httpx.TimeoutException:
             raise ServerError(f"{self.url}{path} did not answer within {seconds or self.seconds:.0f} s") from None
-        except (httpx.HTTPError, OSError) as error:
+        except httpx.ConnectError as error:
             raise ServerError(f"{self.url} is not there: {error or type(error).__name__}", gone=True) from None
+        except (httpx.HTTPError, OSError) as error:
+            raise ServerError(f"{self.url}{path} broke off: {error or type(error).__name__}") from None
         if answer.status_code != 200:
             raise ServerError(f"{self.url}{path} answered {answer.status_code}: {bytes(data[:300]).decode(errors='replace')}")
         try:
             found = json.loads(data) if data else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{self.url}{path} sent {len(data)} bytes that are not JSON") from None
         if headers:
             echoes = {str(found.get("id") if isinstance(found, dict) else None).removeprefix("cmpl-"), answer.headers.get("X-Request-Id", headers["X-Request-Id"])}
@@ -85,7 +88,10 @@ class Server:
         return found
 
     def version(self) -> str:
-        return str((self.call("/weight_info", seconds=min(30.0, self.seconds)) or {}).get("weight_version"))
+        found = self.call("/weight_info", seconds=min(30.0, self.seconds))
+        if not isinstance(found, dict):
+            raise ServerError(f"{self.url}/weight_info names no weight_version")
+        return str(found.get("weight_version"))
 
     def check(self, longest: int, transfers: bool) -> None:
         """UserError if this is not a server that can be used; sets the name of its model."""
@@ -115,6 +121,10 @@ def addresses(setting: str) -> list[str]:
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"rollout_server={setting!r}: {url!r} must begin with http:// or https://")
+        try:
+            httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UserError(f"rollout_server={setting!r}: {url!r}: {error}") from None
     if not urls:
         raise UserError("rollout_engine='server' needs rollout_server='http://host:port', several separated by commas; python serve.py starts one")
     return list(dict.fromkeys(urls))
@@ -130,7 +140,7 @@ def completions_in(answer: dict, prompt_ids: list[int], most: int, tokens: int, 
             whole = (0 < len(ids) <= tokens and len(ids) == len(logps) and all(type(i) is int and 0 <= i < vocabulary for i in ids)
                      and all(type(x) in (int, float) and math.isfinite(x) and x <= 0 for x in logps) and choice["finish_reason"] in ("stop", "length")
                      and choice.get("prompt_token_ids") in (None, prompt_ids))
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, OverflowError):
             continue
         if whole:
             found.append({"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logps, "finish_reason": choice["finish_reason"]})
@@ -145,10 +155,13 @@ class ServerEngine:
         self.seconds, self.window, self.longest_prompt = config["rollout_timeout"], config["rollout_concurrency"], config["max_prompt_length"]
         self.vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
         self.tag = config["client_tag"] or os.environ.get("VLLM_CLIENT_TAG") or f"rank-{self.rank}-of-{world}"
+        if not (self.tag.isascii() and self.tag.isprintable() and " " not in self.tag):
+            raise UserError(f"client_tag={self.tag!r} goes into HTTP headers: letters, digits and signs of ASCII, no spaces")
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
         self.live, self.missing, self.version, self.updates = [], {}, "", 0     # servers that hold `version`, the updates-th of this run; why others don't
         self.folder = Path(config["weight_sync_dir"] or Path(config["output_dir"]) / "weights").resolve()
         self.counts, self.lock, self.random = {}, threading.Lock(), random.Random(self.rank)
+        self.background = ThreadPoolExecutor(1)     # one that stays: a reward worker that it starts would die with it
         longest, nccl = config["max_prompt_length"] + config["max_completion_length"], config["weight_sync"] == "nccl"
         self.name, models = self.on_rank_0(lambda: (f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.start(longest, nccl)))
         for server, served in zip(self.servers, models):
@@ -209,7 +222,7 @@ class ServerEngine:
 
     def begin(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> Future:
         """generate() in the background, to be ended with result()."""
-        return in_background(lambda: self.ask(prompts_ids, n, sampling, finished))
+        return self.background.submit(self.ask, prompts_ids, n, sampling, finished)
 
     def result(self, begun: Future) -> list[dict]:
         return self.together(begun.result)
@@ -232,13 +245,15 @@ class ServerEngine:
         with self.lock:
             live = list(self.live)
         for server in live:
-            if not self.holds_our_weights(server):
-                self.strike(server, ServerError(f"{server.url} has lost our weights", gone=True))
-        names = sampling.get("names") or [f"p{i}" for i in range(len(prompts_ids))]
+            try:
+                self.check_weights(server)
+            except ServerError as error:
+                self.strike(server, error)
+        names = sampling.get("names") or [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups, pool = {}, ThreadPoolExecutor(min(self.window, max(1, len(prompts_ids))))
         try:
             asked = {pool.submit(self.group, i, ids, n, seed, f"{self.tag}-{name}", sampling): i
-                     for i, (ids, seed, name) in enumerate(zip(prompts_ids, sampling["seeds"], names))}
+                     for i, (ids, seed, name) in enumerate(zip(prompts_ids, sampling["seeds"], names, strict=True))}
             for future in as_completed(asked):
                 groups[asked[future]] = future.result()
                 if finished:
@@ -255,14 +270,13 @@ class ServerEngine:
             if server is None:
                 raise RolloutsLost(f"no rollout server is left of {', '.join(s.url for s in self.servers)}: {'; '.join(self.missing.values())}")
             again = f"-a{attempt}" if attempt else ""
-            body = {"model": server.model, "prompt": prompt_ids, "n": n - len(group), "max_tokens": sampling["max_tokens"], "seed": (seed + attempt * 2**32) % 2**62,
+            body = {"model": server.model, "prompt": prompt_ids, "n": n - len(group), "max_tokens": sampling["max_tokens"], "seed": (seed + attempt * 1_000_003) % 2**62,
                     "temperature": sampling["temperature"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,     # not the server's own
                     "stop_token_ids": sampling["stop_token_ids"], "logprobs": 0, "return_token_ids": True}
             try:
                 answer = server.call("/v1/completions", body, {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag})
                 found = completions_in(answer, prompt_ids, n - len(group), sampling["max_tokens"], self.vocabulary)
-                if not self.holds_our_weights(server):      # it was started again since
-                    raise ServerError(f"{server.url} has lost our weights", gone=True)
+                self.check_weights(server)      # it may have been started again since
                 server.strikes = 0
                 if len(found) < n - len(group):
                     failures.append(ServerError(f"{server.url} sent {len(found)} usable completions instead of {n - len(group)}"))
@@ -277,7 +291,7 @@ class ServerEngine:
                 cure = "; a proxy or cache in between mixes clients: name the servers themselves in rollout_server, or have it route by X-Request-Id"
                 raise RolloutsLost(f"request {name}: {len(group)} of {n} completions after {TRIES} tries: {failures[-1]}{cure if failures[-1].foreign else ''}")
             if len(group) < n:
-                time.sleep(min(10.0, 0.25 * 2**len(failures)) * self.random.uniform(0.5, 1.5))
+                time.sleep(0.25 * 2**len(failures) * self.random.uniform(0.5, 1.5))
         return group
 
     def choose(self, turn: int) -> Server | None:
@@ -288,19 +302,15 @@ class ServerEngine:
         """Leaves a server out until the next sync if it is gone or has failed too often; an answer that is not ours may be a proxy's fault."""
         with self.lock:
             server.strikes += not error.foreign
-            if server in self.live and (error.gone or server.strikes >= STRIKES):
+            if server in self.live and (error.gone or (server.strikes >= STRIKES and len(self.live) > 1)):      # the last one has its TRIES
                 self.live.remove(server)
                 self.missing[server.url] = str(error)
                 tqdm.write(f"rank {self.rank}: rollout server left out until the next sync: {error}")
 
-    def holds_our_weights(self, server: Server) -> bool:
-        try:
-            found = server.version()
-        except ServerError as error:
-            found = str(error)
-        if found != self.version:
-            tqdm.write(f"rank {self.rank}: {server.url} holds weights {found!r}, not {self.version!r}: started again, or another run uses it")
-        return found == self.version
+    def check_weights(self, server: Server) -> None:
+        """ServerError if it does not hold the weights that were synced last."""
+        if (found := server.version()) != self.version:
+            raise ServerError(f"{server.url} holds weights {found!r}, not {self.version!r}: it was started again, or another run uses it", gone=True)
 
     def count(self, what: str, n: int = 1) -> None:
         with self.lock:
@@ -311,6 +321,7 @@ class ServerEngine:
     def sync(self, named_parameters) -> None:
         """The weights of the iterator of (name, tensor) to every server, also those that were left out before. All ranks together, for ZeRO-3
         gathers here. That no server has taken them shows in the next generate()."""
+        dist.barrier()      # with rollout_ahead another rank may still sample
         self.updates += 1
         version = f"{self.name}-{self.updates}"
         if self.transfer:
@@ -336,7 +347,7 @@ class ServerEngine:
         def reload(server: Server) -> None:
             server.call("/health", seconds=min(10.0, self.seconds))     # a dead one must not hold up the others for long
             server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            if not (server.call("/reset_prefix_cache", {}) or {}).get("success"):
+            if server.call("/reset_prefix_cache", {}) != {"success": True}:
                 raise ServerError(f"{server.url} could not forget what it had cached for the old weights")
             server.call("/update_weight_version", {"new_version": version})
         missing = on_each(self.servers, reload)
@@ -361,6 +372,7 @@ class ServerEngine:
         pass
 
     def close(self) -> None:
+        self.background.shutdown(wait=False)
         for server in self.servers:
             server.http.close()
         if self.rank == 0:
@@ -393,6 +405,7 @@ def write_shards(named_parameters, folder: Path | None) -> str:
             tmp.mkdir(parents=True, exist_ok=True)
             save_file(shard, tmp / f"model-{files:05d}.safetensors")
         except Exception as error:      # safetensors has its own for a full disk
+            shutil.rmtree(tmp, ignore_errors=True)
             return f"{tmp}: {error}"
         shard, size, files = {}, 0, files + 1
         return ""

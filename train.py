@@ -294,9 +294,10 @@ def main(argv) -> None:
         step += 1
 
         # 6. the sampler gets the new weights
-        with timer("sync"):
-            if begun:
+        if begun:
+            with timer("rollout"):
                 futures.wait([begun])
+        with timer("sync"):
             sync()
 
         # 7. what happened

@@ -29,15 +29,22 @@ class Transfer:
     def send(self, named_parameters, version: str) -> dict:
         """{url: sentence} of the servers that did not get the weights. All ranks together."""
         self.stream = named_parameters
-        missing = self.engine.on_rank_0(lambda: on_each(self.engine.servers, lambda server: server.call("/health", seconds=10.0)))
+        missing, as_before = self.engine.on_rank_0(self.look)
         members = [server for server in self.engine.servers if server.url not in missing]
-        if members != self.members and members:
+        if members and (members != self.members or not as_before):
             self.connect(members)
         if not members:
             return missing
         self.sender.send_weights()
         late = self.engine.on_rank_0(lambda: on_each(members, lambda server: self.seal(server, version)))
         return missing | late
+
+    def look(self) -> tuple[dict, bool]:
+        """{url: sentence} of the servers that are not there, and whether all others still hold what was sent last: one that was started again since
+        is no longer in the group, and a broadcast would wait for it for ever."""
+        versions = {}
+        missing = on_each(self.engine.servers, lambda server: versions.update({server.url: server.version()}))
+        return missing, set(versions.values()) == {self.engine.version}
 
     def connect(self, members: list[Server]) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -78,6 +79,7 @@ class Pool:
         self.timeout, self.hello = timeout, (sys.path, memory_gib, setup)
         self.waiting, self.found, self.asked = deque(), {}, {}      # keys to do; key -> answer; key -> job
         self.selector, self.failed_starts = selectors.DefaultSelector(), 0
+        self.lock = threading.RLock()       # rollouts made ahead come with their jobs from a thread of their own
         self.workers = []
         for _ in range(count):
             self.start()
@@ -89,19 +91,22 @@ class Pool:
 
     def ask(self, jobs: dict) -> None:
         """Queues jobs {key: (name, text, row)} that were not asked before, and sees to the workers without waiting."""
-        new = {key: job for key, job in jobs.items() if key not in self.asked}
-        self.asked |= new
-        self.waiting.extend(new)
-        self.attend(0)
+        with self.lock:
+            new = {key: job for key, job in jobs.items() if key not in self.asked}
+            self.asked |= new
+            self.waiting.extend(new)
+            self.attend(0)
 
     def answers(self, jobs: dict) -> dict:
         """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked so far is then forgotten."""
         self.ask(jobs)
         while any(key not in self.found for key in jobs):
-            self.attend(0.1)
-        found = {key: self.found[key] for key in jobs}
-        if len(self.found) == len(self.asked):      # what else is under way may not be cut off
-            self.asked, self.found = {}, {}
+            with self.lock:
+                self.attend(0.1)
+        with self.lock:
+            found = {key: self.found[key] for key in jobs}
+            if len(self.found) == len(self.asked):      # what else is under way may not be cut off
+                self.asked, self.found = {}, {}
         return found
 
     def attend(self, seconds: float) -> None:
