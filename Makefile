@@ -40,7 +40,7 @@ $(STAMP)-dev: $(STAMP)
 
 test: $(STAMP)-dev
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests
 
 clean:
 	rm -rf $(VENV) runs

@@ -2,7 +2,8 @@
 #   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_infoseed.py --model=runs/countdown_sft --output_dir=runs/infoseed_sft   2 minutes, after
 #   make demo: a warm start that has seen the digits and reacts to them a little
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_infoseed.py                                                           5 minutes
-# seed/pred_acc, how often a completion tells its seed, rises (LOG.md); with --info_seed_lambda=0 --info_seed_reward=0 it stays at chance, 1/4.
+# seed/pred_acc, how often a completion tells its seed (chance .25), rises to .37 at the same reward as without; with --info_seed_lambda=0
+# --info_seed_reward=0 --info_seed_loss_type=infonce it ends at .28, which is what the warm start shows.
 model = "runs/infoseed_sft"
 output_dir = "runs/countdown_infoseed"
 dataset_name = "countdown"

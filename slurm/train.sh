@@ -162,7 +162,7 @@ fi
 
 read -r name port <<< "$(address "${trainers[0]}")"
 on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" python -m torch.distributed.run --nnodes="${#trainers[@]}" --nproc_per_node="$ranks" \
-  --rdzv_backend=c10d --rdzv_endpoint="$name:$port" --rdzv_id="$SLURM_JOB_ID" train.py "${args[@]}" "${more[@]}" &
+  --shutdown-timeout=600 --rdzv_backend=c10d --rdzv_endpoint="$name:$port" --rdzv_id="$SLURM_JOB_ID" train.py "${args[@]}" "${more[@]}" &
 trainer=$!
 pids+=("$trainer")
 while kill -0 "$trainer" 2> /dev/null; do

@@ -11,6 +11,14 @@ os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELIS
 torch.set_num_threads(1)
 
 
+LONG = ["test_slurm.py", "test_server.py", "test_resume.py", "test_infoseed.py", "test_train.py", "test_rollout.py", "test_zero.py", "test_compare.py", "test_generate.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes first, so that no process has one left when the others are done."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Path:
     """A Hugging Face folder with a two-layer character model, weights random."""

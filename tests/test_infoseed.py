@@ -178,10 +178,10 @@ def toy(tmp_path_factory):
 
 
 def train_toy(folder, name: str, *flags) -> dict:
-    """Means over the last 10 of 60 steps."""
+    """Means over the last 10 of 50 steps."""
     run("train.py", f"--dataset_name={folder / 'rows'}.jsonl", f"--model={folder / 'start'}", "--reward_funcs=['graph_coloring']", "--prompts_per_step=16",
         "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
-        "--max_steps=60", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
+        "--max_steps=50", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
     return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward")}
 
