@@ -57,15 +57,14 @@ def ours(folder: Path, P: int, G: int, T: int, V: int, beta: float) -> list[dict
     import vllm
 
     import train
-    from common import load_config
     params = vllm.SamplingParams
     vllm.SamplingParams = lambda **settings: params(**settings | {"stop_token_ids": [], "ignore_eos": True})
     out = Path(tempfile.mkdtemp()) / "run"
-    flags = [f"--model={folder}", f"--dataset_name={folder}/rows.jsonl", f"--output_dir={out}", f"--prompts_per_step={P}", f"--num_generations={G}",
-             f"--max_completion_length={T}", "--max_prompt_length=32", "--reward_funcs=['bench:reward']", "--objective=dr_grpo", "--importance_sampling=none", f"--beta={beta}",
-             f"--max_steps={STEPS}", "--save_steps=-1", "--learning_rate=1e-5", "--max_logp_difference=-1", "--max_tokens_per_micro_batch=4096", "--reward_workers=0"]
-    load_config(flags)
-    train.main(flags)
+    rows = folder / "rows.jsonl"
+    settings = dict(model=folder, dataset_name=rows, output_dir=out, prompts_per_step=P, num_generations=G, max_completion_length=T, max_prompt_length=32,
+                    reward_funcs=["bench:reward"], objective="dr_grpo", importance_sampling="none", beta=beta, max_steps=STEPS, save_steps=-1, learning_rate=1e-5,
+                    max_logp_difference=-1, max_tokens_per_micro_batch=4096, reward_workers=0)
+    train.main([f"--{key}={value}" for key, value in settings.items()])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{"step": line["time/step"], "learn": line["time/learn"] + line["time/score"]} for line in lines]
 
@@ -149,7 +148,8 @@ def main(argv: list[str]) -> None:
     if oracle.returncode:
         sys.exit(oracle.stdout)
     rows = [compare(scenario, beta, int(flags.get("repeats", 5))) for scenario in scenarios]
-    print("\nours / TRL, median (quartiles):\n\n| scenario | β | seconds a step | learning phase | peak memory | start to first step |\n|---|---|---|---|---|---|", *rows, sep="\n")
+    print("\nours / TRL, median (quartiles):\n")
+    print("| scenario | β | seconds a step | learning phase | peak memory | start to first step |", "|---" * 6 + "|", *rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELIS
 torch.set_num_threads(1)
 
 
-LONG = ["test_slurm.py", "test_server.py", "test_resume.py", "test_infoseed.py", "test_train.py", "test_rollout.py", "test_zero.py", "test_compare.py", "test_generate.py"]
+LONG = [f"test_{name}.py" for name in ("slurm", "server", "resume", "infoseed", "train", "rollout", "zero", "compare", "generate")]
 
 
 def pytest_collection_modifyitems(items):
