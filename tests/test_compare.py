@@ -497,6 +497,7 @@ def test_exit_status_is_2_for_what_a_user_can_put_right_and_1_for_a_run_that_fai
 
 # --- for real
 
+@pytest.mark.slow
 def test_two_arms_for_real_then_two_seeds_after_an_interruption(tiny_model_dir, tmp_path, own_signals, capsys):
     flags = ["--jobs=2", "--rollout_engine=hf", "--max_steps=2", "--eval_steps=1", "--prompts_per_step=2", "--num_generations=2", "--eval_max_prompts=4",
              "--max_completion_length=8", f"--model={tiny_model_dir}"]

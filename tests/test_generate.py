@@ -59,6 +59,7 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(whole, t
     assert run(tiny_model_dir, path).returncode == 0 and path.read_bytes() == before       # nothing left to do
 
 
+@pytest.mark.slow
 def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_dir, tmp_path):
     done = run(tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--generate_max_prompts=2")
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr[-3000:]

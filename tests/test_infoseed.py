@@ -186,6 +186,7 @@ def train_toy(folder, name: str, *flags) -> dict:
     return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward")}
 
 
+@pytest.mark.slow
 def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(toy):
     """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at 0.97."""
     on = train_toy(toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")

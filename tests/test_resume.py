@@ -51,6 +51,7 @@ def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(whole, t
     assert first_difference(whole, folder) == "" and (folder / "done").exists()
 
 
+@pytest.mark.slow
 def test_so_does_a_run_on_one_rank_at_stage_2(tiny_model_dir, tmp_path):
     """test_train.py has vLLM, two ranks, stage 0; exact_matrix.py all twelve."""
     assert exact_matrix.compare(tiny_model_dir, tmp_path, "hf", 2, 1) == ""

@@ -968,6 +968,7 @@ def on_policy(fleet, tiny_model_dir, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_by_two_servers_is_the_run_by_the_engine_in_process(on_policy, tiny_model_dir, tmp_path):
     """Rewards and lengths to the digit: the same tokens; what depends on log-probs to the rounding of other batches in vLLM."""
     folder = tmp_path / "run"
@@ -980,6 +981,7 @@ def test_a_run_by_two_servers_is_the_run_by_the_engine_in_process(on_policy, tin
     assert not (on_policy / "weights").exists()
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_run_ahead_is_that_of_a_run_on_policy(ahead, on_policy):
     first, same = steps_in(on_policy)[0], steps_in(ahead[0])[0]
     assert {key: same[key] for key in ("reward", "completions/mean_length")} == {key: first[key] for key in ("reward", "completions/mean_length")}

@@ -217,6 +217,7 @@ def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_la
     assert "has died" in said and "logs/server_0.log" in said and "model is empty" in said and not (folder / "logs" / "trainer_0.log").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
     number = submit(slurm, folder, "train.sh", *CONFIG, HF, "--max_steps=4000", "--save_steps=-1", f"--model={tiny_model_dir}")
@@ -226,6 +227,7 @@ def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp
     assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
 
 
+@pytest.mark.slow
 def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir, tmp_path):
     number = submit(slurm, tmp_path / "run", "seeds.sh", *CONFIG, HF, f"--model={tiny_model_dir}", "--dry_run=True", sbatch=["--array=3"])
     assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(tmp_path / "run")
