@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 STARTED = time.perf_counter()
 ROOT = Path(__file__).resolve().parent
@@ -54,11 +55,15 @@ def reward(completion: str, answer, **row) -> float:
 
 def ours(folder: Path, P: int, G: int, T: int, V: int, beta: float) -> list[dict]:
     """Our train.py, one rank, vLLM in process; EOS does not end a completion."""
-    import vllm
-
+    import rollout
     import train
-    params = vllm.SamplingParams
-    vllm.SamplingParams = lambda **settings: params(**settings | {"stop_token_ids": [], "ignore_eos": True})
+    start = rollout.VllmEngine.__init__
+
+    def forced(engine, *args):
+        start(engine, *args)
+        params = engine.vllm.SamplingParams
+        engine.vllm = SimpleNamespace(SamplingParams=lambda **settings: params(**settings | {"stop_token_ids": [], "ignore_eos": True}))
+    rollout.VllmEngine.__init__ = forced
     out = Path(tempfile.mkdtemp()) / "run"
     rows = folder / "rows.jsonl"
     settings = dict(model=folder, dataset_name=rows, output_dir=out, prompts_per_step=P, num_generations=G, max_completion_length=T, max_prompt_length=32,

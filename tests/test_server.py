@@ -948,6 +948,7 @@ def test_rollouts_made_ahead_are_by_weights_exactly_one_step_old(ahead, tiny_mod
         assert len(sent) == 32 and worst[by] < 2e-5 and all(w > 1e-3 for i, w in enumerate(worst) if i != by), (step, worst)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out_when_somebody_else_changes_its_weights(survivor, fleet, world, lm):
     fleet.ready(0, 1)
     assert [s.url for s in survivor.live] == [fleet.urls[1]]
