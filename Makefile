@@ -11,7 +11,7 @@ TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://downl
 # one thread a rank: two that share a busy core wait for each other for seconds
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all env clean
+.PHONY: demo test test-all bench env clean
 
 # the stamp holds the hash of what was installed: a changed pin installs again
 STAMP := $(VENV)/installed-$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
@@ -48,6 +48,9 @@ test: $(STAMP)-dev
 test-all: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(PYTEST) tests
+
+bench: $(STAMP)-dev
+	$(BIN)/python bench.py
 
 clean:
 	rm -rf $(VENV) runs
