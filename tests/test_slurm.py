@@ -183,6 +183,7 @@ def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp
     assert checkpoint.verify(checkpoint.latest(folder)) == ""       # there was time for it
 
 
+@pytest.mark.slow
 def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_server(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
     number = submit(slurm, folder, "train.sh", "--server-nodes=1", *CONFIG, f"--model={tiny_model_dir}", sbatch=["--nodes=2"])
