@@ -93,6 +93,12 @@ class Server:
             raise ServerError(f"{self.url}/weight_info names no weight_version")
         return str(found.get("weight_version"))
 
+    def seal(self, version: str) -> None:
+        """After new weights: what it has cached for the old ones goes, and it remembers the name of these."""
+        if self.call("/reset_prefix_cache", {}) != {"success": True}:
+            raise ServerError(f"{self.url} could not forget what it had cached for the old weights")
+        self.call("/update_weight_version", {"new_version": version})
+
     def check(self, longest: int, transfers: bool) -> None:
         """UserError if this is not a server that can be used; sets the name of its model."""
         try:
@@ -191,8 +197,7 @@ class ServerEngine:
             bar.set_postfix_str(next(iter(waiting.values()))[:60])
             time.sleep(1)
         bar.close()
-        for server in self.servers:
-            server.check(longest, transfers)
+        on_each(self.servers, lambda server: server.check(longest, transfers))      # at once: each takes seconds to list its settings
         for old in self.folder.glob(f"{socket.gethostname()}-*-*-*"):       # of a process here that was killed
             if not Path(f"/proc/{old.name.split('-')[-3]}").exists():
                 shutil.rmtree(old)
@@ -347,9 +352,7 @@ class ServerEngine:
         def reload(server: Server) -> None:
             server.call("/health", seconds=min(10.0, self.seconds))     # a dead one must not hold up the others for long
             server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            if server.call("/reset_prefix_cache", {}) != {"success": True}:
-                raise ServerError(f"{server.url} could not forget what it had cached for the old weights")
-            server.call("/update_weight_version", {"new_version": version})
+            server.seal(version)
         missing = on_each(self.servers, reload)
         for old in self.folder.glob(f"{self.name}-*"):
             if old != folder:

@@ -36,7 +36,7 @@ class Transfer:
         if not members:
             return missing
         self.sender.send_weights()
-        late = self.engine.on_rank_0(lambda: on_each(members, lambda server: self.seal(server, version)))
+        late = self.engine.on_rank_0(lambda: on_each(members, lambda server: server.seal(version)))
         return missing | late
 
     def look(self) -> tuple[dict, bool]:
@@ -58,10 +58,6 @@ class Transfer:
         self.sizes, host, port = self.engine.on_rank_0(sizes)
         info = NCCLTrainerInitInfo(rank=self.engine.rank, master_address=host, master_port=port, world_size=1 + sum(self.sizes))
         self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
-
-    def seal(self, server: Server, version: str) -> None:
-        server.call("/reset_prefix_cache", {})
-        server.call("/update_weight_version", {"new_version": version})
 
     # what vLLM's trainer side asks of its source
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
+from exact_matrix import steps_in
 
 import checkpoint
 
@@ -111,12 +112,6 @@ def all_gone(env: dict, number: str, there: list[psutil.Process]) -> None:
     def left():
         return [p for p in {*there, *processes(env, number)} if slurm_cluster.alive(p)]
     slurm_cluster.wait_until(lambda: not left(), 60, lambda: f"still there: {left()}")
-
-
-def steps_in(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    return [{key: value for key, value in line.items() if not key.startswith("time/") and key != "tokens_per_second"} for line in lines]
 
 
 def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
