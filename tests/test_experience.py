@@ -1,7 +1,6 @@
 """experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks, once real processes with gloo."""
 import copy
 import json
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import child
 import pytest
 import torch
 import torch.distributed as dist
@@ -307,6 +307,7 @@ def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_s
 
 def one_rank(rank: int, folder: Path, c: dict) -> None:
     torch.set_num_threads(1)
+    graders.REWARDS["fake"] = fake_reward
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
     engine, buffer = FakeEngine(), Replay(MIXED.sources[0], 6, 0.5, {})
     steps = [experience.collect(engine, MIXED, buffer, step, c, rank, 2, Timer()) for step in range(4)]
@@ -317,13 +318,8 @@ def one_rank(rank: int, folder: Path, c: dict) -> None:
 
 def test_two_processes_with_gloo_agree_with_one(tmp_path):
     c = config("--resample_equal_groups=2")
-    children = [multiprocessing.get_context("fork").Process(target=one_rank, args=(rank, tmp_path, c)) for rank in range(2)]     # nothing is imported again
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        child.kill()
-    assert [child.exitcode for child in children] == [0, 0]
+    processes = [child.start(one_rank, rank, tmp_path, c) for rank in range(2)]
+    assert [child.status(process) for process in processes] == [0, 0]
     ranks, state = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], {}
     for step in range(4):
         whole, = collect(c, step, size=6, state=state)

@@ -14,6 +14,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import child
 import pytest
 import torch
 from exact_matrix import ROOT, finish, log_of, start, steps_in
@@ -33,18 +34,6 @@ def error_of(folder: Path) -> str:
     errors = re.findall("error: .*", log)       # behind the progress bar, which ends without a newline
     assert len(errors) == 1 and log.endswith(errors[0] + "\n") and "Traceback" not in log, log[-3000:]
     return errors[0]
-
-
-def status_of(work) -> int:
-    """The exit status of a child process that does `work`; 99 after an exception."""
-    if pid := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    status = 99
-    try:
-        work()
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def patched(folder: Path, code: str) -> str:
@@ -92,13 +81,19 @@ def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk)
     assert "\n" not in str(caught.value) and not (disk / "trial.tmp").exists()
 
 
-def test_a_disk_that_is_full_when_anything_else_is_written_is_one_sentence_too(monkeypatch, capfd):
-    def main(argv):
-        with open("/dev/full", "w") as file:
-            file.write("a line of metrics")
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert status_of(lambda: common.script(main)) == 1
-    assert capfd.readouterr().err.splitlines()[-1] == "error: a file of the run could not be written: No space left on device"
+def write_to_a_full_disk(argv):
+    with open("/dev/full", "w") as file:
+        file.write("a line of metrics")
+
+
+def script(main, *argv) -> None:
+    sys.argv = ["train.py", *argv]
+    common.script(main)
+
+
+def test_a_disk_that_is_full_when_anything_else_is_written_is_one_sentence_too(tmp_path):
+    assert child.status(child.start(script, write_to_a_full_disk, log=tmp_path / "log")) == 1
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "error: a file of the run could not be written: No space left on device"
 
 
 # --- one run that meets with three of them: rewards that hang, a clock that runs backwards, Weights & Biases that goes away
@@ -230,30 +225,31 @@ def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names
     assert all(word in error_of(folder) for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_mode=offline")) and not steps_in(folder)
 
 
-def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tmp_path, capfd):
-    def work():
-        log = common.MetricsLog(tmp_path, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
-        log.write(1, {"reward": 1.0})
-        service, = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout.split()
-        os.kill(int(service), signal.SIGKILL)
-        for step in range(2, 20):
-            log.write(step, {"reward": 1.0})
-            time.sleep(0.05)
-        log.close()
-    assert status_of(work) == 0 and len(steps_in(tmp_path)) == 19
-    assert capfd.readouterr().out.count("warning: Weights & Biases is gone") == 1
+def log_to_a_service_that_dies(folder: Path) -> None:
+    log = common.MetricsLog(folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
+    log.write(1, {"reward": 1.0})
+    service, = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=20).stdout.split()
+    os.kill(int(service), signal.SIGKILL)
+    for step in range(2, 20):
+        log.write(step, {"reward": 1.0})
+        time.sleep(0.05)
+    log.close()
+
+
+def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tmp_path):
+    assert child.status(child.start(log_to_a_service_that_dies, tmp_path, log=tmp_path / "log")) == 0 and len(steps_in(tmp_path)) == 19
+    assert (tmp_path / "log").read_text().count("warning: Weights & Biases is gone") == 1
 
 
 # --- a row that can't be read
 
-def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_anything_is_loaded(tiny_model_dir, tmp_path, monkeypatch, capfd):
+def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_anything_is_loaded(tiny_model_dir, tmp_path):
     rows, model = tmp_path / "rows.jsonl", shutil.copytree(tiny_model_dir, tmp_path / "model")
     rows.write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": \n{"prompt": "3", "answer": "3"}\n')
     (model / "model.safetensors").unlink()      # it would fail if it came to that
-    monkeypatch.setattr(sys, "argv", ["train.py", str(ROOT / "config" / "countdown_tiny.py"), f"--model={model}", f"--dataset_name={rows}", "--dataset_config=",
-                                      f"--output_dir={tmp_path / 'run'}"])
-    assert status_of(lambda: common.script(train.main)) == 2
-    assert re.findall("error: .*", capfd.readouterr().err)[0].startswith(f"error: {rows}:3: not JSON") and not (tmp_path / "run").exists()
+    words = [str(ROOT / "config" / "countdown_tiny.py"), f"--model={model}", f"--dataset_name={rows}", "--dataset_config=", f"--output_dir={tmp_path / 'run'}"]
+    assert child.status(child.start(script, train.main, *words, log=tmp_path / "log")) == 2
+    assert re.findall("error: .*", (tmp_path / "log").read_text())[0].startswith(f"error: {rows}:3: not JSON") and not (tmp_path / "run").exists()
 
 
 def test_a_line_that_is_not_text_is_named_too(tmp_path):

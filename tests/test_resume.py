@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import child
 import exact_matrix
 import pytest
 import torch
@@ -131,10 +132,13 @@ class FakeEngine:
             torch.save(torch.rand(100_000), path / name)
 
 
+GROUP_OF_ONE = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None)
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """A process group of one, without torch.distributed."""
-    monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None))
+    monkeypatch.setattr(checkpoint, "dist", GROUP_OF_ONE)
     monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
 
 
@@ -145,16 +149,12 @@ def save(folder: Path, step: int, engine, **config) -> Path:
     return checkpoint.save(folder, step, engine, sft.tiny_tokenizer(), CONFIG | config, {"tau": 0.1 * step}, {})
 
 
-def forked(work) -> int:
-    """The pid of a child process that does `work` and exits with 0, or with 1 after an exception."""
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        work()
-        status = 0
-    finally:
-        os._exit(status)
+def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
+    checkpoint.dist, engine = GROUP_OF_ONE, FakeEngine(model)
+    for step in range(1, 100):
+        save(folder, step, engine)
+        with open(notes, "a") as file:
+            file.write(f"{step}\n")
 
 
 def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tiny_model_dir, tmp_path):
@@ -166,16 +166,13 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tin
     for trial in range(50):
         folder, notes = tmp_path / str(trial), tmp_path / f"{trial}.notes"
         folder.mkdir()
-
-        def work(folder=folder, notes=notes):
-            for step in range(1, 100):
-                save(folder, step, engine)
-                with open(notes, "a") as file:
-                    file.write(f"{step}\n")
-        pid = forked(work)
-        time.sleep(rng.uniform(0.5, 3.5) * usual)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process, end = child.start(save_again_and_again, folder, notes, tiny_model_dir), time.monotonic() + 60
+        while not any(folder.iterdir()):        # until it saves
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 3) * usual)
+        process.kill()
+        assert child.status(process) == -signal.SIGKILL
         noted = [0, *(int(line) for line in notes.read_text().split())] if notes.exists() else [0]      # it may have been killed before the first word
         found = checkpoint.latest(folder)
         assert (int(found.name[5:]) if found else 0) >= noted[-1]
@@ -187,19 +184,21 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tin
     assert interrupted > 10       # the instants were not all between two saves
 
 
-def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(alone, tiny_model_dir, tmp_path, capfd):
-    """A limit on file size stands in for the full disk: the write fails in the middle of a file either way."""
-    engine, sentence = FakeEngine(tiny_model_dir), tmp_path / "sentence"
-    save(tmp_path, 1, engine)
+def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:
+    checkpoint.dist, engine = GROUP_OF_ONE, FakeEngine(model)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+    try:
+        save(folder, 2, engine)
+    except RunStopped as error:
+        sentence.write_text(str(error))
 
-    def work():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-        try:
-            save(tmp_path, 2, engine)
-        except RunStopped as error:
-            sentence.write_text(str(error))
-    os.waitpid(forked(work), 0)
+
+def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(alone, tiny_model_dir, tmp_path):
+    """A limit on file size stands in for the full disk: the write fails in the middle of a file either way."""
+    sentence = tmp_path / "sentence"
+    save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    assert child.status(child.start(save_with_room_for_300_kb, tmp_path, tiny_model_dir, sentence)) == 0
     assert "step_000002 could not be written" in sentence.read_text() and "step_000001" in sentence.read_text() and "\n" not in sentence.read_text()
     assert checkpoint.latest(tmp_path).name == "step_000001"
 
@@ -257,21 +256,22 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
     assert "none" in checkpoint.report(tmp_path, 1, torch.float32, c | {"save_steps": -1}) and not list(tmp_path.iterdir())
 
 
+def listen(folder: Path) -> None:
+    stop = Stop(folder, 1)
+    while True:
+        (folder / ("heard" if stop.asked() else "ready")).touch()
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
-    def work():
-        stop = Stop(tmp_path, 1)
-        while True:
-            (tmp_path / ("heard" if stop.asked() else "ready")).touch()
-            time.sleep(0.01)
-    pid = forked(work)
+    process, end = child.start(listen, tmp_path), time.monotonic() + 60
     for name in ("ready", "heard"):
-        end = time.monotonic() + 20
         while not (tmp_path / name).exists():
             assert time.monotonic() < end
             time.sleep(0.01)
-        os.kill(pid, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
+        os.kill(process.pid, number)
+    assert child.status(process) == 128 + number
 
 
 def test_only_rank_0_looks_for_the_file(tmp_path):

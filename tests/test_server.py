@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import child
 import httpx
 import pytest
 import torch
@@ -616,17 +617,18 @@ def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sam
         engine.generate(PROMPTS, 2, request(3))
 
 
+def write_shards_with_room_for_30_kb(folder: Path, sentence: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    tensors = iter([("large", torch.ones(100_000)), ("small", torch.ones(1))])
+    problem = server.write_shards(tensors, folder / "w")
+    sentence.write_text(f"{problem}\n{next(tensors, 'used up')}\n{sorted(p.name for p in folder.iterdir())}")
+
+
 def test_a_full_disk_stops_the_run_with_a_sentence(world, make, stand_in, tmp_path):
     """A limit on file size stands in for it. The iterator is used up all the same: other ranks gather with it."""
-    sentence, pid = tmp_path / "sentence", os.fork()
-    if not pid:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-        tensors = iter([("large", torch.ones(100_000)), ("small", torch.ones(1))])
-        problem = server.write_shards(tensors, tmp_path / "w")
-        sentence.write_text(f"{problem}\n{next(tensors, 'used up')}\n{sorted(p.name for p in tmp_path.iterdir())}")
-        os._exit(0)
-    os.waitpid(pid, 0)
+    sentence = tmp_path / "sentence"
+    assert child.status(child.start(write_shards_with_room_for_30_kb, tmp_path, sentence)) == 0
     problem, rest, left = sentence.read_text().rsplit("\n", 2)
     assert str(tmp_path / "w") in problem and "\n" not in problem and rest == "used up" and left == "[]"
     blocked = tmp_path / "file"
