@@ -73,7 +73,7 @@ def log_q(h, S: int, temperature: float):
 def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, before the update."""
     S, pool = c["info_seed_num_seeds"], c["info_seed_pooling"]
-    plan, _ = learner.agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+    plan, _ = learner.agree_on_plan(batch, 1, c)
     h = logits = None
     for rows in plan:
         part = rollout.take(batch, rows)
@@ -117,7 +117,7 @@ def accumulate_gradients(engine, batch: dict, h, c: dict) -> dict:
         with torch.enable_grad():
             value = info_nce(leaf, S, c["info_seed_temperature"])
         slope = torch.autograd.grad(value, leaf)[0][first:first + len(batch["ids"])].to(batch["ids"].device)        # (p * S, H)
-    plan, _ = learner.agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+    plan, _ = learner.agree_on_plan(batch, 1, c)
     total = torch.zeros(1)
     for rows in plan:
         part = rollout.take(batch, rows)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import loss as L
+import packing
 import rewards as R
 import rollout
 from common import RunStopped, UserError
@@ -27,29 +28,43 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo
 class Policy(torch.nn.Module):
     """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
 
-    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0):
+    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
         head = lm.get_output_embeddings()
         if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
             raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
-        self.lm, self.temperature, self.chunk = lm, temperature, chunk
+        self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
         self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
+        if pack:
+            lm.set_attn_implementation(packing.NAME)
+
+    def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
+        """Final hidden states (M, H) of the rows' tokens, and the places in it of completion tokens t of `row`, (k,): of what predicts each, and its own."""
+        if not self.pack:
+            own = row * ids.shape[1] + prompt_lengths[row] + t
+            return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
+        packed = packing.pack(ids, prompt_lengths, lengths)
+        hidden = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
+        if not packed.asked:
+            raise UserError(f"model {self.lm.config.model_type!r} does not use transformers' attention interface, which packed sequences need: set "
+                            f"pack_sequences=False")
+        own = packed.first[row] + t
+        return hidden, torch.where(t == 0, packed.last[row], own - 1), own
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
         With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
-        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state        # (n, S, H)
         row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
-        at = prompt_lengths[row] + t
+        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)              # (M, H)
         if pool:
-            last = hidden[torch.arange(len(ids)), prompt_lengths + lengths - 1].float()
-            sums = torch.zeros_like(last).index_add(0, row, hidden[row, at].float())
+            last = hidden[own[t == lengths[row] - 1]].float()                                # (n, H)
+            sums = torch.zeros_like(last).index_add(0, row, hidden[own].float())
             pooled = last if pool == "last" else sums / lengths[:, None]
             return pooled, None if self.seed_head is None else self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
-        head = self.lm.get_output_embeddings().weight
-        flat = L.token_logps(hidden[row, at - 1], head, ids[row, at], self.temperature, self.chunk, want_entropy)
+        head, targets = self.lm.get_output_embeddings().weight, ids[row, prompt_lengths[row] + t]
+        flat = L.token_logps(hidden.index_select(0, before), head, targets, self.temperature, self.chunk, want_entropy)
         if self.seed_head is not None:      # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
-            flat = (flat[0] + 0.0 * self.seed_head(hidden[:, -1]).sum(), flat[1])
+            flat = (flat[0] + 0.0 * self.seed_head(hidden[:1]).sum(), flat[1])
         return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
 
 
@@ -156,32 +171,45 @@ def set_temperature(models, temperature: float) -> None:
 
 # --- micro-batches
 
-def plan_micro_batches(lengths, budget: int, unit: int, at_least: int = 1) -> list:
-    """Row indices of each micro-batch: longest rows first, as many as fit in `budget` padded tokens, `unit` neighbouring rows (a
-    group) never torn apart; `lengths` (n,) prompt + completion. Then halved until there are `at_least`: ranks must agree on the number."""
-    longest = lengths.view(-1, unit).amax(1)
-    bins, width = [], 0
-    for u in longest.argsort(descending=True, stable=True).tolist():
-        if not bins or (len(bins[-1]) + 1) * unit * width > budget:
-            bins.append([])
-            width = int(longest[u])     # the first of a bin is its longest
-        bins[-1].append(u)
+def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
+    """Of every `unit` neighbouring rows: the tokens they cost alone, padded or packed, and how many fewer, packed, behind the unit before them:
+    those of a prompt that both have."""
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)
+    if not pack:
+        return (total.amax(1) * unit).tolist(), [0] * len(total)
+    again = (batch["prompt_lengths"] * packing.continues(batch["ids"], batch["prompt_lengths"])).cpu().view(-1, unit)
+    return (total.sum(1) - again[:, 1:].sum(1)).tolist(), again[:, 0].tolist()
+
+
+def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1) -> list:
+    """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart. Packed rows keep
+    their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number."""
+    alone, saved = unit_tokens(batch, unit, pack)
+    order = range(len(alone)) if pack else sorted(range(len(alone)), key=lambda u: -alone[u])
+    bins, used = [], 0
+    for u in order:
+        more = alone[u] - saved[u] if pack else alone[bins[-1][0]] if bins else 0      # padded to the longest, which came first
+        if bins and used + more <= budget:
+            bins[-1].append(u)
+            used += more
+        else:
+            bins.append([u])
+            used = alone[u]
     while len(bins) < at_least:
-        bins.sort(key=len)
-        largest = bins.pop()
-        bins += [largest[::2], largest[1::2]]
+        largest = bins.pop(max(range(len(bins)), key=lambda i: len(bins[i])))
+        bins += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
     return [(torch.tensor(b)[:, None] * unit + torch.arange(unit)).flatten() for b in bins]
 
 
-def agree_on_plan(lengths, budget: int, unit: int) -> tuple[list, bool]:
+def agree_on_plan(batch: dict, unit: int, c: dict) -> tuple[list, bool]:
     """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had to be cut because one of them,
     on any rank, exceeds the budget."""
-    lengths = lengths.cpu()
-    cut = int(lengths.view(-1, unit).amax()) * unit > budget
-    mine = torch.tensor([cut, *(len(plan_micro_batches(lengths, budget, u)) for u in (unit, 1))])
+    budget, pack = c["max_tokens_per_micro_batch"], c["pack_sequences"]
+    cut = max(unit_tokens(batch, unit, pack)[0]) > budget
+    mine = torch.tensor([cut, *(len(plan_micro_batches(batch, budget, u, pack)) for u in (unit, 1))])
     agreed = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     cut = unit > 1 and bool(agreed[0])
-    return (plan_micro_batches(lengths, budget, 1, agreed[2]) if cut else plan_micro_batches(lengths, budget, unit, agreed[1])), cut
+    return (plan_micro_batches(batch, budget, 1, pack, agreed[2]) if cut else plan_micro_batches(batch, budget, unit, pack, agreed[1])), cut
 
 
 @torch.no_grad()
@@ -204,7 +232,7 @@ def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: l
         return gather_groups(values.view(len(rows), -1))
     group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
-        plan, _ = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], 1)
+        plan, _ = agree_on_plan(batch, 1, c)
     if reference is not None:
         if c["reference_placement"] == "cpu":
             reference.to(batch["ids"].device)
@@ -315,7 +343,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
     G, world = targets["rewards"].shape[1], dist.get_world_size()
     targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
-    plan, cut = agree_on_plan(batch["prompt_lengths"] + batch["lengths"], c["max_tokens_per_micro_batch"], G if couples_rows(c) else 1)
+    plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c)
     coefficients, value, first = None, 0.0, "old_logps" not in batch
     if cut:     # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
         scores = scores_of(score_rows(engine, batch, plan), batch["lengths"], c).requires_grad_()

@@ -241,21 +241,30 @@ def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, lengths: Tensor, 
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)
 
+KEPT_BYTES = 2**28      # softmaxes of a forward that are kept for its backward; the others are computed again
+
+
 class ChunkedLogps(torch.autograd.Function):
-    """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and backward; only the two
-    results, hidden and the log-normaliser are kept in between, so memory does not grow with tokens * vocabulary."""
+    """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and backward. In between only the two results, hidden, the
+    log-normaliser and up to KEPT_BYTES of softmaxes are kept, so memory does not grow with tokens * vocabulary."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, keep):
         logps, entropy, log_z = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        ctx.kept, room = {}, KEPT_BYTES if keep else 0
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logits = (hidden[part] @ weight.T).float().div_(temperature)       # (chunk, V)
-            log_z[part] = logits.logsumexp(1)
-            log_p = logits.sub_(log_z[part, None])
-            logps[part] = log_p.gather(1, targets[part, None])[:, 0]
+            logits = head_logits(hidden[part], weight, temperature)             # (chunk, V)
+            top = logits.amax(1)
+            p = logits.sub_(top[:, None]).exp()
+            z = p.sum(1)
+            logps[part] = logits.gather(1, targets[part, None])[:, 0] - z.log()
+            log_z[part] = top + z.log()
             if want_entropy:
-                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                entropy[part] = z.log() - torch.linalg.vecdot(p, logits) / z
+            room -= p.nbytes
+            if room >= 0:
+                ctx.kept[i] = p.div_(z[:, None])
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
         return logps, entropy
@@ -264,26 +273,41 @@ class ChunkedLogps(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with_entropy = ctx.want_entropy and grad_entropy is not None and bool(grad_entropy.any())
+        wanted = (grad_logps != 0) | (grad_entropy != 0) if with_entropy else grad_logps != 0
+        wanted = wanted.cpu()           # groups with equal rewards ask for nothing
         for i in range(0, len(targets), ctx.chunk):
-            part = slice(i, i + ctx.chunk)
-            log_p = (hidden[part] @ weight.T).float().div_(ctx.temperature).sub_(log_z[part, None])    # (chunk, V)
-            p = log_p.exp()
-            grad = p * -grad_logps[part, None]
+            part, p = slice(i, i + ctx.chunk), ctx.kept.pop(i, None)
+            if not wanted[part].any():
+                continue
+            if p is None:
+                p = head_logits(hidden[part], weight, ctx.temperature).sub_(log_z[part, None]).exp_()       # (chunk, V)
+            more = grad_entropy[part, None] * (torch.special.entr(p) - p * entropy[part, None]) if with_entropy else None
+            grad = p.mul_(-grad_logps[part, None])
             grad.scatter_add_(1, targets[part, None], grad_logps[part, None])
-            if with_entropy:
-                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = (grad if more is None else grad.add_(more)).div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+                if grad.dtype == torch.float32:
+                    grad_weight.addmm_(grad.T, hidden[part])
+                else:
+                    grad_weight += grad.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """(c, V) float32, at the temperature, fresh memory."""
+    logits = (hidden @ weight.T).float()
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, want_entropy: bool = True):
     """(logps (n,), entropy (n,) or None) of `targets` (n,) under softmax(hidden @ head_weight.T / temperature), float32, nats.
-    hidden (n, H), head_weight (V, H). Memory: about 4 float32 buffers of `chunk` * V at a time, whatever n is."""
-    logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, want_entropy)
+    hidden (n, H), head_weight (V, H). Memory: about 4 float32 buffers of `chunk` * V at a time and KEPT_BYTES, whatever n is. On a CPU a chunk
+    has at most 128 tokens, whose buffers stay in its cache."""
+    chunk = chunk if hidden.is_cuda else min(chunk, 128)
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
+    logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, want_entropy, keep)
     return logps, entropy if want_entropy else None

@@ -98,7 +98,7 @@ def main(argv) -> None:
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c)
     rank, world, device = start_distributed()
-    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"]))
+    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"], pack=c["pack_sequences"]))
     if rank == 0:
         print(f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
               f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}")

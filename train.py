@@ -73,7 +73,7 @@ def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> learner.Po
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     seeds = c["info_seed_num_seeds"] if trains and c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
-    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds)
+    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds, c["pack_sequences"])
 
 
 def load_policy(c: dict, dtype: torch.dtype):
