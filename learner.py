@@ -36,7 +36,7 @@ class Policy(torch.nn.Module):
         self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
         self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
         if pack:
-            lm.set_attn_implementation(packing.NAME)
+            packing.prepare(lm)
 
     def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
         """Final hidden states (M, H) of the rows' tokens, and the places in it of completion tokens t of `row`, (k,): of what predicts each, and its own."""
@@ -45,9 +45,6 @@ class Policy(torch.nn.Module):
             return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
         packed = packing.pack(ids, prompt_lengths, lengths)
         hidden = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
-        if not packed.asked:
-            raise UserError(f"model {self.lm.config.model_type!r} does not use transformers' attention interface, which packed sequences need: set "
-                            f"pack_sequences=False")
         own = packed.first[row] + t
         return hidden, torch.where(t == 0, packed.last[row], own - 1), own
 

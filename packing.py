@@ -1,7 +1,7 @@
 """Rows of tokens side by side without padding, and a prompt that neighbouring rows begin with only once.
 
+    prepare(lm)         # once
     packed = pack(ids, prompt_lengths, lengths)
-    lm.set_attn_implementation(packing.NAME)
     hidden = lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]     # (M, H)
 
 All layers but attention treat every token alike, so the M tokens may stand in one long row. Attention gets them back in segments: a prompt that several rows
@@ -37,7 +37,6 @@ class Packed(NamedTuple):
     last: Tensor                # (n,) the place of each row's last prompt token
     first: Tensor               # (n,) and of its first completion token
     blocks: list[Block]
-    asked: list                 # attention layers that have been here
 
 
 def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Packed:
         part = slice(i, i + count)
         blocks.append(block(place[part], size[part], begin[part], last[row[part]]))
         i += count
-    return Packed(ids[row[segment], at][None], at[None], last, first, blocks, [])
+    return Packed(ids[row[segment], at][None], at[None], last, first, blocks)
 
 
 def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
@@ -99,13 +98,12 @@ def attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask,
     """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d); (1, M, heads, d) out. A model whose attention wants more than
     causal order is a UserError."""
     if packed is None:
-        raise ValueError(f"this model's attention is set to {NAME!r}: call it through learner.Policy, or lm.set_attn_implementation('sdpa') first")
+        raise ValueError(f"the attention of this model is set to {NAME!r}: call it through learner.Policy, or lm.set_attn_implementation('sdpa') first")
     wants = [name for name, value in more.items() if value is not None and name not in HARMLESS]
     wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     wants += ["a sliding window"] * (sliding_window is not None and sliding_window <= int(packed.positions.max()))
     if wants:
         raise UserError(f"{type(module).__name__} wants {', '.join(wants)} of its attention, which packed sequences have not: set pack_sequences=False")
-    packed.asked.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))           # (M, heads, d)
     parts = []
     for b in packed.blocks:
@@ -132,3 +130,50 @@ def fold(x: Tensor, b: Block) -> Tensor:
 
 
 AttentionInterface.register(NAME, attention)
+
+
+# --- which models can do it
+
+def check_window(config, longest: int) -> None:
+    """Rows of `longest` tokens must fit into whatever window the model's attention has: some models have it in their masks only, which nobody asks for here."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = getattr(config, name, None)
+        if window is not None and window < longest:
+            raise UserError(f"model {config.model_type!r} has {name}={window} and rows may have {longest} tokens, which packed sequences do not do: set "
+                            f"pack_sequences=False, or shorten max_prompt_length + max_completion_length")
+
+
+@torch.no_grad()
+def prepare(lm) -> None:
+    """Sets the model's attention, and tries it on a few tokens: a model whose layers hand on more than attention does (convolutions, recurrent states), or
+    whose attention is not plain causal, is a UserError. Its files do not tell."""
+    trains, usual = lm.training, lm.config._attn_implementation
+    lengths, ids = torch.tensor([3, 3, 2, 4]), torch.arange(28, device=lm.device).view(4, 7) * 5 % lm.config.vocab_size
+    prompts, lengths = torch.tensor([3, 3, 3, 2], device=lm.device), lengths.to(lm.device)
+    ids[1, :3] = ids[0, :3]
+    other = ids.clone()
+    other[2, :5] += 1           # a row in the middle says something else
+    other %= lm.config.vocab_size
+    row, t = (torch.arange(4, device=lm.device) < lengths[:, None]).nonzero(as_tuple=True)
+    lm.eval()
+    try:
+        plain = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompts[row] + t].float()
+        lm.set_attn_implementation(NAME)
+        found = []
+        for one in (ids, other):
+            packed = pack(one, prompts, lengths)
+            hidden = lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
+            found.append(hidden[packed.first[row] + t].float())
+    except UserError:
+        lm.set_attn_implementation(usual)
+        raise
+    except (TypeError, ValueError, AttributeError) as error:        # its layers do not hand the packing on
+        lm.set_attn_implementation(usual)
+        raise UserError(f"model {lm.config.model_type!r} can't have its sequences packed ({error}): set pack_sequences=False") from None
+    lm.train(trains)
+    exact, size = lm.dtype == torch.float32, plain.abs().max()
+    leak, error = (found[0] - found[1])[row != 2].abs().max() / size, (found[0] - plain).abs().max() / size      # experts may round differently: not exactly 0
+    if leak > (2e-5 if exact else 0.02) or error > (1e-3 if exact else 0.1):
+        lm.set_attn_implementation(usual)
+        raise UserError(f"model {lm.config.model_type!r} can't have its sequences packed: a token's hidden state depends on more than the tokens before it in its "
+                        f"row; set pack_sequences=False")

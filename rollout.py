@@ -9,6 +9,7 @@ An engine has generate(prompts_ids, n, sampling, finished), sync(named_parameter
 come out, with the log-prob the sampler itself gave to every token; text is decoded for the rewards and never encoded again.
 A rollout is {"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
+import gc
 import json
 import os
 import random
@@ -28,9 +29,11 @@ class VllmEngine:
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config["vllm_kv_cache_gib"]))
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")     # ranks share the cores: the kernel places them
+        gc.freeze()         # or the collector looks at all modules again and again while vLLM is imported and set up: two seconds
+        gc.disable()
         try:
             import vllm
         except ImportError as error:
@@ -49,7 +52,9 @@ class VllmEngine:
             generation_config="vllm",                    # not the model's own top_p and repetition penalty, which the loss knows nothing of
             enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # vLLM's CPU sampler fails on a seeded prompt that is cut
             enforce_eager=not self.on_gpu, enable_sleep_mode=self.sleeps, disable_log_stats=True,
-            **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else {}))
+            **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else
+               {"kv_cache_memory_bytes": int(config["vllm_kv_cache_gib"] * 2**30)}))
+        gc.enable()
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
         self.group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
 

@@ -25,8 +25,9 @@ def command(c: dict, port: int, host: str, tp: int, dp: int, more: list[str]) ->
             "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-request-id-headers", "--disable-uvicorn-access-log",
             *(["--weight-transfer-config", '{"backend": "nccl"}'] if c["weight_sync"] == "nccl" else []),
             # as in rollout.VllmEngine: on a CPU a seeded prompt must not be cut, and nothing is compiled
-            *([] if gpu else ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, longest))]), *more]
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": str(c["vllm_kv_cache_gib"])}
+            *([] if gpu else ["--kv-cache-memory-bytes", str(int(c["vllm_kv_cache_gib"] * 2**30)),
+                              "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, longest))]), *more]
+    own = {"VLLM_SERVER_DEV_MODE": "1"}
     usual = {} if gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return argv, own | {key: value for key, value in usual.items() if key not in os.environ}
 

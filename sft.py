@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import data
+import packing
 import rollout
 from common import UserError, load_config, script
 from learner import Policy, across_ranks, start_distributed
@@ -96,6 +97,8 @@ def main(argv) -> None:
     else:
         _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
+    if c["pack_sequences"]:
+        packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
     groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c)
     rank, world, device = start_distributed()
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"], pack=c["pack_sequences"]))

@@ -39,6 +39,7 @@ import experience
 import infoseed
 import learner
 import loss as L
+import packing
 import rewards as R
 import rollout
 from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
@@ -118,6 +119,8 @@ def load_inputs(c: dict, world: int) -> Inputs:
         raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
     model_config, tokenizer = data.load_model_files(c["model"], c["chat_template"])
     data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
+    if c["pack_sequences"]:
+        packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
     sources, weights = data.training_sources(c, tokenizer)
     easy = data.easy_rows(c, tokenizer)
     rows = [row for source in (*sources, easy) for row in source]

@@ -1,4 +1,5 @@
 """From rollouts to tensors, micro-batches and log-probs, against loops that do the same slowly."""
+import copy
 import itertools
 import random
 
@@ -15,6 +16,7 @@ import sft
 from common import load_config
 
 examples = settings(derandomize=True, deadline=None, max_examples=60)
+packed_or_not = pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
 EOS = 0     # also what pad() fills with
 
 
@@ -111,59 +113,105 @@ def test_an_engine_that_returns_too_little_is_an_error(rollouts, words):
 plans = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 300), st.integers(0, 9999))
 
 
-def lengths_of(units: int, unit: int, seed: int):
-    return torch.randint(1, 60, (units * unit,), generator=torch.Generator().manual_seed(seed))
+def batch_of(units: int, unit: int, seed: int) -> dict:
+    """Units of one prompt each, which now and then is that of the unit before, one row in ten with another; ids at random where rows have ended."""
+    rng = random.Random(seed)
+    pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)] + [[0, 1], [0, 1, 1], [1, 1, 1]]
+    prompts = [prompt if rng.random() < 0.9 else rng.choice(pool) for prompt in rng.choices(pool, k=units) for _ in range(unit)]
+    batch = rollout.to_batch([rollout_of(prompt, rng.choices([0, 1], k=rng.randint(1, 30))) for prompt in prompts], "cpu")
+    ends, junk = batch["prompt_lengths"] + batch["lengths"], torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed))
+    return batch | {"ids": torch.where(torch.arange(junk.shape[1]) < ends[:, None], batch["ids"], junk)}
 
 
+def cost(batch: dict, rows, pack: bool) -> int:
+    """Tokens of a micro-batch: padded to the longest row, or packed, a prompt counted once as long as it goes on."""
+    P, T = (batch[key][rows].tolist() for key in ("prompt_lengths", "lengths"))
+    if not pack:
+        return len(P) * max(p + t for p, t in zip(P, T))
+    prompts = [batch["ids"][row, :p].tolist() for row, p in zip(rows.tolist(), P)]
+    return sum(T) + sum(len(prompt) for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1])
+
+
+@packed_or_not
 @examples
 @given(plans)
-def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(case):
+def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(pack, case):
     units, unit, budget, seed = case
-    plan = learner.plan_micro_batches(lengths_of(units, unit, seed), budget, unit)
+    plan = learner.plan_micro_batches(batch_of(units, unit, seed), budget, unit, pack)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
+    assert not pack or torch.cat(plan).tolist() == list(range(units * unit))       # rows that share a prompt stay neighbours
     for rows in plan:
         groups = rows.view(-1, unit)
         assert torch.equal(groups, groups[:, :1] + torch.arange(unit)) and not (groups[:, 0] % unit).any()
 
 
+@packed_or_not
 @examples
 @given(plans)
-def test_no_micro_batch_is_over_the_budget_unless_one_group_alone_is(case):
+def test_no_micro_batch_is_over_the_budget_unless_one_group_alone_is(pack, case):
     units, unit, budget, seed = case
-    lengths = lengths_of(units, unit, seed)
-    for rows in learner.plan_micro_batches(lengths, budget, unit):
-        assert len(rows) * int(lengths[rows].max()) <= budget or len(rows) == unit
+    batch = batch_of(units, unit, seed)
+    for rows in learner.plan_micro_batches(batch, budget, unit, pack):
+        assert cost(batch, rows, pack) <= budget or len(rows) == unit
 
 
+@packed_or_not
 @examples
 @given(plans)
-def test_no_two_neighbouring_micro_batches_would_fit_into_one(case):
+def test_no_two_neighbouring_micro_batches_would_fit_into_one(pack, case):
+    """Not even the first unit of the second would have fitted into the first."""
     units, unit, budget, seed = case
-    lengths = lengths_of(units, unit, seed)
-    plan = learner.plan_micro_batches(lengths, budget, unit)
-    assert all((len(a) + unit) * int(lengths[a].max()) > budget for a in plan[:-1])
+    batch = batch_of(units, unit, seed)
+    plan = learner.plan_micro_batches(batch, budget, unit, pack)
+    assert all(cost(batch, torch.cat([a, b[:unit]]), pack) > budget for a, b in itertools.pairwise(plan))
 
 
+@packed_or_not
 @examples
 @given(plans, st.data())
-def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(case, data):
+def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case, data):
     units, unit, budget, seed = case
-    lengths = lengths_of(units, unit, seed)
-    own = len(learner.plan_micro_batches(lengths, budget, unit))
+    batch = batch_of(units, unit, seed)
+    own = len(learner.plan_micro_batches(batch, budget, unit, pack))
     at_least = data.draw(st.integers(1, units))
-    plan = learner.plan_micro_batches(lengths, budget, unit, at_least)
+    plan = learner.plan_micro_batches(batch, budget, unit, pack, at_least)
     assert len(plan) == max(own, at_least) and all(len(rows) for rows in plan)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
-    assert all(len(rows) * int(lengths[rows].max()) <= budget or len(rows) == unit for rows in plan)
+    assert all(cost(batch, rows, pack) <= budget or len(rows) == unit for rows in plan)
+    assert all(torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit)) for rows in plan)
 
 
+@packed_or_not
 @examples
 @given(plans)
-def test_plans_are_the_same_every_time_and_leave_the_lengths_alone(case):
+def test_plans_are_the_same_every_time_and_leave_the_batch_alone(pack, case):
     units, unit, budget, seed = case
-    lengths = lengths_of(units, unit, seed)
-    first, second = (learner.plan_micro_batches(lengths, budget, unit, units) for _ in range(2))
-    assert all(map(torch.equal, first, second)) and torch.equal(lengths, lengths_of(units, unit, seed))
+    batch, untouched = (batch_of(units, unit, seed) for _ in range(2))
+    first, second = (learner.plan_micro_batches(batch, budget, unit, pack, units) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and all(torch.equal(batch[key], untouched[key]) for key in untouched)
+
+
+@packed_or_not
+@examples
+@given(plans)
+def test_a_budget_of_just_what_all_rows_cost_takes_them_at_once(pack, case):
+    units, unit, _, seed = case
+    batch = batch_of(units, unit, seed)
+    whole = cost(batch, torch.arange(units * unit), pack)
+    assert len(learner.plan_micro_batches(batch, whole, unit, pack)) == 1
+    assert units == 1 or len(learner.plan_micro_batches(batch, whole - 1, unit, pack)) == 2
+
+
+@packed_or_not
+@examples
+@given(plans)
+def test_a_units_tokens_are_what_it_costs_alone_and_behind_the_unit_before(pack, case):
+    units, unit, _, seed = case
+    batch = batch_of(units, unit, seed)
+    alone, saved = learner.unit_tokens(batch, unit, pack)
+    rows = torch.arange(units * unit).split(unit)
+    assert alone == [cost(batch, r, pack) for r in rows]
+    assert saved == [0] + [alone[i + 1] + alone[i] - cost(batch, torch.cat([a, b]), pack) if pack else 0 for i, (a, b) in enumerate(itertools.pairwise(rows))]
 
 
 # --- log-probs
@@ -181,14 +229,23 @@ def naive_logps(lm, r: dict, temperature: float):
     return torch.stack([all_logps[t - 1, ids[0, t]] for t in at]), torch.stack([-(all_logps[t - 1].exp() * all_logps[t - 1]).sum() for t in at])
 
 
-def policy_logps(lm, rollouts: list, chunk: int = 7, temperature: float = 0.7):
+SHARED = [rollout_of([5, 6], [7, EOS]), rollout_of([5, 6], [10, 11, EOS, EOS, 12, EOS]), rollout_of([EOS], [13]), rollout_of([9, 9, 9], [EOS])]
+
+
+def policy_of(lm, pack: bool, chunk: int = 7):
+    """Around a copy: a packed model can't be called by itself any more."""
+    return learner.Policy(copy.deepcopy(lm), 0.7, chunk, pack=pack)
+
+
+def policy_logps(policy, rollouts: list):
     batch = rollout.to_batch(rollouts, "cpu")
-    return learner.Policy(lm, temperature, chunk)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    return policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
 
 
-def test_log_probs_and_entropy_equal_those_of_the_full_logits_row_by_row(lm):
-    rollouts = RAGGED + random_rollouts(6, seed=2)
-    logps, entropy = policy_logps(lm, rollouts)
+@packed_or_not
+def test_log_probs_and_entropy_equal_those_of_the_full_logits_row_by_row(lm, pack):
+    rollouts = RAGGED + SHARED + random_rollouts(6, seed=2)
+    logps, entropy = policy_logps(policy_of(lm, pack), rollouts)
     for row, r in enumerate(rollouts):
         T = len(r["completion_ids"])
         for found, wanted in zip((logps, entropy), naive_logps(lm, r, 0.7)):
@@ -196,39 +253,42 @@ def test_log_probs_and_entropy_equal_those_of_the_full_logits_row_by_row(lm):
             assert not found[row, T:].any()
 
 
-def test_gradients_equal_those_of_the_full_logits(lm):
-    rollouts = random_rollouts(5, seed=3)
-    coefficients = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+@packed_or_not
+def test_gradients_equal_those_of_the_full_logits(lm, pack):
+    rollouts = random_rollouts(5, seed=3) + SHARED
+    coefficients = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
     sum((naive_logps(lm, r, 0.7)[0] * coefficients[i, :len(r["completion_ids"])]).sum() for i, r in enumerate(rollouts)).backward()
-    wanted = {name: p.grad.clone() for name, p in lm.named_parameters()}
-    lm.zero_grad()
-    logps, _ = policy_logps(lm, rollouts)
+    policy = policy_of(lm, pack)
+    policy.lm.zero_grad()
+    logps, _ = policy_logps(policy, rollouts)
     (logps * coefficients[:, :logps.shape[1]]).sum().backward()
-    for name, p in lm.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+    for (name, p), wanted in zip(policy.lm.named_parameters(), lm.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm):
-    rollouts = RAGGED + random_rollouts(4, seed=4)
-    whole, _ = policy_logps(lm, rollouts)
-    reverse, _ = policy_logps(lm, rollouts[::-1], chunk=1000)
+@packed_or_not
+def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm, pack):
+    policy, rollouts = policy_of(lm, pack), RAGGED + SHARED + random_rollouts(4, seed=4)
+    whole, _ = policy_logps(policy, rollouts)
+    reverse, _ = policy_logps(policy_of(lm, pack, chunk=1000), rollouts[::-1])
     torch.testing.assert_close(reverse.flip(0), whole, rtol=0, atol=1e-5)
     batch = rollout.to_batch(rollouts, "cpu")
     junk = torch.where(torch.arange(batch["ids"].shape[1] + 3) < (batch["prompt_lengths"] + batch["lengths"])[:, None],
                        torch.nn.functional.pad(batch["ids"], (0, 3)), 77)      # other and more padding
-    padded, _ = learner.Policy(lm, 0.7, 7)(junk, batch["prompt_lengths"], batch["lengths"])
+    padded, _ = policy(junk, batch["prompt_lengths"], batch["lengths"])
     torch.testing.assert_close(padded, whole, rtol=0, atol=1e-5)
     for row, r in enumerate(rollouts):
-        alone, _ = policy_logps(lm, [r])
+        alone, _ = policy_logps(policy, [r])
         torch.testing.assert_close(alone[0], whole[row, :alone.shape[1]], rtol=0, atol=1e-5)
 
 
-def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm):
-    batch = rollout.to_batch(RAGGED + random_rollouts(6, seed=5), "cpu")
-    plan = learner.plan_micro_batches(batch["prompt_lengths"] + batch["lengths"], 25, 1)
+@packed_or_not
+def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm, pack):
+    batch = rollout.to_batch(RAGGED + SHARED + random_rollouts(6, seed=5), "cpu")
+    plan = learner.plan_micro_batches(batch, 25, 1, pack)
     assert len(plan) > 3
-    policy = learner.Policy(lm, 0.7, 7)
+    policy = policy_of(lm, pack)
     whole, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     torch.testing.assert_close(learner.score_rows(policy, batch, plan), whole, rtol=0, atol=1e-5)
 
@@ -249,21 +309,32 @@ def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):
     return total
 
 
+@packed_or_not
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective):
-    """Of all hidden states, only those that predict a completion token get a gradient."""
+def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective, pack):
+    """Of all hidden states, only those that predict a completion token get a gradient. States are told by (place in the row, token)."""
     c = load_config(["--num_generations=2", *f"--objective={objective}".split()])
-    batch = rollout.to_batch(RAGGED, "cpu")
+    batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     group = {"rewards": rewards, "lengths": batch["lengths"].view(2, 2), "clusters": torch.tensor([[0, 1], [0, 1]]), "mean_logps": torch.zeros(2, 2)}
     targets = learner.group_targets(group, 0.2, 0.0, c)
-    policy = learner.Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64)
+    policy = learner.Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
     seen = []
-    policy.lm.base_model.register_forward_hook(lambda module, args, out: (out.last_hidden_state.retain_grad(), seen.append(out.last_hidden_state)) and None)
+
+    def hook(module, args, given, out):
+        out.last_hidden_state.retain_grad()
+        ids = given["input_ids"]
+        seen.append((ids, given.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids)), out.last_hidden_state))
+    policy.lm.base_model.register_forward_hook(hook, with_kwargs=True)
     logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     loss_of(logps, entropy, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c).backward()
-    assert seen[0].grad.abs().sum(-1).nonzero().tolist() == [
-        [row, t] for row, r in enumerate(RAGGED) for t in range(len(r["prompt_ids"]) - 1, len(r["prompt_ids"]) + len(r["completion_ids"]) - 1)]
+    (ids, positions, states), = seen
+    trained = states.grad.abs().sum(-1) != 0
+    wanted = [(len(r["prompt_ids"]) + t - 1, [*r["prompt_ids"], *r["completion_ids"]][len(r["prompt_ids"]) + t - 1])
+              for r in SHARED for t in range(len(r["completion_ids"]))]
+    if pack:
+        wanted.remove((1, 6))       # the end of the prompt that two rows share predicts both their first tokens
+    assert sorted(zip(positions[trained].tolist(), ids[trained].tolist())) == sorted(wanted)
 
 
 # --- metrics

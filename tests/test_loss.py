@@ -7,6 +7,7 @@ Values, gradients and metrics must agree to 1e-5 (fp32), under any order, split 
 import functools
 import itertools
 import math
+import os
 import subprocess
 import sys
 from functools import partial
@@ -1241,8 +1242,102 @@ def test_bfloat16_results_are_float32_and_gradients_bfloat16():
     close(h.grad, exact[1], 0.02)       # bfloat16 has 8 bits
 
 
+# --- softmaxes kept for the backward, and chunks that nobody asks for
+
+KEEPING = {"none": 0, "two chunks": 2 * 8 * 37 * 4, "all": 2**28}       # KEPT_BYTES of 29 tokens in chunks of 8, V = 37
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 0.02}                  # bfloat16 has 8 bits: a float32 rounding can move its last one
+
+
+def head_case(dtype, n=29, H=16, V=37):
+    return randn(n, H).to(dtype).requires_grad_(), randn(V, H, seed=1, scale=0.5).to(dtype).requires_grad_(), torch.arange(n) * 5 % V
+
+
+def head_grads(leaves, targets, up, temperature=1.0, **more):
+    """Gradients of hidden and weight under up-stream gradients of (logps, entropy or None)."""
+    outs = loss.token_logps(*leaves, targets, temperature, 8, want_entropy=up[1] is not None)
+    outs, up = zip(*[(out, g) for out, g in zip(outs, up) if g is not None])
+    return torch.autograd.grad(outs, leaves, up, **more)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", ["none", "zero", "some"])
+def test_kept_and_recomputed_softmaxes_give_the_same_values_and_gradients(monkeypatch, dtype, temperature, entropy):
+    *leaves, targets = head_case(dtype)
+    up = randn(29, seed=2), {"none": None, "zero": torch.zeros(29), "some": randn(29, seed=3)}[entropy]
+    found, values, computed, calls, real = {}, {}, {}, [], loss.head_logits
+    monkeypatch.setattr(loss, "head_logits", lambda *a: calls.append(1) or real(*a))
+    for name, size in KEEPING.items():
+        calls.clear()
+        monkeypatch.setattr(loss, "KEPT_BYTES", size)
+        found[name] = head_grads(leaves, targets, up, temperature)
+        values[name], computed[name] = loss.token_logps(*leaves, targets, temperature, 8), len(calls)
+    assert computed == {"none": 4 + 4 + 4, "two chunks": 4 + 2 + 4, "all": 4 + 4}        # of gradient's forward and backward, and of the values
+    for name in KEEPING:
+        assert all(map(torch.equal, values[name], values["none"]))
+        for a, b in zip(found[name], found["none"]):
+            close(a, b, ROUNDING[dtype])
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = sum((out * g).sum() for out, g in zip(full_logps(*exact, targets, temperature), up) if g is not None)
+    for a, b in zip(found["two chunks"], torch.autograd.grad(wanted, exact)):
+        close(a, b, 10 * ROUNDING[dtype] if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("size", KEEPING.values(), ids=KEEPING)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_second_backward_through_the_same_graph_gives_the_same_gradients(monkeypatch, size, entropy):
+    monkeypatch.setattr(loss, "KEPT_BYTES", size)
+    *leaves, targets = head_case(torch.float32)
+    logps, H = loss.token_logps(*leaves, targets, 0.6, 8)
+    total = (randn(29, seed=2) * logps).sum() + (randn(29, seed=3) * H).sum() * entropy
+    first, second, third = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(3))
+    for a, b, c in zip(first, second, third):
+        close(b, a, 1e-6)
+        assert torch.equal(b, c)
+
+
+@pytest.mark.parametrize("size", KEEPING.values(), ids=KEEPING)
+@pytest.mark.parametrize("entropy", ["none", "zero", "some", "only"])
+def test_rows_and_chunks_without_gradient_contribute_exactly_nothing(monkeypatch, size, entropy):
+    """Chunks 0 and 2 of 4 ask for nothing, and in the others every third row does not either; where chunks 0 and 2 are NaN nobody sees it."""
+    monkeypatch.setattr(loss, "KEPT_BYTES", size)
+    hidden, weight, targets = head_case(torch.float32)
+    silent = (torch.arange(29) // 8 % 2 == 0) | (torch.arange(29) % 3 == 0)
+    up = randn(29, seed=2).masked_fill(silent | torch.tensor(entropy == "only"), 0), randn(29, seed=3).masked_fill(silent, 0)
+    up = up[0], {"none": None, "zero": torch.zeros(29)}.get(entropy, up[1])
+    grad_hidden, grad_weight = head_grads((hidden, weight), targets, up, 0.6)
+    assert (grad_hidden[silent] == 0).all() and (grad_hidden[~silent] != 0).any(1).all()
+    odd = torch.arange(29) // 8 % 2 == 1        # chunks 1 and 3, alone
+    alone = head_grads((hidden[odd], weight), targets[odd], [g if g is None else g[odd] for g in up], 0.6)
+    close(grad_hidden[odd], alone[0])
+    close(grad_weight, alone[1])
+    broken = hidden.detach().masked_fill(~odd[:, None], math.nan).requires_grad_()
+    for a, b in zip(head_grads((broken, weight), targets, up, 0.6), (grad_hidden, grad_weight)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_nan_gradient_of_one_token_is_not_taken_for_none(which):
+    *leaves, targets = head_case(torch.float32)
+    up = torch.zeros(29), torch.zeros(29)
+    up[which][11] = math.nan
+    grad_hidden, grad_weight = head_grads(leaves, targets, up)
+    assert grad_hidden[11].isnan().all() and grad_weight.isnan().all()
+
+
+def test_nothing_is_kept_where_no_gradient_is_asked_for(monkeypatch):
+    contexts, real = [], loss.ChunkedLogps.forward
+    monkeypatch.setattr(loss.ChunkedLogps, "forward", staticmethod(lambda ctx, *a: (contexts.append(ctx), real(ctx, *a))[1]))
+    hidden, weight, targets = head_case(torch.float32)
+    with torch.no_grad():
+        loss.token_logps(hidden, weight, targets, 1.0, 8)
+    loss.token_logps(hidden.detach(), weight.detach(), targets, 1.0, 8)
+    loss.token_logps(hidden, weight.detach(), targets, 1.0, 8)
+    assert [len(ctx.kept) for ctx in contexts] == [0, 0, 4]
+
+
 MEMORY = """
-import torch, loss
+import sys, torch, loss
 torch.set_num_threads(1)
 def peak():     # MiB; of this program alone, unlike ru_maxrss, which starts at the parent's
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
@@ -1250,15 +1345,20 @@ def learn(n, V=16384, H=8, chunk=32):
     hidden, weight = torch.randn(n, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     logps, entropy = loss.token_logps(hidden, weight, torch.arange(n), 1.0, chunk)
     (logps.sum() + entropy.sum()).backward()
+loss.KEPT_BYTES = 0
 learn(96)       # three chunks: in the backward of one, tensors of the last are still alive
 before = peak()
+loss.KEPT_BYTES = int(sys.argv[1]) * 2**20
 learn(2048)
 print(peak() - before)
 """
 
 
-def test_memory_does_not_grow_with_tokens_times_vocabulary():
-    """2,048 tokens need at most 32 MiB more than 3 chunks of 32; keeping their logits even once would take 128 MiB."""
-    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=Path(loss.__file__).parent, timeout=120)
+@pytest.mark.parametrize("kept", [0, 40])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(kept):
+    """2,048 tokens need at most 16 MiB and the softmaxes kept more than 3 chunks of 32; keeping their logits even once would take 128 MiB.
+    glibc is told to give freed buffers back at once: holes between those that are kept are not what is measured."""
+    run = subprocess.run([sys.executable, "-c", MEMORY, str(kept)], capture_output=True, text=True, cwd=Path(loss.__file__).parent, timeout=120,
+                         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"})
     assert run.returncode == 0, run.stderr
-    assert float(run.stdout) < 32
+    assert kept / 2 < float(run.stdout) < 16 + kept

@@ -759,7 +759,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     for flags in ("--model here", "--port 8123", "--host 0.0.0.0", "--tensor-parallel-size 2", "--data-parallel-size 3", "--max-model-len 64", "--dtype float32",
                   "--seed 42", "--logprobs-mode processed_logprobs", "--enable-request-id-headers", "--generation-config vllm"):
         assert f" {flags} " in f"{text} "
-    assert "--weight-transfer-config" not in text and environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "--weight-transfer-config" not in text and environment["VLLM_SERVER_DEV_MODE"] == "1" and f"--kv-cache-memory-bytes {2**28}" in text
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     serve.main(["config/countdown_tiny.py", "--weight_sync=nccl"])
     assert '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1]) and started[1][2]["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
