@@ -96,7 +96,8 @@ def ours(scenario: str, beta: float, steps: int) -> tuple:
                     learning_rate=1e-5, max_logp_difference=-1, max_tokens_per_micro_batch=4096, reward_workers=0)
     train.main([f"--{key}={value}" for key, value in settings.items()])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return first[0], [{"step": line["time/step"], "learn": line["time/learn"] + line["time/score"], "rollout": line["time/rollout"]} for line in lines]
+    found = [{"step": line["time/step"], "learn": line["time/learn"] + line["time/score"], "rollout": line["time/rollout"]} for line in lines]
+    return first[0], [one | {"rest": 1 - (one["learn"] + one["rollout"]) / one["step"]} for one in found]
 
 
 def trl(scenario: str, beta: float, steps: int, **more) -> tuple:
@@ -290,10 +291,10 @@ def main(argv: list[str]) -> None:
     print("| scenario | against | β | seconds a step | learning phase | peak memory | start to first step | a step |", "|---" * 8 + "|", *rows, sep="\n", flush=True)
     if scenarios:
         return
-    print("\n| scenario | learning / bare forward and backward | vLLM's own time / rollouts |", "|---" * 3 + "|", sep="\n")
+    print("\n| scenario | learning / bare forward and backward | vLLM's own time / rollouts | share of the rest of a step |", "|---" * 4 + "|", sep="\n")
     for scenario in LIMITS:
-        found = [measure("limits", scenario, steps=12) for _ in range(repeats)]
-        print(f"| {scenario} | " + " | ".join(f"{statistics.median(one[what] for one in found):.2f}" for what in ("learn / bare", "vllm / rollout")) + " |", flush=True)
+        found = [measure("limits", scenario, steps=12) | {"rest": measure("ours", scenario)["rest"]} for _ in range(repeats)]
+        print(f"| {scenario} |", *(f"{statistics.median(one[what] for one in found):.2f} |" for what in ("learn / bare", "vllm / rollout", "rest")), flush=True)
     growth(ROOT / "runs" / "bench" / "growth.png")
 
 
