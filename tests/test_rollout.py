@@ -45,6 +45,7 @@ def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
     assert result["count"] == 24 and result["within_group_distinct"] > 1 and result["ends"]
 
 
+@pytest.mark.slow
 def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
     """Chi-square of 4,000 first tokens of each engine against the exact probabilities, at fixed seeds; rare tokens pooled.
     A correct sampler exceeds mean + 4 standard deviations about once in 10,000 choices of the seed."""

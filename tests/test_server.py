@@ -991,6 +991,7 @@ def test_the_first_step_of_a_run_ahead_is_that_of_a_run_on_policy(ahead, on_poli
     assert {key: same[key] for key in ("loss", "grad_norm", "entropy")} == pytest.approx({key: first[key] for key in ("loss", "grad_norm", "entropy")}, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on_when_there_are_others(fleet, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
     flags = ["--rollout_engine=server", f"--rollout_server={fleet.ready(0, 1)}", "--max_logp_difference=-1", "--save_steps=0"]

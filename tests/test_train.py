@@ -100,6 +100,7 @@ def test_a_damaged_checkpoint_is_noticed_and_passed_over(two_ranks, tmp_path):
     assert "has changed" in checkpoint.verify(folder / "step_000003") and checkpoint.latest(folder).name == "step_000002"
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, tmp_path):
     whole = two_ranks[0]
     part = shutil.copytree(whole, tmp_path / "part")
