@@ -953,6 +953,11 @@ def test_rollouts_made_ahead_are_by_weights_exactly_one_step_old(ahead, tiny_mod
 @pytest.mark.slow
 def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out_when_somebody_else_changes_its_weights(survivor, fleet, world, lm):
     fleet.ready(0, 1)
+    survivor.sync(learner.named_weights(lm, 0))
+    fleet.signal(0, signal.SIGKILL)
+    fleet.start(0)
+    survivor.generate(PROMPTS, 8, sampling(2, 3))
+    fleet.ready(0)
     assert [s.url for s in survivor.live] == [fleet.urls[1]]
     perturb(copy := deepcopy(lm), 5)
     survivor.sync(learner.named_weights(copy, 0))
