@@ -70,6 +70,12 @@ def reward(completion: str, answer, **row) -> float:
     return len(set(completion)) / 100
 
 
+def never_end(engine) -> None:
+    """EOS does not end a completion of this vLLM engine of ours."""
+    make = engine.vllm.SamplingParams
+    engine.vllm = SimpleNamespace(SamplingParams=lambda **settings: make(**settings | {"stop_token_ids": [], "ignore_eos": True}))
+
+
 # --- arms: (seconds to the first step, [{"step": s, "learn": s, ...} of each step])
 
 def ours(scenario: str, beta: float, steps: int) -> tuple:
@@ -80,10 +86,9 @@ def ours(scenario: str, beta: float, steps: int) -> tuple:
     (P, G, T, _), folder, out, start, collect, first = parts(scenario).values(), prepare(scenario), Path(tempfile.mkdtemp()) / "run", rollout.VllmEngine.__init__, \
         experience.collect, []
 
-    def forced(engine, *args):      # EOS does not end a completion
+    def forced(engine, *args):
         start(engine, *args)
-        params = engine.vllm.SamplingParams
-        engine.vllm = SimpleNamespace(SamplingParams=lambda **settings: params(**settings | {"stop_token_ids": [], "ignore_eos": True}))
+        never_end(engine)
 
     def noted(*args):
         first.append(time.perf_counter())
@@ -172,7 +177,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     engine, lm = train.load_policy(c, torch.float32), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in (folder / "rows.jsonl").read_text().splitlines()[:P]]
     make, found = sampler.vllm.SamplingParams, []
-    sampler.vllm = SimpleNamespace(SamplingParams=lambda **settings: make(**settings | {"stop_token_ids": [], "ignore_eos": True}))
+    never_end(sampler)
 
     def roll():
         sampling = {"temperature": 1.0, "max_tokens": T, "stop_token_ids": [0], "seeds": list(range(P))}

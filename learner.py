@@ -39,14 +39,11 @@ class Policy(torch.nn.Module):
             packing.prepare(lm)
 
     def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
-        """Final hidden states (M, H) of the rows' tokens, and the places in it of completion tokens t of `row`, (k,): of what predicts each, and its own."""
-        if not self.pack:
-            own = row * ids.shape[1] + prompt_lengths[row] + t
-            return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
-        packed = packing.pack(ids, prompt_lengths, lengths)
-        hidden = self.lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
-        own = packed.first[row] + t
-        return hidden, torch.where(t == 0, packed.last[row], own - 1), own
+        """As packing.states, also for padded rows."""
+        if self.pack:
+            return packing.states(self.lm, ids, prompt_lengths, lengths, row, t)
+        own = row * ids.shape[1] + prompt_lengths[row] + t
+        return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).

@@ -1,8 +1,7 @@
 """Rows of tokens side by side without padding, and a prompt that neighbouring rows begin with only once.
 
     prepare(lm)         # once
-    packed = pack(ids, prompt_lengths, lengths)
-    hidden = lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]     # (M, H)
+    hidden, before, own = states(lm, ids, prompt_lengths, lengths, row, t)      # (M, H), (k,), (k,)
 
 All layers but attention treat every token alike, so the M tokens may stand in one long row. Attention gets them back in segments: a prompt that several rows
 share, what follows it in each of them, or a whole row. Segments of about one length are padded to a block; those that follow a shared prompt see its keys
@@ -132,6 +131,14 @@ def fold(x: Tensor, b: Block) -> Tensor:
 AttentionInterface.register(NAME, attention)
 
 
+def states(lm, ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, row: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Final hidden states (M, H) of the rows' tokens, and the places in it of completion tokens t of `row`, (k,): of what predicts each, and its own."""
+    packed = pack(ids, prompt_lengths, lengths)
+    hidden = lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
+    own = packed.first[row] + t
+    return hidden, torch.where(t == 0, packed.last[row], own - 1), own
+
+
 # --- which models can do it
 
 def check_window(config, longest: int) -> None:
@@ -161,21 +168,16 @@ def prepare(lm) -> None:
     try:
         plain = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompts[row] + t].float()
         lm.set_attn_implementation(NAME)
-        found = []
-        for one in (ids, other):
-            packed = pack(one, prompts, lengths)
-            hidden = lm.base_model(input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False).last_hidden_state[0]
-            found.append(hidden[packed.first[row] + t].float())
-    except UserError:
+        found, changed = (hidden[own].float() for hidden, _, own in (states(lm, one, prompts, lengths, row, t) for one in (ids, other)))
+        exact, size = lm.dtype == torch.float32, plain.abs().max()
+        leak, gap = (found - changed)[row != 2].abs().max() / size, (found - plain).abs().max() / size        # experts may round differently: not exactly 0
+        if leak > (2e-5 if exact else 0.02) or gap > (1e-3 if exact else 0.1):
+            raise UserError(f"model {lm.config.model_type!r} can't have its sequences packed: a token's hidden state depends on more than the tokens before it in "
+                            f"its row; set pack_sequences=False")
+    except (TypeError, ValueError, AttributeError) as error:        # a UserError, or its layers do not hand the packing on
         lm.set_attn_implementation(usual)
-        raise
-    except (TypeError, ValueError, AttributeError) as error:        # its layers do not hand the packing on
-        lm.set_attn_implementation(usual)
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"model {lm.config.model_type!r} can't have its sequences packed ({error}): set pack_sequences=False") from None
-    lm.train(trains)
-    exact, size = lm.dtype == torch.float32, plain.abs().max()
-    leak, error = (found[0] - found[1])[row != 2].abs().max() / size, (found[0] - plain).abs().max() / size      # experts may round differently: not exactly 0
-    if leak > (2e-5 if exact else 0.02) or error > (1e-3 if exact else 0.1):
-        lm.set_attn_implementation(usual)
-        raise UserError(f"model {lm.config.model_type!r} can't have its sequences packed: a token's hidden state depends on more than the tokens before it in its "
-                        f"row; set pack_sequences=False")
+    finally:
+        lm.train(trains)
