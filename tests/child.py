@@ -5,9 +5,12 @@ inherit a lock that another thread (a progress bar's, an HTTP server's) held at 
 """
 import multiprocessing
 import os
+import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["test_resume", "test_experience", "test_server", "test_faults"])
@@ -41,3 +44,10 @@ def status(process: multiprocessing.Process, seconds: float = 60) -> int:
     process.join()
     assert not late, f"no end within {seconds} s"
     return process.exitcode
+
+
+def ended_well(done: subprocess.CompletedProcess) -> None:
+    """Asserts status 0, or shows the last words of the process or of its ranks: not torchrun's summary of them, which is longer than they are."""
+    words = done.stderr.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
+    if done.returncode:
+        pytest.fail(f"status {done.returncode}: {words[-3000:]}", pytrace=False)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")      # before the libraries that read them once
+os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",      # before the libraries that read them once
+                  PYTHONFAULTHANDLER="1")       # a process that a library aborts says where
 torch.set_num_threads(1)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child import ended_well
 
 import generate
 from common import UserError, load_config
@@ -29,7 +30,7 @@ def lines_of(path: Path) -> list[dict]:
 def whole(tiny_model_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("generated") / "out.jsonl"
     done = run(tiny_model_dir, path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended_well(done)
     return path
 
 
@@ -50,7 +51,7 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(whole, t
     Path(f"{path}.config.json").write_text(Path(f"{whole}.config.json").read_text())
     kept = lines_of(whole)[:path.read_text().count("\n") // 3 * 3]
     done = run(tiny_model_dir, path, ranks=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended_well(done)
     found = lines_of(path)
     assert found[:len(kept)] == kept
     strip = [{key: value for key, value in line.items() if key != "logprobs"} for line in found]

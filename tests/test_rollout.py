@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child import ended_well
 
 from sft import tiny_model, tiny_tokenizer
 
@@ -15,7 +16,7 @@ WORKER = Path(__file__).parent / "engine_worker.py"
 def work(what: str, model, ranks: int = 0) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
     done = subprocess.run([sys.executable, *launcher, str(WORKER), what, str(model)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended_well(done)
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
 

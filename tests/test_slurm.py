@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
+from child import ended_well
 from exact_matrix import steps_in
 
 import checkpoint
@@ -145,7 +146,8 @@ def whole(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *CONFIG, HF, f"--model={tiny_model_dir}",
                f"--output_dir={folder}"]
     done = subprocess.run(command, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and len(steps_in(folder)) == 6, done.stderr[-3000:]
+    ended_well(done)
+    assert len(steps_in(folder)) == 6
     return folder
 
 

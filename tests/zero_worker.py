@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/zero_worker.py MODEL OUT 0,2,3
 """
+import os
 import random
 import sys
 from pathlib import Path
@@ -92,4 +93,5 @@ if __name__ == "__main__":
             if rank == 0:
                 torch.save(result, Path(out) / f"{name}_{world}_{stage}.pt")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()       # else gloo's threads may abort the process as it ends
+    sys.stdout.flush()
+    os._exit(0)     # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what is tested, and may abort the process
