@@ -2,12 +2,13 @@
 
     python bench.py                                             everything, an hour and a half on two cores; tables, and runs/bench/growth.png
     python bench.py P4G8T64V2048 --against=trl --repeats=5      one comparison
-    python bench.py P4G8T64V2048 --arm=ours                     one run of one arm (ours, trl, trl_vllm, limits), as JSON
+    python bench.py P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
 
 First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then every run is a process of its own, in the order A B B A ...;
 what is reported is the ratio of neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so. A scenario is P prompts a
 step, G completions of each, T tokens in each and V tokens in the vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The
-model is a Qwen2 of 4 layers and width 128 with random weights. trl generates with transformers, trl_vllm with vLLM in process.
+model is a Qwen2 of 4 layers and width 128 with random weights. trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled:
+beside it ours compiles too (vllm_enforce_eager="no"); beside trl it runs as it does by default.
 """
 import json
 import math
@@ -78,7 +79,7 @@ def never_end(engine) -> None:
 
 # --- arms: (seconds to the first step, [{"step": s, "learn": s, ...} of each step])
 
-def ours(scenario: str, beta: float, steps: int) -> tuple:
+def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
     """train.py, one rank, vLLM in process."""
     import experience
     import rollout
@@ -99,10 +100,14 @@ def ours(scenario: str, beta: float, steps: int) -> tuple:
     settings = dict(model=folder, dataset_name=folder / "rows.jsonl", output_dir=out, prompts_per_step=P, num_generations=G, max_completion_length=T,
                     max_prompt_length=32, reward_funcs=["bench:reward"], objective="dr_grpo", importance_sampling="none", beta=beta, max_steps=steps, save_steps=-1,
                     learning_rate=1e-5, max_logp_difference=-1, max_tokens_per_micro_batch=4096, reward_workers=0)
-    train.main([f"--{key}={value}" for key, value in settings.items()])
+    train.main([f"--{key}={value}" for key, value in (settings | more).items()])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = [{"step": line["time/step"], "learn": line["time/learn"] + line["time/score"], "rollout": line["time/rollout"]} for line in lines]
     return first[0], [one | {"rest": 1 - (one["learn"] + one["rollout"]) / one["step"]} for one in found]
+
+
+def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
+    return ours(scenario, beta, steps, vllm_enforce_eager="no")
 
 
 def trl(scenario: str, beta: float, steps: int, **more) -> tuple:
@@ -213,7 +218,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
 
 # --- runs and tables
 
-ARMS = {"ours": ours, "trl": trl, "trl_vllm": trl_vllm, "limits": limits}
+ARMS = {"ours": ours, "ours_compiled": ours_compiled, "trl": trl, "trl_vllm": trl_vllm, "limits": limits}
 
 
 def run_arm(arm: str, scenario: str, beta: float, steps: int) -> None:
@@ -235,17 +240,17 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> d
 
 def compare(scenario: str, against: str, beta: float, repeats: int) -> str:
     """One row of the table."""
-    pairs = []
+    mine, pairs = "ours_compiled" if against == "trl_vllm" else "ours", []
     for i in range(repeats):
-        order = ("ours", against) if i % 2 == 0 else (against, "ours")
+        order = (mine, against) if i % 2 == 0 else (against, mine)
         pairs.append({arm: measure(arm, scenario, beta) for arm in order})
         print(f"{scenario} {i + 1}/{repeats}: " + ", ".join(f"{arm} {one['step']:.3f} s a step, {one['memory']:.2f} GiB" for arm, one in pairs[-1].items()), flush=True)
     cells = [scenario, against, f"{beta}"]
     for name in MEASURES:
-        ratios = [pair["ours"][name] / pair[against][name] for pair in pairs]
+        ratios = [pair[mine][name] / pair[against][name] for pair in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4) if repeats > 1 else ratios * 3
         cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-    cells.append(" / ".join(f"{statistics.median(pair[arm]['step'] for pair in pairs):.2f}" for arm in ("ours", against)) + " s")
+    cells.append(" / ".join(f"{statistics.median(pair[arm]['step'] for pair in pairs):.2f}" for arm in (mine, against)) + " s")
     return "| " + " | ".join(cells) + " |"
 
 
@@ -256,24 +261,26 @@ def slope(sizes: list, values: list) -> float:
 
 
 def growth(path: Path) -> None:
-    """How a step of ours grows with each size while the others stay, drawn and fitted."""
+    """How a step grows with each size while the others stay, drawn and fitted; in the picture, dashed, also a step of TRL's."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
     print("\n| grows | sizes | slope of a step | of rollouts | of learning | GiB at peak |", "|---" * 6 + "|", sep="\n")
     for (name, sizes), (above, below) in zip(GROWTH.items(), axes.T):
-        runs = [measure("ours", re.sub(rf"{name}\d+", f"{name}{size}", "P4G8T64V2048"), steps=GROWTH_STEPS) for size in sizes]
+        runs, theirs = ([measure(arm, re.sub(rf"{name}\d+", f"{name}{size}", "P4G8T64V2048"), steps=GROWTH_STEPS) for size in sizes] for arm in ("ours", "trl"))
         slopes = [slope(sizes, [run[what] for run in runs]) for what in ("step", "rollout", "learn")]
         memory = [run["memory"] for run in runs]
         print(f"| {name} | {', '.join(map(str, sizes))} |", *(f"{one:.2f} |" for one in slopes), ", ".join(f"{one:.2f}" for one in memory), "|", flush=True)
         for what in ("step", "rollout", "learn"):
-            above.loglog(sizes, [run[what] for run in runs], "o-", label=what)
+            drawn = above.loglog(sizes, [run[what] for run in runs], "o-", label=what)
+            above.loglog(sizes, [run[what] for run in theirs], "o--", color=drawn[0].get_color(), label=f"{what}, TRL")
         above.set_title(f"{name}: slope of a step {slopes[0]:.2f}")
         above.yaxis.set_major_formatter("{x:g}")
         above.yaxis.set_minor_formatter("")
-        below.semilogx(sizes, memory, "o-")
-        below.set_ylim(0, 1.1 * max(memory))
+        below.semilogx(sizes, memory, "ko-")
+        below.semilogx(sizes, [run["memory"] for run in theirs], "ko--")
+        below.set_ylim(bottom=0)
         below.set_xlabel(name)
         below.set_xticks(sizes, map(str, sizes))
         below.minorticks_off()

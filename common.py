@@ -28,6 +28,7 @@ CHOICES = {
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
     "rollout_ahead": (0, 1),
+    "vllm_enforce_eager": ("auto", "yes", "no"),
     "weight_sync": ("disk", "nccl"),
     "objective": ("maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"),
     "scale_rewards": ("", "group", "batch", "none"),

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import warnings
 from itertools import pairwise
 
@@ -22,6 +23,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from common import UserError
 from server import ServerEngine
+
+
+def enforce_eager(config: dict, on_gpu: bool) -> bool:
+    """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
+    eager = config["vllm_enforce_eager"] == "yes" or (config["vllm_enforce_eager"] == "auto" and not on_gpu)
+    if not eager and not on_gpu and not shutil.which(os.environ.get("CXX", "g++")):
+        raise UserError("vllm_enforce_eager='no' compiles C++ on a CPU and found no g++ (nor what CXX names): install it, or leave vllm_enforce_eager at 'auto'")
+    return eager
 
 
 class VllmEngine:
@@ -40,9 +49,10 @@ class VllmEngine:
             raise UserError(f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU machine, requirements-cpu.txt "
                             f"on others, or choose the slow rollout_engine='hf'") from None
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        if device.type == "cpu":        # vLLM compiles one small function of its sampler there: needs g++, costs 2 s, gains nothing
-            torch._dynamo.config.disable = True
         self.vllm, self.on_gpu, self.tp = vllm, device.type == "cuda", config["vllm_tensor_parallel_size"]
+        eager = enforce_eager(config, self.on_gpu)
+        if eager and not self.on_gpu:       # vLLM compiles one small function of its sampler even so: needs g++, costs 2 s, gains nothing
+            torch._dynamo.config.disable = True
         self.sleeps = self.on_gpu and config["vllm_enable_sleep_mode"]
         longest = config["max_prompt_length"] + config["max_completion_length"]
         self.llm = vllm.LLM(
@@ -51,7 +61,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",          # of the distribution that is sampled from: at the temperature
             generation_config="vllm",                    # not the model's own top_p and repetition penalty, which the loss knows nothing of
             enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # vLLM's CPU sampler fails on a seeded prompt that is cut
-            enforce_eager=not self.on_gpu, enable_sleep_mode=self.sleeps, disable_log_stats=True,
+            enforce_eager=eager, enable_sleep_mode=self.sleeps, disable_log_stats=True,
             **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else
                {"kv_cache_memory_bytes": int(config["vllm_kv_cache_gib"] * 2**30)}))
         gc.enable()

@@ -14,21 +14,24 @@ import torch
 
 from common import UserError, load_config, script
 from learner import dtype_of
+from rollout import enforce_eager
 
 
 def command(c: dict, port: int, host: str, tp: int, dp: int, more: list[str]) -> tuple[list[str], dict]:
     """(argv, environment additions) of the server for a resolved config."""
     longest, gpu = c["max_prompt_length"] + c["max_completion_length"], torch.cuda.is_available()
+    eager = enforce_eager(c, gpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", c["model"], "--served-model-name", "policy", "--host", host, "--port", str(port),
             "--dtype", str(dtype_of(c)).removeprefix("torch."), "--seed", str(c["seed"]), "--max-model-len", str(longest),
             "--tensor-parallel-size", str(tp), "--data-parallel-size", str(dp),
             "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-request-id-headers", "--disable-uvicorn-access-log",
             *(["--weight-transfer-config", '{"backend": "nccl"}'] if c["weight_sync"] == "nccl" else []),
-            # as in rollout.VllmEngine: on a CPU a seeded prompt must not be cut, and nothing is compiled
+            *(["--enforce-eager"] if eager else []),
+            # as in rollout.VllmEngine: on a CPU a seeded prompt must not be cut, and with nothing else compiled its sampler is not either
             *([] if gpu else ["--kv-cache-memory-bytes", str(int(c["vllm_kv_cache_gib"] * 2**30)),
-                              "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, longest))]), *more]
+                              "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, longest))]), *more]
     own = {"VLLM_SERVER_DEV_MODE": "1"}
-    usual = {} if gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    usual = {} if gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
     return argv, own | {key: value for key, value in usual.items() if key not in os.environ}
 
 

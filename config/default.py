@@ -43,6 +43,7 @@ temperature_schedule = {}             # {first step: temperature} from that step
 max_logp_difference = 0.5             # stop when sampler and trainer log-probs differ by more than this on average: a broken sync; -1 off
 vllm_gpu_memory_utilization = 0.3     # share of GPU memory for vLLM's weights and KV cache (GPU only)
 vllm_kv_cache_gib = 0.25              # KV cache of vLLM on a CPU, GiB
+vllm_enforce_eager = "auto"           # "no": vLLM compiles the model as it starts, then generates faster; on a CPU that takes 10 to 20 s and g++. "auto": "yes" on a CPU
 vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
 vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
 rollout_server = ""                   # rollout_engine="server": "http://a:8000,http://b:8000", or "auto": those of the launcher

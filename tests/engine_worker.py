@@ -45,8 +45,8 @@ def perturb(lm, seed: int) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
-def syncs(model: str) -> dict:
-    _, engine = start("vllm", model)
+def syncs(model: str, *flags) -> dict:
+    _, engine = start("vllm", model, *flags)
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     found = []
     for i in range(5):
@@ -62,8 +62,10 @@ def syncs(model: str) -> dict:
         engine.sync((name, tensor) for name, tensor in learner.named_weights(lm, 0) if name != "lm_head.weight")
     headless = difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(6, 3))) if tied else None
     ids = [[r["completion_ids"] for r in rollouts] for rollouts in (first, *again)]
-    return {"differences": found, "stale": stale, "headless": headless, "same_seed_same_tokens": ids[0] == ids[1], "other_seed_other_tokens": ids[0] != ids[2],
-            "count": len(first), "within_group_distinct": len({tuple(x) for x in ids[0][:8]}), "ends": all(x[-1] == 0 or len(x) == 12 for x in ids[0])}
+    compiled = engine.llm.llm_engine.vllm_config.compilation_config.mode != 0
+    return {"compiled": compiled, "differences": found, "stale": stale, "headless": headless, "same_seed_same_tokens": ids[0] == ids[1],
+            "other_seed_other_tokens": ids[0] != ids[2], "count": len(first), "within_group_distinct": len({tuple(x) for x in ids[0][:8]}),
+            "ends": all(x[-1] == 0 or len(x) == 12 for x in ids[0])}
 
 
 def samples(model: str) -> dict:
@@ -98,6 +100,6 @@ def tensor_parallel(model: str) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](sys.argv[2])), flush=True)
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()       # else gloo's threads may abort the process as it ends

@@ -8,14 +8,16 @@ import pytest
 import torch
 from child import ended_well
 
+import rollout
+from common import UserError
 from sft import tiny_model, tiny_tokenizer
 
 WORKER = Path(__file__).parent / "engine_worker.py"
 
 
-def work(what: str, model, ranks: int = 0) -> dict:
+def work(what: str, model, *flags, ranks: int = 0) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    done = subprocess.run([sys.executable, *launcher, str(WORKER), what, str(model)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *launcher, str(WORKER), what, str(model), *flags], capture_output=True, text=True, timeout=240)
     ended_well(done)
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
@@ -44,6 +46,21 @@ def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
     result = synced[1]
     assert result["same_seed_same_tokens"] and result["other_seed_other_tokens"]
     assert result["count"] == 24 and result["within_group_distinct"] > 1 and result["ends"]
+
+
+@pytest.mark.slow
+def test_a_compiled_vllm_takes_over_weights_as_an_eager_one_does(tiny_model_dir):
+    result = work("syncs", tiny_model_dir, "--vllm_enforce_eager=no")
+    assert result["compiled"] and max(result["differences"]) < 2e-5 and min(result["stale"], result["headless"]) > 2e-3
+
+
+def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_compile(synced, monkeypatch):
+    assert not synced[1]["compiled"]
+    eager = lambda choice, on_gpu: rollout.enforce_eager({"vllm_enforce_eager": choice}, on_gpu)     # noqa: E731
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert [eager("auto", False), eager("auto", True), eager("yes", True), eager("no", True)] == [True, False, True, False]
+    with pytest.raises(UserError, match="no g\\+\\+"):
+        eager("no", False)
 
 
 @pytest.mark.slow
