@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ COMPARISONS = [("P4G8T64V2048", "trl", 0.0), ("P4G8T64V2048", "trl_vllm", 0.0), 
                ("P4G8T256V2048", "trl", 0.0), ("P4G8T64V32768", "trl", 0.0), ("P4G8T512V2048tail", "trl", 0.0), ("P4G4T64V2048", "trl", 0.0),
                ("P4G16T64V2048", "trl", 0.0), ("P4G32T64V2048", "trl", 0.0)]
 LIMITS = ["P4G8T64V2048", "P4G8T256V2048", "P4G8T64V32768"]
-GROWTH = {"G": [4, 8, 16, 32], "P": [2, 4, 8, 16], "T": [32, 64, 128, 256], "V": [2048, 8192, 32768]}      # the others as in P4G8T64V2048
+GROWTH = {"G": [4, 8, 16, 32, 64], "P": [2, 4, 8, 16], "T": [32, 64, 128, 256], "V": [2048, 8192, 32768]}      # the others as in P4G8T64V2048
 GROWTH_STEPS = 5
 STEPS, WARM = 8, 3      # steps of a run, and how many of its first do not count
 MEASURES = ["step", "learn", "memory", "start"]
@@ -77,15 +78,30 @@ def never_end(engine) -> None:
     engine.vllm = SimpleNamespace(SamplingParams=lambda **settings: make(**settings | {"stop_token_ids": [], "ignore_eos": True}))
 
 
+def memory_so_far() -> float:
+    """Most that this process has held, GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def weighed(work):
+    """(what work() returns, GiB of tensors that it held at most beyond those before it)."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = work()
+    events = sorted((event.start_ns(), event.nbytes()) for event in found.profiler.kineto_results.events() if event.name() == "[memory]")
+    return result, max(accumulate(size for _, size in events)) / 2**30
+
+
 # --- arms: (seconds to the first step, [{"step": s, "learn": s, ...} of each step])
 
 def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
     """train.py, one rank, vLLM in process."""
     import experience
+    import learner
     import rollout
     import train
-    (P, G, T, _), folder, out, start, collect, first = parts(scenario).values(), prepare(scenario), Path(tempfile.mkdtemp()) / "run", rollout.VllmEngine.__init__, \
-        experience.collect, []
+    (P, G, T, _), folder, out = parts(scenario).values(), prepare(scenario), Path(tempfile.mkdtemp()) / "run"
+    start, collect, learn, first, peaks = rollout.VllmEngine.__init__, experience.collect, learner.accumulate_gradients, [], {}
 
     def forced(engine, *args):
         start(engine, *args)
@@ -94,16 +110,23 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
     def noted(*args):
         first.append(time.perf_counter())
         return collect(*args)
-    experience.collect = noted
+
+    def learn_or_weigh(*args):      # one more step is weighed, which takes time and memory and does not count for either
+        if len(first) <= steps:
+            return learn(*args)
+        peaks["memory"] = memory_so_far()
+        metrics, peaks["learner"] = weighed(lambda: learn(*args))
+        return metrics
+    experience.collect, learner.accumulate_gradients = noted, learn_or_weigh
     if not scenario.endswith("tail"):
         rollout.VllmEngine.__init__ = forced
     settings = dict(model=folder, dataset_name=folder / "rows.jsonl", output_dir=out, prompts_per_step=P, num_generations=G, max_completion_length=T,
-                    max_prompt_length=32, reward_funcs=["bench:reward"], objective="dr_grpo", importance_sampling="none", beta=beta, max_steps=steps, save_steps=-1,
+                    max_prompt_length=32, reward_funcs=["bench:reward"], objective="dr_grpo", importance_sampling="none", beta=beta, max_steps=steps + 1, save_steps=-1,
                     learning_rate=1e-5, max_logp_difference=-1, max_tokens_per_micro_batch=4096, reward_workers=0)
     train.main([f"--{key}={value}" for key, value in (settings | more).items()])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][:steps]
     found = [{"step": line["time/step"], "learn": line["time/learn"] + line["time/score"], "rollout": line["time/rollout"]} for line in lines]
-    return first[0], [one | {"rest": 1 - (one["learn"] + one["rollout"]) / one["step"]} for one in found]
+    return first[0], [one | {"rest": 1 - (one["learn"] + one["rollout"]) / one["step"], **peaks} for one in found]
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
@@ -224,7 +247,7 @@ ARMS = {"ours": ours, "ours_compiled": ours_compiled, "trl": trl, "trl_vllm": tr
 def run_arm(arm: str, scenario: str, beta: float, steps: int) -> None:
     first, times = ARMS[arm](scenario, beta, steps)
     result = {name: statistics.median(one[name] for one in times[WARM:]) for name in times[0]}
-    print("\nresult " + json.dumps(result | {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "start": first - STARTED}), flush=True)
+    print("\nresult " + json.dumps({"memory": memory_so_far(), "start": first - STARTED} | result), flush=True)
 
 
 def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> dict:
@@ -266,20 +289,22 @@ def growth(path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
-    print("\n| grows | sizes | slope of a step | of rollouts | of learning | GiB at peak |", "|---" * 6 + "|", sep="\n")
+    print("\n| grows | sizes | slope of a step | of rollouts | of learning | GiB at peak | of it the learner's tensors |", "|---" * 7 + "|", sep="\n")
     for (name, sizes), (above, below) in zip(GROWTH.items(), axes.T):
         runs, theirs = ([measure(arm, re.sub(rf"{name}\d+", f"{name}{size}", "P4G8T64V2048"), steps=GROWTH_STEPS) for size in sizes] for arm in ("ours", "trl"))
         slopes = [slope(sizes, [run[what] for run in runs]) for what in ("step", "rollout", "learn")]
-        memory = [run["memory"] for run in runs]
-        print(f"| {name} | {', '.join(map(str, sizes))} |", *(f"{one:.2f} |" for one in slopes), ", ".join(f"{one:.2f}" for one in memory), "|", flush=True)
+        memory, tensors = ([run[what] for run in runs] for what in ("memory", "learner"))
+        cells = [name, ", ".join(map(str, sizes)), *(f"{one:.2f}" for one in slopes), *(", ".join(f"{one:.2f}" for one in found) for found in (memory, tensors))]
+        print("| " + " | ".join(cells) + " |", flush=True)
         for what in ("step", "rollout", "learn"):
             drawn = above.loglog(sizes, [run[what] for run in runs], "o-", label=what)
             above.loglog(sizes, [run[what] for run in theirs], "o--", color=drawn[0].get_color(), label=f"{what}, TRL")
         above.set_title(f"{name}: slope of a step {slopes[0]:.2f}")
         above.yaxis.set_major_formatter("{x:g}")
         above.yaxis.set_minor_formatter("")
-        below.semilogx(sizes, memory, "ko-")
-        below.semilogx(sizes, [run["memory"] for run in theirs], "ko--")
+        below.semilogx(sizes, memory, "ko-", label="process")
+        below.semilogx(sizes, [run["memory"] for run in theirs], "ko--", label="process, TRL")
+        below.semilogx(sizes, tensors, "o:", label="the learner's tensors")
         below.set_ylim(bottom=0)
         below.set_xlabel(name)
         below.set_xticks(sizes, map(str, sizes))
@@ -287,6 +312,7 @@ def growth(path: Path) -> None:
     axes[0, 0].set_ylabel("seconds")
     axes[1, 0].set_ylabel("GiB at peak")
     axes[0, 0].legend()
+    axes[1, 0].legend()
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

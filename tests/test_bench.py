@@ -21,6 +21,16 @@ def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
     assert len(ends) == len(set(ends)) == 2048 // 64 and max(ends) < 2048 and bench.ends("P4G8T64V2048") == [0]
 
 
+def test_work_is_weighed_by_what_it_holds_at_once():
+    def work():
+        first = torch.zeros(2**20)
+        second = first + 1
+        del first
+        return second + 1
+    result, gib = bench.weighed(work)
+    assert result.shape == (2**20,) and gib * 2**30 == pytest.approx(8 * 2**20, rel=1e-3)
+
+
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.5])
 def test_the_slope_of_a_power_law_is_its_power(power):
     assert bench.slope([2, 4, 8, 32], [3 * size ** power for size in (2, 4, 8, 32)]) == pytest.approx(power, abs=1e-9)
