@@ -169,7 +169,8 @@ def trl(scenario: str, beta: float, steps: int, **more) -> tuple:
 
 
 def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it gets ours; it counts as generation."""
+    """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it gets ours; it counts as generation.
+    Of memory it can't be given less than 1 GiB for keys and values, ours takes 0.25."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",

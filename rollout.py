@@ -33,6 +33,15 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
     return eager
 
 
+def kv_cache_bytes(config: dict) -> int:
+    """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said."""
+    own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if own:
+        print(f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which vLLM lets go before it",
+              flush=True)
+    return int(config["vllm_kv_cache_gib"] * 2**30)
+
+
 class VllmEngine:
     """vLLM inside this process, one engine per rank or one per `vllm_tensor_parallel_size` ranks, started under torchrun."""
 
@@ -63,7 +72,7 @@ class VllmEngine:
             enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # vLLM's CPU sampler fails on a seeded prompt that is cut
             enforce_eager=eager, enable_sleep_mode=self.sleeps, disable_log_stats=True,
             **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else
-               {"kv_cache_memory_bytes": int(config["vllm_kv_cache_gib"] * 2**30)}))
+               {"kv_cache_memory_bytes": kv_cache_bytes(config)}))
         gc.enable()
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
         self.group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None

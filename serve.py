@@ -14,7 +14,7 @@ import torch
 
 from common import UserError, load_config, script
 from learner import dtype_of
-from rollout import enforce_eager
+from rollout import enforce_eager, kv_cache_bytes
 
 
 def command(c: dict, port: int, host: str, tp: int, dp: int, more: list[str]) -> tuple[list[str], dict]:
@@ -28,8 +28,8 @@ def command(c: dict, port: int, host: str, tp: int, dp: int, more: list[str]) ->
             *(["--weight-transfer-config", '{"backend": "nccl"}'] if c["weight_sync"] == "nccl" else []),
             *(["--enforce-eager"] if eager else []),
             # as in rollout.VllmEngine: on a CPU a seeded prompt must not be cut, and with nothing else compiled its sampler is not either
-            *([] if gpu else ["--kv-cache-memory-bytes", str(int(c["vllm_kv_cache_gib"] * 2**30)),
-                              "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, longest))]), *more]
+            *([] if gpu else ["--kv-cache-memory-bytes", str(kv_cache_bytes(c)), "--no-enable-chunked-prefill",
+                              "--max-num-batched-tokens", str(max(8192, longest))]), *more]
     own = {"VLLM_SERVER_DEV_MODE": "1"}
     usual = {} if gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
     return argv, own | {key: value for key, value in usual.items() if key not in os.environ}

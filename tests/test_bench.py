@@ -36,16 +36,17 @@ def test_the_slope_of_a_power_law_is_its_power(power):
     assert bench.slope([2, 4, 8, 32], [3 * size ** power for size in (2, 4, 8, 32)]) == pytest.approx(power, abs=1e-9)
 
 
-def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(monkeypatch, capsys):
+@pytest.mark.parametrize("mine, theirs", [("ours", "trl"), ("ours_compiled", "trl_vllm")])
+def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(mine, theirs, monkeypatch, capsys):
     calls = []
 
     def measure(arm, scenario, beta):
         calls.append(arm)
-        return dict.fromkeys(("step", "learn", "memory", "start"), (1.0 if arm == "ours" else 2.0) * (1 + len(calls) // 3))
+        return dict.fromkeys(("step", "learn", "memory", "start"), (1.0 if arm == mine else 2.0) * (1 + len(calls) // 3))
     monkeypatch.setattr(bench, "measure", measure)
-    row = bench.compare("P4G8T64V2048", "trl", 0.0, 4)
-    assert calls == ["ours", "trl", "trl", "ours"] * 2      # A B B A
-    assert row.startswith("| P4G8T64V2048 | trl | 0.0 | 0.50 (") and "4/4" in capsys.readouterr().out
+    row = bench.compare("P4G8T64V2048", theirs, 0.0, 4)
+    assert calls == [mine, theirs, theirs, mine] * 2      # A B B A
+    assert row.startswith(f"| P4G8T64V2048 | {theirs} | 0.0 | 0.50 (") and "4/4" in capsys.readouterr().out
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_measures_nothing(monkeypatch):

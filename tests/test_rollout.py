@@ -63,6 +63,14 @@ def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_c
         eager("no", False)
 
 
+def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(monkeypatch, capsys):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25}) == 2**28 and capsys.readouterr().out == ""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25})
+    assert "vllm_kv_cache_gib=0.25 is not used" in (said := capsys.readouterr().out) and "VLLM_CPU_KVCACHE_SPACE=3" in said
+
+
 @pytest.mark.slow
 def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
     """Chi-square of 4,000 first tokens of each engine against the exact probabilities, at fixed seeds; rare tokens pooled.
