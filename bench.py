@@ -1,6 +1,6 @@
 """Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model, prompts, reward, group, lengths; float32, CPU, 2 threads.
 
-    python bench.py                                             everything, an hour and a half on two cores; tables, and runs/bench/growth.png
+    python bench.py                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
     python bench.py P4G8T64V2048 --against=trl --repeats=5      one comparison
     python bench.py P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
 
