@@ -251,15 +251,18 @@ def run_arm(arm: str, scenario: str, beta: float, steps: int) -> None:
     print("\nresult " + json.dumps({"memory": memory_so_far(), "start": first - STARTED} | result), flush=True)
 
 
+def result_of(done: subprocess.CompletedProcess) -> dict | None:
+    """What the last "result" line of a run holds; None if the run failed."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+    return None if done.returncode or not lines else json.loads(lines[-1].removeprefix("result "))
+
+
 def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> dict:
     """One run in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, __file__, f"--arm={arm}", scenario, f"--beta={beta}", f"--steps={steps}"], cwd=ROOT, capture_output=True, text=True,
                           timeout=1800, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
-    if done.returncode or not lines:
-        sys.exit(f"error: {arm} {scenario} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(lines[-1].removeprefix("result "))
+    return result_of(done) or sys.exit(f"error: {arm} {scenario} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def compare(scenario: str, against: str, beta: float, repeats: int) -> str:
@@ -275,6 +278,7 @@ def compare(scenario: str, against: str, beta: float, repeats: int) -> str:
         low, middle, high = statistics.quantiles(ratios, n=4) if repeats > 1 else ratios * 3
         cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
     cells.append(" / ".join(f"{statistics.median(pair[arm]['step'] for pair in pairs):.2f}" for arm in (mine, against)) + " s")
+    cells.append(f"{statistics.median(pair[mine]['rest'] for pair in pairs):.1%}")
     return "| " + " | ".join(cells) + " |"
 
 
@@ -331,13 +335,14 @@ def main(argv: list[str]) -> None:
         sys.exit(oracle.stdout)
     rows = [compare(*one, repeats) for one in ([(name, flags.get("against", "trl"), beta) for name in scenarios] or COMPARISONS)]
     print("\nours / theirs, median (quartiles):\n")
-    print("| scenario | against | β | seconds a step | learning phase | peak memory | start to first step | a step |", "|---" * 8 + "|", *rows, sep="\n", flush=True)
+    print("| scenario | against | β | seconds a step | learning phase | peak memory | start to first step | a step | neither learning nor rollouts, ours |",
+          "|---" * 9 + "|", *rows, sep="\n", flush=True)
     if scenarios:
         return
-    print("\n| scenario | learning / bare forward and backward | vLLM's own time / rollouts | share of the rest of a step |", "|---" * 4 + "|", sep="\n")
+    print("\n| scenario | learning / bare forward and backward | vLLM's own time / rollouts |", "|---" * 3 + "|", sep="\n")
     for scenario in LIMITS:
-        found = [measure("limits", scenario, steps=12) | {"rest": measure("ours", scenario)["rest"]} for _ in range(repeats)]
-        print(f"| {scenario} |", *(f"{statistics.median(one[what] for one in found):.2f} |" for what in ("learn / bare", "vllm / rollout", "rest")), flush=True)
+        found = [measure("limits", scenario, steps=12) for _ in range(repeats)]
+        print(f"| {scenario} |", *(f"{statistics.median(one[what] for one in found):.2f} |" for what in ("learn / bare", "vllm / rollout")), flush=True)
     growth(ROOT / "runs" / "bench" / "growth.png")
 
 

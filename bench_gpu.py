@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from bench import result_of
+
 ROOT = Path(__file__).resolve().parent
 #         hidden, layers, heads, kv heads, feed-forward, vocabulary
 SHAPES = {"0.5b": (896, 24, 14, 2, 4864, 151936), "1.5b": (1536, 28, 12, 2, 8960, 151936), "tiny": (64, 2, 4, 2, 128, 1000)}
@@ -146,11 +148,10 @@ def main(argv: list[str]) -> None:
             for arm in ARMS:
                 command = [sys.executable, __file__, f"--arm={arm}", f"--shapes={shape}", f"--tokens={tokens}"]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-                lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
-                if done.returncode or not lines:
+                found = result_of(done)
+                if not found:
                     print(f"| {shape} | {tokens:,} | {arm} | failed: {(done.stderr.strip().splitlines() or ['no word'])[-1][:120]} | | |", flush=True)
                     continue
-                found = json.loads(lines[-1].removeprefix("result "))
                 rate = (tokens - PROMPT) // G * G / found["seconds"]
                 share = products(shape, tokens, arm.startswith("ours")) / found["seconds"] / peak
                 print(f"| {shape} | {tokens:,} | {arm} | {rate:,.0f} | {share:.1%} | {found['gib']:.1f} |", flush=True)

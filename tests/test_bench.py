@@ -42,7 +42,7 @@ def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(mine, the
 
     def measure(arm, scenario, beta):
         calls.append(arm)
-        return dict.fromkeys(("step", "learn", "memory", "start"), (1.0 if arm == mine else 2.0) * (1 + len(calls) // 3))
+        return dict.fromkeys(("step", "learn", "memory", "start", "rest"), (1.0 if arm == mine else 2.0) * (1 + len(calls) // 3))
     monkeypatch.setattr(bench, "measure", measure)
     row = bench.compare("P4G8T64V2048", theirs, 0.0, 4)
     assert calls == [mine, theirs, theirs, mine] * 2      # A B B A

@@ -762,6 +762,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     assert "--weight-transfer-config" not in text and environment["VLLM_SERVER_DEV_MODE"] == "1" and f"--kv-cache-memory-bytes {2**28}" in text
     assert "--enforce-eager" in argv and environment["TORCHDYNAMO_DISABLE"] == "1"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("CXX", sys.executable)       # a compiler that is there, also on a machine without g++
     serve.main(["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_enforce_eager=no"])
     assert "--enforce-eager" not in started[1][1] and "TORCHDYNAMO_DISABLE" not in started[1][2]
     assert '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1]) and started[1][2]["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
