@@ -177,10 +177,10 @@ def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
                           RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
     from trl.generation.vllm_generation import VLLMGeneration
 
-    import learner
+    from policy import named_weights
 
     def sync(self):
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": learner.named_weights(self.model, 0)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(self.model, 0)})
         self.llm.reset_prefix_cache()
     VLLMGeneration.sync_weights = sync
     forced = {"stop_token_ids": ends(scenario)} if scenario.endswith("tail") else {"ignore_eos": True}
@@ -197,9 +197,10 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     import rollout
     import train
     from common import load_config
-    from data import load_model_files
+    from prompts import load_model_files
+    from ranks import start_distributed
     (P, G, T, _), folder = parts(scenario).values(), prepare(scenario)
-    _, _, device = learner.start_distributed()
+    _, _, device = start_distributed()
     c = load_config([f"--{key}={value}" for key, value in dict(
         model=folder, objective="dr_grpo", importance_sampling="none", beta=0.0, max_tokens_per_micro_batch=4096, max_prompt_length=32, max_completion_length=T).items()])
     sampler, tokenizer = rollout.VllmEngine(str(folder), c, torch.float32, device), load_model_files(str(folder), "")[1]

@@ -58,7 +58,8 @@ def ours(shape: str, tokens: int, zero_stage: int):
     import learner
     import train
     from common import load_config
-    _, _, device = learner.start_distributed()
+    from ranks import start_distributed
+    _, _, device = start_distributed()
     c = load_config([f"--{key}={value}" for key, value in dict(
         model=model_folder(shape), objective="dr_grpo", importance_sampling="none", beta=0.0, zero_stage=zero_stage, dtype="bfloat16",
         prompts_per_step=1, num_generations=G, max_tokens_per_micro_batch=tokens).items()])

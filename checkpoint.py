@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from common import RunStopped, UserError, script
-from learner import named_weights
+from policy import named_weights
 
 
 def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:

@@ -22,7 +22,8 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import across_ranks, leave_together, start_distributed, start_sampler
+from prompts import encode_prompts, load_model_files
+from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
@@ -35,7 +36,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
         source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
     rows = data.load_rows(*source, seed=0)[:c["eval_max_prompts"]]
     R.check_answers(deciding(rows, c), rows, source[0], c)
-    return data.encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
 
 
 def deciding(rows: list[dict], c: dict) -> list:
@@ -138,7 +139,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
 def main(argv) -> None:
     c = load_config(argv)
     R.check_names(c["reward_funcs"])
-    _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
+    _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)

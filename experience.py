@@ -9,29 +9,17 @@
 P prompts of the step over `world` ranks, p = P / world of this one, S rows asked with an InfoSeed seed (0 without).
 """
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 import data
 import infoseed
-import learner
 import loss as L
 import rewards as R
 import rollout
-
-
-class Inputs(NamedTuple):
-    """What a run reads before it loads any weights."""
-    model: object               # the model's config
-    tokenizer: object
-    stop_ids: list[int]
-    sources: list[list[dict]]   # training rows of every source of the mixture
-    weights: list[float]
-    easy: list[dict]            # rows of the easy pool
-    columns: list               # rewards.Column
-    eval_rows: list[dict]
+from inputs import Inputs
+from ranks import gather_groups
 
 
 def step_rows(inputs: Inputs, buffer, step: int, c: dict, attempt: int = 0) -> list[dict]:
@@ -85,7 +73,7 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
     rollouts, values, failed = sample(sampler, inputs, rows, own, step, 0, c, timer, begun)
     size = len(rollouts) // len(rows)
     groups = [rollouts[i * size:(i + 1) * size] for i in range(len(rows))]
-    rewards, metrics = R.combine(learner.gather_groups(values), inputs.columns)
+    rewards, metrics = R.combine(gather_groups(values), inputs.columns)
     failures = R.failures_in(metrics)
     for attempt in range(1, c["resample_equal_groups"] + 1):
         stale = L.equal_groups(rewards[:, :G]).tolist()
@@ -100,7 +88,7 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
             rows[i - own[0]], groups[i - own[0]] = fresh[i], found[n * size:(n + 1) * size]
             values[i - own[0]] = its_values[n]
         everyone, again, failed = [new if old else row for new, old, row in zip(fresh, stale, everyone)], again + sum(stale), failed + its_failed
-        rewards, metrics = R.combine(learner.gather_groups(values), inputs.columns)
+        rewards, metrics = R.combine(gather_groups(values), inputs.columns)
         failures = max(failures, R.failures_in(metrics), key=lambda found: sum(found.values()))      # groups that failed were replaced
     sampler.sleep()
     if failed:

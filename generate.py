@@ -19,7 +19,8 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from learner import leave_together, start_distributed, start_sampler
+from prompts import load_model_files
+from ranks import leave_together, start_distributed, start_sampler
 
 FREE = ("output_dir", "generate_output", "generate_max_prompts", "reward_workers", "rollout_server", "rollout_timeout", "rollout_concurrency", "weight_sync_dir",
         "client_tag")       # may change half-way: the lines stay the same
@@ -62,7 +63,7 @@ def main(argv) -> None:
     if not c["generate_output"]:
         raise UserError("generate_output is empty: name a .jsonl file to write to")
     R.check_names(c["reward_funcs"])
-    _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
+    _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[:c["generate_max_prompts"] or len(rows)]
     columns, path = R.columns_of(c["reward_funcs"], c["reward_weights"], rows), Path(c["generate_output"])

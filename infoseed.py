@@ -18,16 +18,17 @@ import math
 import torch
 import torch.distributed as dist
 
-import data
 import learner
 import rollout
+from prompts import seed_prompts
+from ranks import across_ranks, gather_groups
 
 
 def completions(sampler, tokenizer, rows: list[dict], sampling: dict, c: dict) -> list[dict]:
     """p * S rollouts with "seed_id"; their "prompt_ids" are those of the base prompt, under which they are scored,
     or with a seed reward those of the prompt they were asked with."""
     S = c["info_seed_num_seeds"]
-    asked = [ids for row in rows for ids in data.seed_prompts(row, tokenizer, c)]
+    asked = [ids for row in rows for ids in seed_prompts(row, tokenizer, c)]
     seeds = [rollout.prompt_seed(seed, "seed", z) for seed in sampling["seeds"] for z in range(S)]
     names = [f"{name}-z{z}" for name in sampling.get("names", ()) for z in range(S)]
     found = rollout.generate(sampler, tokenizer, asked, 1, {**sampling, "seeds": seeds, "names": names})
@@ -83,8 +84,8 @@ def features(engine, batch: dict, c: dict) -> tuple:
         if scores is not None:
             logits = scores.new_zeros(len(h), S) if logits is None else logits
             logits[rows] = scores
-    h = learner.gather_groups(h)
-    return h, log_q(h, S, c["info_seed_temperature"]) if logits is None else learner.gather_groups(logits).log_softmax(1)
+    h = gather_groups(h)
+    return h, log_q(h, S, c["info_seed_temperature"]) if logits is None else gather_groups(logits).log_softmax(1)
 
 
 def add_rewards(rewards, log_q, S: int, coef: float):
@@ -128,4 +129,4 @@ def accumulate_gradients(engine, batch: dict, h, c: dict) -> dict:
             loss = torch.nn.functional.cross_entropy(logits, (rows % S).to(logits.device), reduction="sum") / len(h)
             total += loss.item()
         engine.backward(weight * world * loss, scale_wrt_gas=False)
-    return {"seed/loss": value.item() if contrastive else learner.across_ranks(total).item()}
+    return {"seed/loss": value.item() if contrastive else across_ranks(total).item()}

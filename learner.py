@@ -6,162 +6,17 @@
 P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a micro-batch; T tokens of a completion.
 """
 import math
-import os
-import socket
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 
 import loss as L
 import packing
 import rewards as R
 import rollout
-from common import RunStopped, UserError
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
-
-
-# --- the model
-
-class Policy(torch.nn.Module):
-    """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
-
-    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
-        super().__init__()
-        head = lm.get_output_embeddings()
-        if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
-            raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
-        self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
-        self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
-        if pack:
-            packing.prepare(lm)
-
-    def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
-        """As packing.states, also for padded rows."""
-        if self.pack:
-            return packing.states(self.lm, ids, prompt_lengths, lengths, row, t)
-        own = row * ids.shape[1] + prompt_lengths[row] + t
-        return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
-
-    def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
-        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
-        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
-        row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
-        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)              # (M, H)
-        if pool:
-            last = hidden[own[t == lengths[row] - 1]].float()                                # (n, H)
-            sums = torch.zeros_like(last).index_add(0, row, hidden[own].float())
-            pooled = last if pool == "last" else sums / lengths[:, None]
-            return pooled, None if self.seed_head is None else self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
-        head, targets = self.lm.get_output_embeddings().weight, ids[row, prompt_lengths[row] + t]
-        flat = L.token_logps(hidden.index_select(0, before), head, targets, self.temperature, self.chunk, want_entropy)
-        if self.seed_head is not None:      # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
-            flat = (flat[0] + 0.0 * self.seed_head(hidden[:1]).sum(), flat[1])
-        return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
-
-
-class CheckedAdamW(torch.optim.AdamW):
-    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses a NaN as its own stages do.
-    DeepSpeed reads the two attributes back in get_global_grad_norm() and was_step_applied()."""
-
-    def __init__(self, params, max_grad_norm: float, **kwargs):
-        super().__init__(params, **kwargs)
-        self.max_grad_norm, self._global_grad_norm, self.overflow = max_grad_norm, 0.0, False
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        self._global_grad_norm, self.overflow = norm.item(), not bool(norm.isfinite())
-        if not self.overflow:
-            if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
-            super().step()
-
-
-def completion_mask(lengths):
-    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
-    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-
-
-def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's sync and a checkpoint take them.
-    ZeRO-3 parameters are gathered one at a time, by all ranks together. Tied embeddings appear under both names: a vLLM reload
-    without lm_head.weight is silently wrong."""
-    head = lm.get_output_embeddings().weight
-    tied = head is lm.get_input_embeddings().weight
-    for name, parameter in lm.named_parameters():
-        if zero_stage == 3:
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.detach().clone()
-        else:
-            whole = parameter.detach()
-        yield name, whole
-        if tied and parameter is head:
-            yield "lm_head.weight", whole
-
-
-# --- ranks
-
-def start_distributed():
-    """(rank, world, device); one process without torchrun is a world of one."""
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    deepspeed.utils.logger.setLevel("ERROR")
-    transformers.utils.logging.disable_progress_bar()       # of files that load in a blink, once per rank
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def start_sampler(c: dict, device):
-    """The rollout engine with the weights of config["model"], for scripts that do not train."""
-    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
-    if c["rollout_engine"] == "server":       # it may hold others
-        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)), 0))
-    return sampler
-
-
-def leave_together(sampler) -> None:
-    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
-    dist.barrier()
-    sampler.close()
-    if dist.is_initialized():       # vLLM takes it down itself
-        dist.destroy_process_group()
-
-
-def dtype_of(c: dict) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
-
-
-def across_ranks(tensor, op=dist.ReduceOp.SUM):
-    """`tensor` reduced over all ranks, on the CPU."""
-    tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
-    dist.all_reduce(tensor, op)
-    return tensor.cpu()
-
-
-def gather_groups(tensor):
-    """(P / world, G) of every rank as (P, G), in rank order, on the CPU: group quantities are small and everyone works on all of them."""
-    tensor = tensor.float().to("cuda" if dist.get_backend() == "nccl" else "cpu").contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts).cpu()
-
-
-def set_temperature(models, temperature: float) -> None:
-    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies, engines around them, or None."""
-    for model in models:
-        if model is not None:
-            getattr(model, "module", model).temperature = temperature
-
+from common import RunStopped
+from policy import completion_mask
+from ranks import across_ranks, gather_groups
 
 # --- micro-batches
 
@@ -372,6 +227,12 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     tokens = norm["tokens"]
     metrics = {"loss": total, "entropy": entropy / tokens, "clip_ratio/low": low / tokens, "clip_ratio/high": high / tokens}
     return metrics | ({"kl": kl / tokens} if "ref_logps" in batch else {})
+
+
+def group_metrics(rewards, lengths) -> dict:
+    """What the groups of the step were worth and how long their completions were; rewards and lengths (P, G)."""
+    return {"reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(), "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item()}
 
 
 def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:

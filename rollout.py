@@ -1,7 +1,7 @@
 """Rollouts: everything that knows vLLM, and the way from sampled tokens to tensors.
 
     engine = ENGINES["vllm"](model, config, dtype, device)
-    engine.sync(learner.named_weights(lm, zero_stage))        # after every update of the policy
+    engine.sync(named_weights(lm, zero_stage))        # after every update of the policy
     rollouts = generate(engine, tokenizer, prompts_ids, n=G, sampling={"temperature", "max_tokens", "stop_token_ids", "seeds"})
     batch = to_batch(rollouts, device)
 

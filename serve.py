@@ -13,7 +13,7 @@ import sys
 import torch
 
 from common import UserError, load_config, script
-from learner import dtype_of
+from policy import dtype_of
 from rollout import enforce_eager, kv_cache_bytes
 
 

@@ -21,7 +21,9 @@ import data
 import packing
 import rollout
 from common import UserError, load_config, script
-from learner import Policy, across_ranks, start_distributed
+from policy import Policy
+from prompts import load_model_files, seed_prompts
+from ranks import across_ranks, start_distributed
 
 SEEDED = 0.6
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
@@ -59,7 +61,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []}
                for _ in row.get("solutions", ())] for row in rows]
     short = [[pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]] for group in groups]
-    return [(group, data.seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else []) for row, group in zip(rows, short) if group]
+    return [(group, seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else []) for row, group in zip(rows, short) if group]
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
@@ -95,7 +97,7 @@ def main(argv) -> None:
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
     else:
-        _, tokenizer = data.load_model_files(c["model"], c["chat_template"])
+        _, tokenizer = load_model_files(c["model"], c["chat_template"])
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])

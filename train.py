@@ -18,7 +18,6 @@ Where this departs from the papers:
    weights and no longer in the loss: beta enters once.
 6. InfoSeed's class means leave out the whole prompt of the row that they judge, else chance would not be 1 / seeds.
 """
-import json
 import math
 import os
 import sys
@@ -39,12 +38,14 @@ import experience
 import infoseed
 import learner
 import loss as L
-import packing
 import rewards as R
 import rollout
-from common import MetricsLog, RunStopped, Timer, UserError, check_run_folder, load_config, make_run_folder, run_header, script, warn_config
-from experience import Inputs
+from checks import warn_config
+from common import MetricsLog, RunStopped, Timer, check_run_folder, load_config, make_run_folder, run_header, script
 from hub import Hub
+from inputs import dry_run, load_inputs
+from policy import CheckedAdamW, Policy, dtype_of, named_weights, set_temperature
+from ranks import across_ranks, gather_groups, leave_together, start_distributed
 from replay import Replay
 from server import RolloutsLost
 from stop import Stop
@@ -69,12 +70,12 @@ def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
     }
 
 
-def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> learner.Policy:
+def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> Policy:
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     seeds = c["info_seed_num_seeds"] if trains and c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
-    return learner.Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds, c["pack_sequences"])
+    return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds, c["pack_sequences"])
 
 
 def load_policy(c: dict, dtype: torch.dtype):
@@ -82,7 +83,7 @@ def load_policy(c: dict, dtype: torch.dtype):
     policy = load_lm(c["model"], dtype, c, trains=True)
     settings = dict(lr=c["learning_rate"], betas=(c["adam_beta1"], c["adam_beta2"]), weight_decay=c["weight_decay"])
     if c["zero_stage"] == 0 and dtype == torch.float32:
-        optimizer = learner.CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
+        optimizer = CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
     else:
         optimizer = torch.optim.AdamW(policy.parameters(), **settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c, dtype))
@@ -110,59 +111,6 @@ def learning_rate_at(step: int, c: dict) -> float:
     return c["learning_rate"] * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[c["lr_scheduler_type"]]
 
 
-def load_inputs(c: dict, world: int) -> Inputs:
-    """All that can be wrong before weights are loaded."""
-    R.check_names(c["reward_funcs"])
-    if c["prompts_per_step"] % world:
-        raise UserError(f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}")
-    if world % c["vllm_tensor_parallel_size"]:
-        raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
-    model_config, tokenizer = data.load_model_files(c["model"], c["chat_template"])
-    data.check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
-    if c["pack_sequences"]:
-        packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
-    sources, weights = data.training_sources(c, tokenizer)
-    easy = data.easy_rows(c, tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]
-    columns = R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    R.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
-    eval_rows = evaluate.load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
-    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
-    return Inputs(model_config, tokenizer, rollout.stop_token_ids(c["model"], tokenizer), sources, weights, easy, columns, eval_rows)
-
-
-def dry_run(c: dict, world: int, dtype: torch.dtype) -> None:
-    """Prints what a run of this config would do; what needs the model's files or the data comes last, they may be out of reach."""
-    N, longest = c["prompts_per_step"] * c["num_generations"], c["max_prompt_length"] + c["max_completion_length"]
-    tokens, size = c["max_tokens_per_micro_batch"], dtype.itemsize
-    print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
-    print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
-          f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}")
-    print("deepspeed:", json.dumps(deepspeed_config(c, dtype)), flush=True)
-
-    inputs = load_inputs(c, world)
-    model, tokenizer, rows = inputs.model, inputs.tokenizer, [row for source in inputs.sources for row in source]
-    with torch.device("meta"):
-        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
-    share = [world if c["zero_stage"] >= stage else 1 for stage in range(4)]        # ranks that split what a ZeRO stage splits
-    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
-    gib = {
-        "weights": n * size / share[3], "gradients": n * size / share[2],
-        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n * (12 if size == 2 else 8) / share[1],
-        "reference": 0 if c["beta"] == 0 else n * size / (world if c["reference_placement"] == "sharded" else 1),
-        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
-        "activations of a micro-batch": tokens * layers * (12 * model.hidden_size + 4 * model.intermediate_size) * size,
-        "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
-    }
-    print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
-    print(f"a completion ends with: {', '.join(f'{i} {tokenizer.decode([i])!r}' for i in inputs.stop_ids)}; {data.end_of_turn(tokenizer, inputs.stop_ids)}")
-    print(f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}")
-    print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:")
-    print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
-    print(f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
-          *(f"warning: {warning}" for warning in warn_config(c, model.vocab_size)), sep="\n")
-
-
 # --- the loop
 
 def update(engine, batch: dict, targets: dict, beta: float, norm: dict, seeds: tuple, c: dict) -> tuple[dict, bool]:
@@ -179,18 +127,32 @@ def update(engine, batch: dict, targets: dict, beta: float, norm: dict, seeds: t
     return metrics, applied
 
 
+def steer(state: dict, metrics: dict, targets: dict, group: dict, batch: dict, c: dict) -> tuple[dict, dict]:
+    """(controller state of the next step, what is logged of it): from the entropy of the weights and the KL in `metrics`, or by the meta-controller."""
+    new, found = state, {}
+    if c["controller_meta_enabled"]:
+        scores = L.sequence_scores(batch["old_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"])
+        measured = {"utilities": targets["utilities"], "ref_scores": group["ref_scores"], "scores": gather_groups(scores.view(-1, group["rewards"].shape[1]))}
+        new, found = controllers.meta_step(state, {k: v[targets["active"]] for k, v in measured.items()}, c)
+    else:
+        new = controllers.update_tau(state, metrics.get(controllers.steering_entropy(c)), c)
+        new = controllers.update_beta(new, metrics.get("kl"), c)
+    return new, found | {"tau": state["tau"], "delta_tau": new["tau"] - state["tau"], "beta": state["beta"], "delta_beta": new["beta"] - state["beta"],
+                         "controller/skipped": new["skipped"]}
+
+
 def main(argv) -> None:
     c = load_config(argv)
-    dtype = learner.dtype_of(c)
+    dtype = dtype_of(c)
     if c["dry_run"]:
-        return dry_run(c, int(os.environ.get("WORLD_SIZE", 1)), dtype) if int(os.environ.get("RANK", 0)) == 0 else None
+        return dry_run(c, int(os.environ.get("WORLD_SIZE", 1)), dtype, deepspeed_config(c, dtype)) if int(os.environ.get("RANK", 0)) == 0 else None
     resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"])       # False too for a run that starts from another
     check_run_folder(c, resuming)
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
     hub = Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"]) if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0 else None
 
-    rank, world, device = learner.start_distributed()
+    rank, world, device = start_distributed()
     resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
@@ -220,7 +182,7 @@ def main(argv) -> None:
 
     def sync():
         sampler.wake()
-        sampler.sync(learner.named_weights(lm, c["zero_stage"]))
+        sampler.sync(named_weights(lm, c["zero_stage"]))
 
     def save_now():
         with timer("checkpoint"):
@@ -258,7 +220,7 @@ def main(argv) -> None:
         begun = experience.begin(sampler, inputs, buffer, step + 1, c, rank, world) if c["rollout_ahead"] and step + 1 < c["max_steps"] else None
         rollouts, batch_rows, rewards, task_rewards = got["rollouts"], got["rows"], got["rewards"], got["rewards"]
         base, seeded = [r for r in rollouts if "seed_id" not in r], [r for r in rollouts if "seed_id" in r]
-        learner.set_temperature((engine, reference), data.scheduled(c["temperature_schedule"], step, c["temperature"]))
+        set_temperature((engine, reference), data.scheduled(c["temperature_schedule"], step, c["temperature"]))
 
         # 3. what else the objective wants to know of these completions: the reference's opinion, entropies, answers
         with timer("score"):
@@ -284,16 +246,9 @@ def main(argv) -> None:
             skipped_in_a_row = 0 if applied else skipped_in_a_row + 1
 
         # 5. controllers: tau and beta of the next step
-        weights = L.weight_metrics(targets["weights"], rewards, targets["active"]) if "weights" in targets else {}
-        before = state
-        if c["controller_meta_enabled"]:
-            scores = L.sequence_scores(batch["old_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]).view(p, -1)
-            measured = {"utilities": targets["utilities"], "ref_scores": group["ref_scores"], "scores": learner.gather_groups(scores)}
-            state, meta_metrics = controllers.meta_step(state, {k: v[targets["active"]] for k, v in measured.items()}, c)
-            metrics |= meta_metrics
-        else:
-            state = controllers.update_tau(state, weights.get(controllers.steering_entropy(c)), c)
-            state = controllers.update_beta(state, metrics.get("kl"), c)
+        if "weights" in targets:
+            metrics |= L.weight_metrics(targets["weights"], rewards, targets["active"])
+        state, moved = steer(state, metrics, targets, group, batch, c)
         step += 1
 
         # 6. the sampler gets the new weights
@@ -306,18 +261,12 @@ def main(argv) -> None:
         # 7. what happened
         clipped = sum(r["finish_reason"] == "length" for r in base)
         variety = {"completions/clipped_ratio": clipped / len(base), **rollout.diversity_metrics(base, G)}
-        *shared, stopping = (learner.across_ranks(torch.tensor([*variety.values(), stop.asked()])) / world).tolist()
-        plain_rewards = task_rewards[:, :G]
+        *shared, stopping = (across_ranks(torch.tensor([*variety.values(), stop.asked()])) / world).tolist()
         if S:
             metrics |= infoseed.measure(h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"])
         times = timer.take()        # evaluate and checkpoint are those since the last line
         busy = times["time/step"] - times.get("time/evaluate", 0) - times.get("time/checkpoint", 0)
-        metrics |= weights | got["metrics"] | dict(zip(variety, shared)) | times | {
-            "reward": plain_rewards.mean().item(), "reward_std": plain_rewards.std(1).mean().item(),
-            "frac_reward_zero_std": L.equal_groups(plain_rewards).float().mean().item(),
-            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item(),
-            "tau": before["tau"], "delta_tau": state["tau"] - before["tau"], "beta": before["beta"], "delta_beta": state["beta"] - before["beta"],
-            "controller/skipped": state["skipped"],
+        metrics |= moved | got["metrics"] | learner.group_metrics(task_rewards[:, :G], lengths) | dict(zip(variety, shared)) | times | {
             "grad_norm": float(engine.get_global_grad_norm()), "learning_rate": learning_rate_at(step - 1, c), "skipped_steps": skipped_in_a_row,
             "tokens_per_second": norm["tokens"] / busy}
         if rank == 0:
@@ -344,7 +293,7 @@ def main(argv) -> None:
         evaluate.report(folder)
     if stopping:
         say(f"stopped as asked after step {step} of {c['max_steps']}" + ("; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""))
-    learner.leave_together(sampler)
+    leave_together(sampler)
     if hub and not stopping:
         hub.finish()
 

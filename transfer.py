@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import RunStopped
-from learner import named_weights
+from policy import named_weights
 from server import Server, ServerEngine, on_each
 
 

@@ -13,9 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import learner
 import rollout
 from common import load_config
+from policy import Policy, named_weights
+from ranks import across_ranks, start_distributed
 
 PROMPTS = [[7, 20, 33, 41], [50, 51], [9, 8, 7, 6, 5, 90]]
 
@@ -26,7 +27,7 @@ def sampling(seed: int, prompts: int, max_tokens: int = 12, temperature: float =
 
 def start(engine: str, model: str, *flags):
     c = load_config(["--max_prompt_length=16", "--max_completion_length=16", "--temperature=0.8", *flags])
-    _, _, device = learner.start_distributed()
+    _, _, device = start_distributed()
     return c, rollout.ENGINES[engine](model, c, torch.float32, device)
 
 
@@ -34,7 +35,7 @@ def start(engine: str, model: str, *flags):
 def difference(lm, rollouts: list) -> float:
     """Largest difference between the sampler's log-probs and the policy's."""
     batch = rollout.to_batch(rollouts, "cpu")
-    logps, _ = learner.Policy(lm, 0.8, 64)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    logps, _ = Policy(lm, 0.8, 64)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     return (logps - batch["sampler_logps"]).abs().max().item()
 
 
@@ -51,7 +52,7 @@ def syncs(model: str, *flags) -> dict:
     found = []
     for i in range(5):
         perturb(lm, i)
-        engine.sync(learner.named_weights(lm, 0))
+        engine.sync(named_weights(lm, 0))
         found.append(difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3))))
     again = [rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(seed, 3)) for seed in (4, 5)]
     first = rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(4, 3))
@@ -59,7 +60,7 @@ def syncs(model: str, *flags) -> dict:
     stale = difference(lm, first)
     tied = lm.config.tie_word_embeddings
     if tied:            # and one whose vocabulary head is forgotten
-        engine.sync((name, tensor) for name, tensor in learner.named_weights(lm, 0) if name != "lm_head.weight")
+        engine.sync((name, tensor) for name, tensor in named_weights(lm, 0) if name != "lm_head.weight")
     headless = difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(6, 3))) if tied else None
     ids = [[r["completion_ids"] for r in rollouts] for rollouts in (first, *again)]
     compiled = engine.llm.llm_engine.vllm_config.compilation_config.mode != 0
@@ -78,7 +79,7 @@ def samples(model: str) -> dict:
     result = {"exact": exact.tolist()}
     for name in ("vllm", "hf"):
         _, engine = start(name, model)
-        engine.sync(learner.named_weights(lm, 0))
+        engine.sync(named_weights(lm, 0))
         rollouts = rollout.generate(engine, tokenizer, PROMPTS[:1] * 40, 100, sampling(1, 40, max_tokens=1))
         result[name] = torch.bincount(torch.tensor([r["completion_ids"][0] for r in rollouts]), minlength=len(exact)).tolist()
         result[name + "_difference"] = difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(2, 3)))
@@ -89,12 +90,12 @@ def tensor_parallel(model: str) -> dict:
     _, engine = start("vllm", model, "--vllm_tensor_parallel_size=2")
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     perturb(lm, 1)
-    engine.sync(learner.named_weights(lm, 0))
+    engine.sync(named_weights(lm, 0))
     rank = torch.distributed.get_rank()
     mine = PROMPTS[:2] if rank == 0 else PROMPTS[2:]        # ranks ask for different things, even different numbers of them
     rollouts = rollout.generate(engine, tokenizer, mine, 4, sampling(rank, len(mine)))
     own = float(all(r["prompt_ids"] == mine[i // 4] for i, r in enumerate(rollouts)))
-    worst, own = learner.across_ranks(torch.tensor([difference(lm, rollouts), -own]), torch.distributed.ReduceOp.MAX).tolist()
+    worst, own = across_ranks(torch.tensor([difference(lm, rollouts), -own]), torch.distributed.ReduceOp.MAX).tolist()
     engine.close()
     return {"difference": worst, "every_rank_got_its_own": own == -1.0}
 

@@ -9,8 +9,8 @@ import torch
 from engine_worker import PROMPTS, perturb, sampling, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import learner
 import rollout
+from policy import named_weights
 
 if __name__ == "__main__":
     _, engine = start("vllm", sys.argv[1])
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     found = []
     for i in range(2):
         perturb(lm, i)
-        engine.sync(learner.named_weights(lm, 0))
+        engine.sync(named_weights(lm, 0))
         found.append(rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3)))
     print(json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()

@@ -25,7 +25,7 @@ def jsonl(path: Path, *rows) -> str:
 @pytest.fixture
 def refusal(tiny_model_dir, tmp_path, monkeypatch):
     """A function from flags to the sentence that train.py refuses them with, before anything starts and before there is a run folder."""
-    monkeypatch.setattr(train.learner, "start_distributed", lambda: pytest.fail("the run started"))
+    monkeypatch.setattr(train, "start_distributed", lambda: pytest.fail("the run started"))
 
     def refused(*flags) -> str:
         with pytest.raises(UserError) as caught:

@@ -14,6 +14,7 @@ import loss
 import rollout
 import sft
 from common import load_config
+from policy import Policy, completion_mask
 
 examples = settings(derandomize=True, deadline=None, max_examples=60)
 packed_or_not = pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
@@ -46,7 +47,7 @@ def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
 
 
 def test_masks_come_from_lengths_and_keep_a_completion_of_zeros():
-    mask = learner.completion_mask(rollout.to_batch(RAGGED, "cpu")["lengths"])
+    mask = completion_mask(rollout.to_batch(RAGGED, "cpu")["lengths"])
     assert mask.tolist() == [[t < len(r["completion_ids"]) for t in range(6)] for r in RAGGED]
 
 
@@ -234,7 +235,7 @@ SHARED = [rollout_of([5, 6], [7, EOS]), rollout_of([5, 6], [10, 11, EOS, EOS, 12
 
 def policy_of(lm, pack: bool, chunk: int = 7):
     """Around a copy: a packed model can't be called by itself any more."""
-    return learner.Policy(copy.deepcopy(lm), 0.7, chunk, pack=pack)
+    return Policy(copy.deepcopy(lm), 0.7, chunk, pack=pack)
 
 
 def policy_logps(policy, rollouts: list):
@@ -318,7 +319,7 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     group = {"rewards": rewards, "lengths": batch["lengths"].view(2, 2), "clusters": torch.tensor([[0, 1], [0, 1]]), "mean_logps": torch.zeros(2, 2)}
     targets = learner.group_targets(group, 0.2, 0.0, c)
-    policy = learner.Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
+    policy = Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
     seen = []
 
     def hook(module, args, given, out):

@@ -17,6 +17,7 @@ from scipy import stats
 
 import checkpoint
 import compare
+import results
 from common import RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,7 @@ K = 8
 def outcomes_of(scores: np.ndarray, **others) -> pd.DataFrame:
     """What load_outcomes gives for "mean" scores (arms, seeds, problems); other metrics unknown unless given."""
     a, s, p = (index.ravel() for index in np.indices(scores.shape))
-    known = {m: others[m].ravel() if m in others else np.nan for m in compare.METRICS} | {"mean": scores.ravel()}
+    known = {m: others[m].ravel() if m in others else np.nan for m in results.METRICS} | {"mean": scores.ravel()}
     return pd.DataFrame({"arm": [f"arm{i}" for i in a], "seed": s + 1, "problem": [f"p{i}" for i in p], **known})
 
 
@@ -48,7 +49,7 @@ def test_an_effect_is_the_difference_of_means_also_with_another_number_of_runs()
     scores = draw_scores(np.random.default_rng(0), [0, 0.1, 0.3], seeds=3)
     data = outcomes_of(scores, **{"pass": scores ** 2})
     data = data[(data["arm"] != "arm1") | (data["seed"] == 2)]
-    table = compare.effects(data, "arm0").set_index(["arm", "metric"])
+    table = results.effects(data, "arm0").set_index(["arm", "metric"])
     assert len(table) == 4
     for metric, values in (("mean", scores), ("pass", scores ** 2)):
         assert table["effect"]["arm1", metric] == pytest.approx(values[1, 1].mean() - values[0].mean())
@@ -61,7 +62,7 @@ def test_an_effect_is_the_difference_of_means_also_with_another_number_of_runs()
 
 def test_any_arm_can_be_the_baseline():
     data = outcomes_of(draw_scores(np.random.default_rng(1), [0, 0.1]))
-    one, two = compare.effects(data, "arm0").iloc[0], compare.effects(data, "arm1").iloc[0]
+    one, two = results.effects(data, "arm0").iloc[0], results.effects(data, "arm1").iloc[0]
     assert (two["arm"], two["effect"], two["low"], two["p"]) == ("arm0", pytest.approx(-one["effect"]), pytest.approx(-one["high"]), pytest.approx(one["p"]))
 
 
@@ -77,7 +78,7 @@ def test_standard_errors_are_the_sandwich_clustered_by_problem():
     small = 20 / 19 * (len(y) - 1) / (len(y) - 3)
     clustered = np.sqrt(np.diag(small * bread @ meat @ bread))[1:]
     plain = np.sqrt(np.diag(bread) * (residuals @ residuals) / (len(y) - 3))[1:]
-    table = compare.effects(data, "arm0")
+    table = results.effects(data, "arm0")
     assert standard_errors(table, 20) == pytest.approx(clustered)
     assert (plain > 1.5 * clustered).all()       # hard problems are hard for all arms: plain errors count that as noise
     assert table["p"].to_numpy() == pytest.approx(2 * stats.t.sf(abs(table["effect"] / clustered), 19))
@@ -85,7 +86,7 @@ def test_standard_errors_are_the_sandwich_clustered_by_problem():
 
 def test_with_as_many_runs_everywhere_it_is_the_paired_t_test_over_problems():
     scores = draw_scores(np.random.default_rng(3), [0, 0.02], seeds=3)
-    table, differences = compare.effects(outcomes_of(scores), "arm0"), scores[1].mean(0) - scores[0].mean(0)
+    table, differences = results.effects(outcomes_of(scores), "arm0"), scores[1].mean(0) - scores[0].mean(0)
     n = scores.size
     assert standard_errors(table, 60)[0] == pytest.approx(differences.std(ddof=1) / 60 ** 0.5 * ((n - 1) / (n - 2)) ** 0.5)
     assert table["p"][0] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, rel=0.05)
@@ -94,7 +95,7 @@ def test_with_as_many_runs_everywhere_it_is_the_paired_t_test_over_problems():
 def test_holm_equals_a_slow_loop_over_all_arms_and_metrics():
     rng = np.random.default_rng(4)
     scores = draw_scores(rng, [0, 0.01, 0.03, 0.05])
-    table = compare.effects(outcomes_of(scores, **{"pass": draw_scores(rng, [0, 0, 0.02, 0.1])}), "arm0")
+    table = results.effects(outcomes_of(scores, **{"pass": draw_scores(rng, [0, 0, 0.02, 0.1])}), "arm0")
     assert len(table) == 6
     so_far = 0.0
     for rank, i in enumerate(table["p"].sort_values().index):
@@ -111,7 +112,7 @@ def simulated(luck: float, times: int = 300) -> tuple[float, float]:
     """How often the interval covers the true effect, and how often p < 0.05 where there is none."""
     covered, rejected = 0, 0
     for seed in range(times):
-        table = compare.effects(outcomes_of(draw_scores(np.random.default_rng(seed), [0, 0.05, 0], luck=luck)), "arm0")
+        table = results.effects(outcomes_of(draw_scores(np.random.default_rng(seed), [0, 0.05, 0], luck=luck)), "arm0")
         covered += table["low"][0] <= 0.05 <= table["high"][0]
         rejected += table["p"][1] < 0.05
     return covered / times, rejected / times
@@ -129,9 +130,9 @@ def test_intervals_do_not_cover_the_luck_of_training_as_results_md_says(fast):
 
 
 def test_outcomes_that_never_vary_and_a_single_problem_give_no_false_alarm(recwarn):
-    table = compare.effects(outcomes_of(np.zeros((3, 2, 5))), "arm0")
+    table = results.effects(outcomes_of(np.zeros((3, 2, 5))), "arm0")
     assert table["effect"].tolist() == [0, 0] and table["p_holm"].tolist() == [1, 1]
-    assert compare.effects(outcomes_of(draw_scores(np.random.default_rng(0), [0, 1], problems=1)), "arm0").empty      # nothing to cluster by
+    assert results.effects(outcomes_of(draw_scores(np.random.default_rng(0), [0, 1], problems=1)), "arm0").empty      # nothing to cluster by
     assert not recwarn.list
 
 
@@ -149,7 +150,7 @@ def curves_of(**paths) -> pd.DataFrame:
     ((0.19, 0.70), np.nan), ((0.41, 0.70), np.nan)])
 def test_gain_at_equal_mean_equals_the_number_made_by_hand(last, gain):
     curves = curves_of(base=[(0.2, 0.8), (0.3, 0.6), (0.28, 0.9), (0.3, 0.1), (0.4, 0.5), (0.37, 0.2)], arm=[(0.2, 0.8), (0.5, 0.5), last])
-    assert compare.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(gain, nan_ok=True)
+    assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(gain, nan_ok=True)
 
 
 # --- folders
@@ -377,10 +378,10 @@ def test_outcomes_are_averaged_over_the_evaluation_seeds_by_hand(tmp_path):
     write_run(run)
     records = [("007", 0, 0, 0, 4), ("007", 1, 8, 4, 4), ("007", 2, 4, 1, 4), ("x", 0, 2, 2, None), ("x", 1, 2, 1, None), ("x", 2, 2, 0, None)]
     (run["folder"] / "eval.jsonl").write_text("".join(json.dumps(dict(zip(("id", "seed", "correct", "distinct", "num_modes"), r))) + "\n" for r in records))
-    table = compare.load_outcomes([run]).set_index("problem")
+    table = results.load_outcomes([run]).set_index("problem")
     assert table.loc["007", ["mean", "pass", "distinct", "coverage"]].tolist() == pytest.approx([0.5, 2 / 3, 5 / 3, 5 / 12])
     assert table.loc["x", ["mean", "pass", "distinct"]].tolist() == pytest.approx([0.25, 1, 1]) and np.isnan(table["coverage"]["x"])
-    assert compare.known(compare.load_outcomes([run])) == ["pass", "mean", "distinct"]      # a metric of some problems is no metric of the set
+    assert results.known(results.load_outcomes([run])) == ["pass", "mean", "distinct"]      # a metric of some problems is no metric of the set
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[:-20], lambda text: "".join(text.splitlines(keepends=True)[:-3]), lambda text: "",
@@ -427,7 +428,7 @@ l1 = {"objective": "dr_grpo", "mode_entropy_coef": 0.1, "mode_entropy_score_norm
 l2 = {"objective": "dr_grpo", "mode_entropy_coef": 0.2, "mode_entropy_score_norm": "length"}
 l3 = {"objective": "dr_grpo", "mode_entropy_coef": 0.3, "mode_entropy_score_norm": "length"}
 """, seeds=2)
-    assert sorted(compare.doses(runs)) == [
+    assert sorted(results.doses(runs)) == [
         ("maxent_tau", [(0.05, "x1"), (0.8, "x2"), (float("inf"), "x3")]),      # two doses of maxent are no curve
         ("mode_entropy_coef", [(0.0, "base"), (0.1, "e1"), (0.3, "e2")]),
         ("mode_entropy_coef", [(0.1, "l1"), (0.2, "l2"), (0.3, "l3")])]
@@ -442,9 +443,9 @@ def test_a_picture_for(tmp_path, arms, seeds, modes):
     runs, _ = plan(tmp_path, arms, seeds=seeds)
     for i, run in enumerate(runs):
         write_run(run, correct=1 + i % 6, modes=modes)
-    path = compare.draw(runs, tmp_path / "out")
+    path = results.draw(runs, tmp_path / "out")
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
-    text = compare.write_results(runs, runs[0]["arm"], tmp_path / "out", [])
+    text = results.write_results(runs, runs[0]["arm"], tmp_path / "out", [])
     assert ("coverage" in text) == modes and "nan" not in text
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import controllers
 import loss
-from common import UserError, load_config, read_config_file, warn_config
+from checks import warn_config
+from common import UserError, load_config, read_config_file
 
 torch.set_num_threads(1)
 DEFAULTS = read_config_file(Path(controllers.__file__).parent / "config" / "default.py")

@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerFast
 import data
 import evaluate
 import graders
+import inputs
+import prompts
 import rewards
 import rollout
 import sft
-import train
 from common import UserError, check_config, load_config
 
 TOKENIZER = sft.tiny_tokenizer()
@@ -498,27 +499,27 @@ ROW = {"id": "1", "task": "", "prompt": "1+1?", "answer": "2"}
 
 
 def test_the_chat_template_is_rendered_with_the_assistants_turn_open():
-    assert data.render_prompt(ROW, TOKENIZER, "Be brief.") == "<|system|>Be brief.<|user|>1+1?<|assistant|>"
-    assert data.render_prompt(ROW, TOKENIZER, "") == "<|user|>1+1?<|assistant|>"
-    encoded, = data.encode_prompts([ROW], TOKENIZER, "", 100, "error")
+    assert prompts.render_prompt(ROW, TOKENIZER, "Be brief.") == "<|system|>Be brief.<|user|>1+1?<|assistant|>"
+    assert prompts.render_prompt(ROW, TOKENIZER, "") == "<|user|>1+1?<|assistant|>"
+    encoded, = prompts.encode_prompts([ROW], TOKENIZER, "", 100, "error")
     assert encoded["prompt_ids"] == [3, *(TOKENIZER.convert_tokens_to_ids(list("1+1?"))), 4]
 
 
 def test_a_base_model_sees_the_bare_text_and_its_own_special_tokens():
     base = sft.tiny_tokenizer()
     base.chat_template = None
-    assert data.render_prompt(ROW, base, "Q: ") == "Q: 1+1?"
-    encoded, = data.encode_prompts([ROW], base, "", 100, "error")
+    assert prompts.render_prompt(ROW, base, "Q: ") == "Q: 1+1?"
+    encoded, = prompts.encode_prompts([ROW], base, "", 100, "error")
     assert base.decode(encoded["prompt_ids"]) == "1+1?"
 
 
 def test_prompts_over_the_limit_stop_the_run_or_are_dropped_and_counted(capsys):
     rows = [{**ROW, "id": str(n), "prompt": "1" * n} for n in (3, 9, 8, 20)]     # + 2 tokens of the template
-    message = refusal(data.encode_prompts, rows, TOKENIZER, "", 10, "error")
+    message = refusal(prompts.encode_prompts, rows, TOKENIZER, "", 10, "error")
     assert all(part in message for part in ("max_prompt_length=10", "2 of 4", "'20'", "22 tokens"))
-    assert [len(row["prompt_ids"]) for row in data.encode_prompts(rows, TOKENIZER, "", 10, "drop")] == [5, 10]
+    assert [len(row["prompt_ids"]) for row in prompts.encode_prompts(rows, TOKENIZER, "", 10, "drop")] == [5, 10]
     assert "2 of 4" in capsys.readouterr().out
-    assert "4 of 4" in refusal(data.encode_prompts, rows, TOKENIZER, "", 4, "drop")      # an empty dataset is never the result
+    assert "4 of 4" in refusal(prompts.encode_prompts, rows, TOKENIZER, "", 4, "drop")      # an empty dataset is never the result
     assert "prompt_ids" not in rows[0]
 
 
@@ -546,7 +547,7 @@ def test_cutting_ends_whatever_the_tokenizer_makes_of_the_shorter_text(count, li
         calls.append(rows[0]["prompt"])
         assert len(calls) <= count
         return [[0] * rng.randint(1, 60)]
-    found = data.cut_left({**ROW, "prompt": "x" * count}, TOKENIZER, limit, encode)
+    found = prompts.cut_left({**ROW, "prompt": "x" * count}, TOKENIZER, limit, encode)
     assert [len(text) for text in calls] == sorted({len(text) for text in calls}, reverse=True)
     assert found is None or len(found["prompt_ids"]) <= limit
 
@@ -558,9 +559,9 @@ def test_a_prompt_that_is_cut_keeps_its_end_its_system_prompt_and_the_assistants
     row, before = {**ROW, "prompt": text}, len(f"{system}{text}") + (3 if system else 2)
     room = limit - before + len(text)
     if room < 1:
-        assert "even without the users' messages" in refusal(data.encode_prompts, [row], TOKENIZER, system, limit, "truncate")
+        assert "even without the users' messages" in refusal(prompts.encode_prompts, [row], TOKENIZER, system, limit, "truncate")
         return
-    encoded, = data.encode_prompts([row], TOKENIZER, system, limit, "truncate")
+    encoded, = prompts.encode_prompts([row], TOKENIZER, system, limit, "truncate")
     assert TOKENIZER.decode(encoded["prompt_ids"]) == (f"<|system|>{system}" if system else "") + f"<|user|>{text[-room:]}<|assistant|>"
     assert len(encoded["prompt_ids"]) == min(before, limit)
     assert {key: encoded[key] for key in row} == {**row, "prompt": text[-room:]} and row == {**ROW, "prompt": text}
@@ -572,7 +573,7 @@ def test_the_same_holds_where_cutting_a_text_changes_its_tokens(text, limit, sys
     row = {**ROW, "prompt": text}
     head = (f"<|system|>{system}" if system else "") + "<|user|>"
     try:
-        encoded, = data.encode_prompts([row], BPE, system, limit, "truncate")
+        encoded, = prompts.encode_prompts([row], BPE, system, limit, "truncate")
     except UserError:
         shortest = len(BPE(head + text[-1] + "<|assistant|>")["input_ids"])
         return pytest.fail("room for a character was not used") if shortest <= limit - 4 else None      # at most 4 bytes, a token each
@@ -584,25 +585,25 @@ def test_the_same_holds_where_cutting_a_text_changes_its_tokens(text, limit, sys
 
 
 def test_a_character_cut_in_two_leaves_no_rubbish():
-    encoded, = data.encode_prompts([{**ROW, "prompt": "\N{SNOWMAN}" * 9}], BPE, "", 9, "truncate")
+    encoded, = prompts.encode_prompts([{**ROW, "prompt": "\N{SNOWMAN}" * 9}], BPE, "", 9, "truncate")
     assert encoded["prompt"] == "\N{SNOWMAN}" * 2 and len(encoded["prompt_ids"]) == 8        # three bytes each, room for seven
 
 
 def test_a_base_models_prompt_is_cut_behind_the_system_prompt():
     base = sft.tiny_tokenizer()
     base.chat_template = None
-    encoded, = data.encode_prompts([{**ROW, "prompt": "123456789"}], base, "Q: ", 8, "truncate")
+    encoded, = prompts.encode_prompts([{**ROW, "prompt": "123456789"}], base, "Q: ", 8, "truncate")
     assert base.decode(encoded["prompt_ids"]) == "Q: 56789"
 
 
 def test_cut_and_dropped_prompts_are_counted_and_the_others_stay_in_their_order(capsys):
     rows = [{**ROW, "id": str(n), "prompt": "1" * n} for n in (3, 9, 8, 20)]
-    assert [len(row["prompt_ids"]) for row in data.encode_prompts(rows, TOKENIZER, "", 10, "truncate")] == [5, 10, 10, 10]
+    assert [len(row["prompt_ids"]) for row in prompts.encode_prompts(rows, TOKENIZER, "", 10, "truncate")] == [5, 10, 10, 10]
     out = capsys.readouterr().out
     assert "2 of 4" in out and "2 have lost the beginning" in out and "0 are left out" in out
-    assert [row["id"] for row in data.encode_prompts(rows, TOKENIZER, "", 10, "drop")] == ["3", "8"]
+    assert [row["id"] for row in prompts.encode_prompts(rows, TOKENIZER, "", 10, "drop")] == ["3", "8"]
     assert "0 have lost the beginning" in (out := capsys.readouterr().out) and "2 are left out" in out
-    assert data.encode_prompts(rows, TOKENIZER, "", 22, "truncate") == data.encode_prompts(rows, TOKENIZER, "", 22, "error")
+    assert prompts.encode_prompts(rows, TOKENIZER, "", 22, "truncate") == prompts.encode_prompts(rows, TOKENIZER, "", 22, "error")
     assert capsys.readouterr().out == ""
 
 
@@ -614,16 +615,16 @@ OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% 
 def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text(OWN)
     for given_as in (OWN, str(tmp_path / "template.jinja")):
-        _, tokenizer = data.load_model_files(str(tiny_model_dir), given_as)
-        assert data.render_prompt(ROW, tokenizer, "S") == "[system]S[user]1+1?[me]"
-    assert data.load_model_files(str(tiny_model_dir))[1].chat_template == sft.TEMPLATE
+        _, tokenizer = prompts.load_model_files(str(tiny_model_dir), given_as)
+        assert prompts.render_prompt(ROW, tokenizer, "S") == "[system]S[user]1+1?[me]"
+    assert prompts.load_model_files(str(tiny_model_dir))[1].chat_template == sft.TEMPLATE
 
 
 def test_a_base_model_can_be_given_a_template(tiny_model_dir):
     base = sft.tiny_tokenizer()
     base.chat_template = None
-    data.set_chat_template(base, OWN)
-    assert data.encode_prompts([ROW], base, "", 100, "error")[0]["prompt_ids"] == base("[user]1+1?[me]")["input_ids"]
+    prompts.set_chat_template(base, OWN)
+    assert prompts.encode_prompts([ROW], base, "", 100, "error")[0]["prompt_ids"] == base("[user]1+1?[me]")["input_ids"]
 
 
 @pytest.mark.parametrize("template, words", [
@@ -632,7 +633,7 @@ def test_a_base_model_can_be_given_a_template(tiny_model_dir):
     ("{{ 'Answer:' }}", ["leaves the user's message out"]), ("{}", ["leaves the user's message out"]),
     ("{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}", ["leaves the user's message out"])])
 def test_a_chat_template_that_can_not_be_used_is_one_sentence(template, words):
-    message = refusal(data.set_chat_template, sft.tiny_tokenizer(), template)
+    message = refusal(prompts.set_chat_template, sft.tiny_tokenizer(), template)
     assert "chat_template" in message and all(word in message for word in words), message
 
 
@@ -643,19 +644,19 @@ def test_a_chat_template_that_can_not_be_used_is_one_sentence(template, words):
 def test_a_hostile_chat_template_runs_nothing(attack, tmp_path):
     """Templates come with models of strangers: transformers renders them in a sandbox, and this is where it is relied on."""
     text = "{{ " + attack.replace("{path}", str(tmp_path / "ran")) + " }}{{ messages[0]['content'] }}"
-    message = refusal(data.set_chat_template, sft.tiny_tokenizer(), text)
+    message = refusal(prompts.set_chat_template, sft.tiny_tokenizer(), text)
     assert any(word in message for word in ("SecurityError", "UndefinedError", "OverflowError")), message
     assert not (tmp_path / "ran").exists()
     spy = sft.tiny_tokenizer()
-    data.set_chat_template(spy, "{{ messages.__class__ }}{{ '{0.__class__}'.format(messages) }}{{ messages[0]['content'] }}{{ raise_exception.__globals__ }}")
-    assert data.render_prompt(ROW, spy, "") == "1+1?"
+    prompts.set_chat_template(spy, "{{ messages.__class__ }}{{ '{0.__class__}'.format(messages) }}{{ messages[0]['content'] }}{{ raise_exception.__globals__ }}")
+    assert prompts.render_prompt(ROW, spy, "") == "1+1?"
 
 
 def test_a_template_that_refuses_a_row_is_one_sentence():
     strict = sft.tiny_tokenizer()
     strict.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + sft.TEMPLATE
-    assert data.encode_prompts([ROW], strict, "", 100, "error")
-    message = refusal(data.encode_prompts, [ROW], strict, "Be brief.", 100, "error")
+    assert prompts.encode_prompts([ROW], strict, "", 100, "error")
+    message = refusal(prompts.encode_prompts, [ROW], strict, "Be brief.", 100, "error")
     assert all(word in message for word in ("system_prompt='Be brief.'", "System role not supported", "row '1'")), message
     with pytest.raises(jinja2.TemplateError):       # what it came as
         strict.apply_chat_template([{"role": "system", "content": ""}], tokenize=False)
@@ -671,7 +672,7 @@ def test_a_template_that_refuses_a_row_is_one_sentence():
 def test_it_is_said_whether_a_turns_end_ends_a_completion(template, stop_ids, sentence):
     tokenizer = sft.tiny_tokenizer()
     tokenizer.chat_template = template
-    assert data.end_of_turn(tokenizer, stop_ids) == sentence
+    assert prompts.end_of_turn(tokenizer, stop_ids) == sentence
 
 
 def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(tmp_path, tiny_model_dir):
@@ -688,10 +689,10 @@ def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(tmp_
 def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(tiny_model_dir, tmp_path, capsys):
     path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
     flags = [f"--model={tiny_model_dir}", f"--dataset_name={path}", "--reward_funcs=['math']", "--reward_workers=0", "--system_prompt=S", "--max_completion_length=99"]
-    train.dry_run(load_config(flags), 1, torch.float32)
+    inputs.dry_run(load_config(flags), 1, torch.float32, {})
     out = capsys.readouterr().out
     assert "a completion ends with: 0 '<|end|>'; the chat template ends a turn with '<|end|>'" in out and "'<|system|>S<|user|>1+1?<|assistant|>'" in out
-    train.dry_run(load_config([*flags, f"--chat_template={OWN}"]), 1, torch.float32)
+    inputs.dry_run(load_config([*flags, f"--chat_template={OWN}"]), 1, torch.float32, {})
     out = capsys.readouterr().out
     assert "the chat template ends a turn with nothing" in out and "'[system]S[user]1+1?[me]'" in out
 
@@ -718,7 +719,7 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
     def inputs(evaluated: str, *flags):
         common = {"model": tiny_model_dir, "dataset_name": tmp_path / "train/rows.jsonl", "eval_dataset_name": tmp_path / evaluated / "rows.jsonl"}
         more = ["--eval_steps=5", "--reward_funcs=['math']", "--reward_workers=0", *flags]
-        return train.load_inputs(load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1)
+        return inputs.load_inputs(load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1)
     easy = [f"--easy_dataset_name={tmp_path / 'easy/rows.jsonl'}", "--easy_schedule={0: 0.5}"]
     assert [row["prompt"] for row in inputs("test").eval_rows] == ["4+1", "5+1"]
     assert "3 of 3 evaluation prompts" in refusal(inputs, "train")
@@ -729,7 +730,7 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
 
 def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_model_dir):
     """AutoTokenizer chooses the class by the model beside it, not by what was saved."""
-    _, loaded = data.load_model_files(str(tiny_model_dir))
+    _, loaded = prompts.load_model_files(str(tiny_model_dir))
     text = "".join(sft.CHARACTERS) + "  a\n\n b it's <|end|> 10\n"
     for tokenizer in (TOKENIZER, loaded):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

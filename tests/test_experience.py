@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 import data
 import experience
 import graders
-import learner
+import prompts
 import rewards
 import rollout
 import sft
 from common import ROOT, RunStopped, Timer, load_config
+from inputs import Inputs
+from policy import Policy, set_temperature
 from replay import Replay, prompt_key
 
 TOKENIZER = sft.tiny_tokenizer()
@@ -70,12 +72,12 @@ def fake_reward_function(monkeypatch):
 
 def rows_of(*answers, name: str = "q") -> list[dict]:
     rows = [{"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer} for i, answer in enumerate(answers)]
-    return data.encode_prompts(rows, TOKENIZER, "", 99, "error")
+    return prompts.encode_prompts(rows, TOKENIZER, "", 99, "error")
 
 
-def inputs_of(*sources, weights=None, easy=()) -> experience.Inputs:
+def inputs_of(*sources, weights=None, easy=()) -> Inputs:
     columns = rewards.columns_of(["fake"], [1.0], [row for source in sources for row in source])
-    return experience.Inputs(None, TOKENIZER, [0], list(sources), weights or [1.0] * len(sources), list(easy), columns, [])
+    return Inputs(None, TOKENIZER, [0], list(sources), weights or [1.0] * len(sources), list(easy), columns, [])
 
 
 MIXED = inputs_of(rows_of(*["same", "differ", "luck", "luck"] * 25))
@@ -106,12 +108,12 @@ def collect(c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0,
             got = {"error": error}
         return SimpleNamespace(**got, engine=engine, buffer=buffer)
 
-    real, learner.gather_groups = learner.gather_groups, gather_groups
+    real, experience.gather_groups = experience.gather_groups, gather_groups
     try:
         with ThreadPoolExecutor(world) as threads:
             ranks = list(threads.map(one, range(world)))
     finally:
-        learner.gather_groups = real
+        experience.gather_groups = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
         assert len(errors) == world and len(set(map(str, errors))) == 1, errors     # all stop alike, or something is wrong
@@ -296,10 +298,10 @@ def test_a_temperature_schedule_reaches_every_request_to_the_engine():
 
 def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_step():
     lm = sft.tiny_model(101, seed=1, layers=1, width=32)
-    bare, inside = learner.Policy(lm, 1.0, 64), learner.Policy(lm, 1.0, 64)
-    learner.set_temperature((bare, SimpleNamespace(module=inside), None), 0.5)
+    bare, inside = Policy(lm, 1.0, 64), Policy(lm, 1.0, 64)
+    set_temperature((bare, SimpleNamespace(module=inside), None), 0.5)
     batch = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2])]
-    (wanted, _), (other, _) = learner.Policy(lm, 0.5, 64)(*batch), learner.Policy(lm, 1.0, 64)(*batch)
+    (wanted, _), (other, _) = Policy(lm, 0.5, 64)(*batch), Policy(lm, 1.0, 64)(*batch)
     assert torch.equal(bare(*batch)[0], wanted) and torch.equal(inside(*batch)[0], wanted) and not torch.allclose(wanted, other)
 
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
 import infoseed
+import prompts
 import sft
 from common import UserError, load_config
 
@@ -111,14 +111,14 @@ def test_groups_are_joined_prompt_by_prompt_ordinary_rows_first():
 def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alone(template, first):
     tokenizer = sft.tiny_tokenizer()
     c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=3", f"--info_seed_prompt_template={template}"])
-    ids = data.seed_prompts({"id": "x", "prompt": "a{seed}{prompt}b"}, tokenizer, c)
+    ids = prompts.seed_prompts({"id": "x", "prompt": "a{seed}{prompt}b"}, tokenizer, c)
     assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>" and len(ids) == 3 and len({tuple(i) for i in ids}) == 3
 
 
 def test_a_prompt_that_the_seed_makes_too_long_is_an_error_in_a_sentence():
     c = load_config(["--info_seed_enabled=True", "--max_prompt_length=8"])
     with pytest.raises(UserError, match="max_prompt_length=8: the prompt of row 'x' has 19 tokens with its seed"):
-        data.seed_prompts({"id": "x", "prompt": "abcdef"}, sft.tiny_tokenizer(), c | {"info_seed_prompt_template": "{prompt} (variant{seed})"})
+        prompts.seed_prompts({"id": "x", "prompt": "abcdef"}, sft.tiny_tokenizer(), c | {"info_seed_prompt_template": "{prompt} (variant{seed})"})
 
 
 class Sampler:

@@ -10,7 +10,8 @@ import loss
 import rollout
 import train
 from common import RunStopped, load_config
-from learner import accumulate_gradients, group_targets, sampler_mismatch, start_distributed, step_counts
+from learner import accumulate_gradients, group_targets, sampler_mismatch, step_counts
+from ranks import start_distributed
 
 P, G, L = 3, 4, 8
 

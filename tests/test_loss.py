@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 import learner
 import loss
 from common import load_config
+from policy import completion_mask
+from ranks import start_distributed
 
 torch.set_num_threads(1)
 INF = math.inf
@@ -307,7 +309,7 @@ class Table:
         self.tables = [x.clone().requires_grad_() for x in (logps, entropy)]
 
     def __call__(self, ids, prompt_lengths, lengths, want_entropy=True):
-        mask = learner.completion_mask(lengths)
+        mask = completion_mask(lengths)
         return [table[ids[:, 0], :mask.shape[1]] * mask for table in self.tables]
 
     def backward(self, loss, scale_wrt_gas):
@@ -317,7 +319,7 @@ class Table:
 def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     """The same as ours(), by the learner's whole path: measurements, micro-batches of a token budget or of a given plan, gradients."""
     if not torch.distributed.is_initialized():
-        learner.start_distributed()
+        start_distributed()
     c = config(step.G, case) | {"max_tokens_per_micro_batch": budget}
     N, T = step.mask.shape
     wide = torch.zeros(N, pad)
@@ -769,7 +771,7 @@ def test_the_sequence_ratio_of_one_token_rows_is_the_token_ratio(how):
 
 def test_the_geometric_ratio_of_equal_tokens_is_the_token_ratio_however_long_the_row():
     lengths, per_row = torch.tensor([5, 2, 1, 4]), torch.tensor([[0.3], [-0.7], [9.0], [0.1]])
-    sampler = -per_row * learner.completion_mask(lengths)
+    sampler = -per_row * completion_mask(lengths)
     ratio = loss.importance_ratio(torch.zeros(4, 5), sampler, lengths, "sequence_geometric", CAP)
     close(ratio, loss.importance_ratio(torch.zeros(4, 5), sampler, lengths, "token_truncate", CAP)[:, :1])
     assert ratio[2] == CAP
@@ -821,7 +823,7 @@ def sensible(step, case):
 
 
 def test_the_cases_cover_every_objective_and_choice():
-    from common import CHOICES
+    from checks import CHOICES
     assert set(OBJECTIVES) == set(CHOICES["objective"]) == set(TABLE)
     for key in ("importance_sampling", "kl_loss_type", "maxent_score_norm", "mode_entropy_score_norm", "maxent_loss", "xdr_utility", "maxent_skip_equal_groups"):
         assert {config(4, case)[key] for case in CASES} == set(CHOICES[key]), key

@@ -14,6 +14,7 @@ import learner
 import packing
 import rollout
 from common import UserError
+from policy import Policy
 
 examples = settings(derandomize=True, deadline=None, max_examples=60)
 few = settings(derandomize=True, deadline=None, max_examples=30)
@@ -41,7 +42,7 @@ def model(name: str = "Qwen2", **changes):
 @pytest.fixture(scope="module")
 def qwen():
     lm = model()
-    return {pack: learner.Policy(copy.deepcopy(lm), 0.7, 7, pack=pack) for pack in (True, False)}
+    return {pack: Policy(copy.deepcopy(lm), 0.7, 7, pack=pack) for pack in (True, False)}
 
 
 def batch_of(rows: list[tuple[list, list]], junk: int = 0) -> dict:
@@ -75,8 +76,8 @@ def assert_same(a, b, tolerance=TOLERANCE):
 def both(lm, batch: dict, tolerance=TOLERANCE, seeds=0, **more):
     """Packed and padded copies of lm say and learn the same."""
     torch.manual_seed(2)
-    padded = learner.Policy(copy.deepcopy(lm), 0.7, 7, seeds, pack=False)
-    packed = learner.Policy(copy.deepcopy(lm), 0.7, 7, seeds, pack=True)
+    padded = Policy(copy.deepcopy(lm), 0.7, 7, seeds, pack=False)
+    packed = Policy(copy.deepcopy(lm), 0.7, 7, seeds, pack=True)
     packed.load_state_dict(padded.state_dict())
     assert_same(run(packed, batch, **more), run(padded, batch, **more), tolerance)
 
@@ -147,7 +148,7 @@ def test_architectures_that_use_the_interface_can_be_packed(name):
 def test_pooled_states_are_those_of_padded_rows(pool, seeds):
     lm, batch = model(), batch_of(MIXED)
     both(lm, batch, pool=pool, seeds=seeds)
-    pooled, _ = learner.Policy(copy.deepcopy(lm), 0.7, 7)(batch["ids"], batch["prompt_lengths"], batch["lengths"], pool=pool)
+    pooled, _ = Policy(copy.deepcopy(lm), 0.7, 7)(batch["ids"], batch["prompt_lengths"], batch["lengths"], pool=pool)
     for found, (prompt, completion) in zip(pooled, MIXED, strict=True):
         own = lm.base_model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt):]
         torch.testing.assert_close(found, own.mean(0) if pool == "mean" else own[-1], rtol=TOLERANCE, atol=TOLERANCE)
@@ -156,11 +157,11 @@ def test_pooled_states_are_those_of_padded_rows(pool, seeds):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_recomputes_the_same(reentrant):
     lm = model().train()
-    wanted = run(learner.Policy(copy.deepcopy(lm), 0.7, 7, pack=False), batch_of(MIXED))
+    wanted = run(Policy(copy.deepcopy(lm), 0.7, 7, pack=False), batch_of(MIXED))
     lm.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         lm.enable_input_require_grads()
-    policy = learner.Policy(lm, 0.7, 7, pack=True)
+    policy = Policy(lm, 0.7, 7, pack=True)
     calls, forward = [], lm.base_model.layers[0].self_attn.forward
     lm.base_model.layers[0].self_attn.forward = lambda *a, **k: calls.append(1) or forward(*a, **k)
     assert_same(run(policy, batch_of(MIXED)), wanted)
@@ -170,9 +171,9 @@ def test_gradient_checkpointing_recomputes_the_same(reentrant):
 def test_bfloat16_differs_by_no_more_than_its_rounding_does():
     """Packed and padded are each within 0.1 nats, and 5% of the largest gradient, of float32."""
     lm, batch = model(), batch_of(MIXED)
-    exact = run(learner.Policy(copy.deepcopy(lm), 0.7, 7, pack=False), batch)
+    exact = run(Policy(copy.deepcopy(lm), 0.7, 7, pack=False), batch)
     for pack in (True, False):
-        values, grads = run(learner.Policy(copy.deepcopy(lm).bfloat16(), 0.7, 7, pack=pack), batch)
+        values, grads = run(Policy(copy.deepcopy(lm).bfloat16(), 0.7, 7, pack=pack), batch)
         assert values[0].dtype == torch.float32 and all(g.dtype == torch.bfloat16 for g in grads.values())
         torch.testing.assert_close(values[0], exact[0][0], rtol=0, atol=0.1)
         scale = max(g.abs().max().item() for g in exact[1].values())
@@ -297,7 +298,7 @@ def test_equal_lengths_need_no_padding_and_no_indices():
 
 def states(lm, rows=MIXED, pack=True):
     batch = batch_of(rows)
-    return learner.Policy(lm, 1.0, 64, pack=pack)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    return Policy(lm, 1.0, 64, pack=pack)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
 
 
 LONGEST = max(len(p) + len(c) for p, c in MIXED)
@@ -345,7 +346,7 @@ def test_a_model_that_is_more_than_causal_attention_is_refused_before_it_trains(
     lm = model(name, **OTHERS[name])
     usual = lm.config._attn_implementation
     with pytest.raises(UserError, match=r"can't have its sequences packed.*pack_sequences=False"):
-        learner.Policy(lm, 1.0, 64)
+        Policy(lm, 1.0, 64)
     assert lm.config._attn_implementation == usual
     states(lm, pack=False)
 
@@ -364,7 +365,7 @@ def test_a_packed_model_can_not_be_called_by_itself_and_can_again_once_it_is_set
     lm = model()
     ids = torch.tensor([[5, 6, 7]])
     wanted = lm(ids).logits
-    policy = learner.Policy(lm, 1.0, 64)
+    policy = Policy(lm, 1.0, 64)
     for call in (policy.lm, policy.lm.base_model):
         with pytest.raises(ValueError, match=r"learner\.Policy"):
             call(ids)
@@ -376,12 +377,12 @@ def test_a_saved_model_does_not_know_that_it_was_packed(tmp_path):
     lm = model()
     ids = torch.tensor([[5, 6, 7]])
     wanted = lm(ids).logits
-    learner.Policy(lm, 1.0, 64).lm.save_pretrained(tmp_path)
+    Policy(lm, 1.0, 64).lm.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text() and json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
     assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, wanted)
 
 
 def test_a_policy_that_is_not_packed_leaves_the_model_alone():
     lm = model()
-    learner.Policy(lm, 1.0, 64, pack=False)
+    Policy(lm, 1.0, 64, pack=False)
     assert lm.config._attn_implementation == "sdpa"

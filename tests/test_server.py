@@ -26,14 +26,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import common
-import learner
 import rollout
 import serve
 import server
 import sft
+import vllm_http
 import workers
 from common import RunStopped, UserError, load_config
 from hub import in_background
+from policy import Policy, named_weights
 from server import RolloutsLost, ServerEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -357,13 +358,13 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
     (raw(b" " * 1000, pause=0.02), "no end within 1 s"), (lambda request: lambda handler: time.sleep(3), "did not answer within 1 s"),
     (raw(b" " * 300_000), r"\d{6} bytes and no end")])
 def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, stand_in, monkeypatch):
-    monkeypatch.setattr(server, "LARGEST_ANSWER", 200_000)
+    monkeypatch.setattr(vllm_http, "LARGEST_ANSWER", 200_000)
     slow, good = stand_in(), stand_in()
     engine = make(slow, good, rollout_timeout=1.0)
     slow.completion, begin = answer, time.monotonic()
     assert bare(engine.generate(PROMPTS[:1], 2, request(1)))[0][0] == PROMPTS[0]
     assert time.monotonic() - begin < 5 and engine.take_counts()["rollout/failed"] == 1
-    with pytest.raises(server.ServerError, match=words):
+    with pytest.raises(vllm_http.ServerError, match=words):
         engine.servers[0].call("/v1/completions", {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}, {"X-Request-Id": "x"})
 
 
@@ -532,7 +533,7 @@ def test_addresses_that_can_not_be_any_are_refused(setting, launcher, words, wor
 
 def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypatch):
     monkeypatch.setenv("ROLLOUT_SERVER", "http://b:2/")
-    assert server.addresses("http://a:1/, http://c:3 ,http://a:1") == ["http://a:1", "http://c:3"] and server.addresses("auto") == ["http://b:2"]
+    assert vllm_http.addresses("http://a:1/, http://c:3 ,http://a:1") == ["http://a:1", "http://c:3"] and vllm_http.addresses("auto") == ["http://b:2"]
 
 
 def test_settings_that_do_not_go_together_are_refused():
@@ -796,7 +797,7 @@ def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(ki
     lm, servers = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), [stand_in() for _ in range(3)]
     servers[0].other["/get_world_size"] = lambda request: (200, {"world_size": 3}, {})
     engine = make(*servers, synced=False, model=model, weight_sync="nccl")
-    weights = lambda: learner.named_weights(lm, 0)      # noqa: E731
+    weights = lambda: named_weights(lm, 0)      # noqa: E731
     named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
     assert [(meta.name, meta.shape) for meta in engine.transfer.metadata()] == named and ("lm_head.weight" in dict(named)) and len(dict(named)) == len(named)
 
@@ -845,7 +846,7 @@ def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_eng
     found = []
     for i in range(2):
         perturb(lm, i)
-        survivor.sync(learner.named_weights(lm, 0))
+        survivor.sync(named_weights(lm, 0))
         found.append(rollout.generate(survivor, tokenizer, PROMPTS, 8, sampling(i, 3)))
         assert difference(lm, found[-1]) < 2e-5
     assert survivor.take_counts() == {"rollout/failed": 0, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 2}
@@ -864,14 +865,14 @@ def test_log_probs_of_an_untied_model_equal_the_trainers(fleet, world, make, unt
     engine = make(fleet.ready(1), synced=False, model=untied_model_dir)
     for i in range(2):
         perturb(lm, i)
-        engine.sync(learner.named_weights(lm, 0))
+        engine.sync(named_weights(lm, 0))
         assert difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3))) < 2e-5
 
 
 def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete_from_the_other(survivor, fleet, world, lm, capsys):
     """It is stopped first, so that it certainly has requests that it did not answer when it is killed. Its successor starts meanwhile."""
     monkeypatch = pytest.MonkeyPatch()
-    survivor.sync(learner.named_weights(lm, 0))
+    survivor.sync(named_weights(lm, 0))
     prompts, given = [[7, 20 + i] for i in range(8)], request(8) | {"max_tokens": 40}
     fresh = survivor.generate(prompts, 4, given)
     call, asked = survivor.servers[0].call, threading.Event()
@@ -943,7 +944,7 @@ def test_a_run_asks_under_its_own_ids_and_tag(ahead):
 def test_rollouts_made_ahead_are_by_weights_exactly_one_step_old(ahead, tiny_model_dir):
     """The log-probs that the server sent are those of the policy after one step less, and of no other."""
     folder, proxy = ahead
-    policies = [learner.Policy(AutoModelForCausalLM.from_pretrained(path), 1.0, 64) for path in (tiny_model_dir, folder / "step_000001", folder / "step_000002")]
+    policies = [Policy(AutoModelForCausalLM.from_pretrained(path), 1.0, 64) for path in (tiny_model_dir, folder / "step_000001", folder / "step_000002")]
     for step, by in ((1, 0), (2, 0), (3, 1)):
         sent = [one for name, answer in proxy.answers.items() if f"-s{step}-" in name for one in json.loads(answer)["choices"]]
         batch = rollout.to_batch([{"prompt_ids": one["prompt_token_ids"], "completion_ids": one["token_ids"], "logprobs": one["logprobs"]["token_logprobs"]}
@@ -956,14 +957,14 @@ def test_rollouts_made_ahead_are_by_weights_exactly_one_step_old(ahead, tiny_mod
 @pytest.mark.slow
 def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out_when_somebody_else_changes_its_weights(survivor, fleet, world, lm):
     fleet.ready(0, 1)
-    survivor.sync(learner.named_weights(lm, 0))
+    survivor.sync(named_weights(lm, 0))
     fleet.signal(0, signal.SIGKILL)
     fleet.start(0)
     survivor.generate(PROMPTS, 8, sampling(2, 3))
     fleet.ready(0)
     assert [s.url for s in survivor.live] == [fleet.urls[1]]
     perturb(copy := deepcopy(lm), 5)
-    survivor.sync(learner.named_weights(copy, 0))
+    survivor.sync(named_weights(copy, 0))
     assert len(survivor.live) == 2
     assert difference(copy, survivor.generate(PROMPTS, 8, sampling(3, 3))) < 2e-5 and survivor.take_counts()["rollout/servers"] == 2
     httpx.post(fleet.urls[0] + "/update_weight_version", json={"new_version": "theirs"}).raise_for_status()

@@ -24,6 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 import learner
 import loss
+from ranks import start_distributed
 
 STEP = make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.5, 0.5, -1], [1, 1, 1, 1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 10)
 NAMES = {        # objective: TRL's (loss_type, importance_sampling_level)
@@ -132,7 +133,7 @@ def test_sampler_correction_equals_trl(sampling):
 
 def test_the_measured_mismatch_equals_trls():
     if not torch.distributed.is_initialized():
-        learner.start_distributed()
+        start_distributed()
     trainer = trl_trainer(STEP, "grpo", "group", importance_sampling="token_truncate")
     trainer.vllm_importance_sampling_clip_max = 1e9      # ours is measured before the cap
     trl_batch(trainer)

@@ -14,7 +14,9 @@ import infoseed
 import rollout
 import train
 from common import load_config
-from learner import accumulate_gradients, group_targets, measure_groups, named_weights, start_distributed, step_counts
+from learner import accumulate_gradients, group_targets, measure_groups, step_counts
+from policy import named_weights
+from ranks import start_distributed
 
 P, G = 4, 4
 CASES = {

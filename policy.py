@@ -1,0 +1,102 @@
+"""The policy: a language model that answers with log-probs of its completions, its optimizer at ZeRO stage 0, its weights by name.
+
+    policy = Policy(lm, temperature=1.0, chunk=256)
+    logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
+
+n rows; T tokens of the longest completion; S of the longest row; M of all of them; H hidden size.
+"""
+import deepspeed
+import torch
+
+import loss as L
+import packing
+from common import UserError
+
+
+class Policy(torch.nn.Module):
+    """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
+
+    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
+        super().__init__()
+        head = lm.get_output_embeddings()
+        if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
+            raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
+        self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
+        self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
+        if pack:
+            packing.prepare(lm)
+
+    def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
+        """As packing.states, also for padded rows."""
+        if self.pack:
+            return packing.states(self.lm, ids, prompt_lengths, lengths, row, t)
+        own = row * ids.shape[1] + prompt_lengths[row] + t
+        return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
+
+    def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
+        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
+        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
+        row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
+        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)              # (M, H)
+        if pool:
+            last = hidden[own[t == lengths[row] - 1]].float()                                # (n, H)
+            sums = torch.zeros_like(last).index_add(0, row, hidden[own].float())
+            pooled = last if pool == "last" else sums / lengths[:, None]
+            return pooled, None if self.seed_head is None else self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
+        head, targets = self.lm.get_output_embeddings().weight, ids[row, prompt_lengths[row] + t]
+        flat = L.token_logps(hidden.index_select(0, before), head, targets, self.temperature, self.chunk, want_entropy)
+        if self.seed_head is not None:      # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
+            flat = (flat[0] + 0.0 * self.seed_head(hidden[:1]).sum(), flat[1])
+        return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
+
+
+class CheckedAdamW(torch.optim.AdamW):
+    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses a NaN as its own stages do.
+    DeepSpeed reads the two attributes back in get_global_grad_norm() and was_step_applied()."""
+
+    def __init__(self, params, max_grad_norm: float, **kwargs):
+        super().__init__(params, **kwargs)
+        self.max_grad_norm, self._global_grad_norm, self.overflow = max_grad_norm, 0.0, False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        self._global_grad_norm, self.overflow = norm.item(), not bool(norm.isfinite())
+        if not self.overflow:
+            if self.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
+            super().step()
+
+
+def dtype_of(c: dict) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+
+
+def completion_mask(lengths):
+    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
+    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+
+def named_weights(lm, zero_stage: int):
+    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's sync and a checkpoint take them.
+    ZeRO-3 parameters are gathered one at a time, by all ranks together. Tied embeddings appear under both names: a vLLM reload
+    without lm_head.weight is silently wrong."""
+    head = lm.get_output_embeddings().weight
+    tied = head is lm.get_input_embeddings().weight
+    for name, parameter in lm.named_parameters():
+        if zero_stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                whole = parameter.detach().clone()
+        else:
+            whole = parameter.detach()
+        yield name, whole
+        if tied and parameter is head:
+            yield "lm_head.weight", whole
+
+
+def set_temperature(models, temperature: float) -> None:
+    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies, engines around them, or None."""
+    for model in models:
+        if model is not None:
+            getattr(model, "module", model).temperature = temperature

@@ -1,0 +1,63 @@
+"""The processes of a run: how they start, agree and leave together. gloo on a CPU, NCCL on GPUs; one process is a world of one.
+
+    rank, world, device = start_distributed()
+"""
+import os
+import socket
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+
+import rollout
+from policy import dtype_of, named_weights
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
+
+
+def start_distributed():
+    """(rank, world, device); one process without torchrun is a world of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    deepspeed.utils.logger.setLevel("ERROR")
+    transformers.utils.logging.disable_progress_bar()       # of files that load in a blink, once per rank
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def start_sampler(c: dict, device):
+    """The rollout engine with the weights of config["model"], for scripts that do not train."""
+    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
+    if c["rollout_engine"] == "server":       # it may hold others
+        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)), 0))
+    return sampler
+
+
+def leave_together(sampler) -> None:
+    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
+    dist.barrier()
+    sampler.close()
+    if dist.is_initialized():       # vLLM takes it down itself
+        dist.destroy_process_group()
+
+
+def across_ranks(tensor, op=dist.ReduceOp.SUM):
+    """`tensor` reduced over all ranks, on the CPU."""
+    tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
+    dist.all_reduce(tensor, op)
+    return tensor.cpu()
+
+
+def gather_groups(tensor):
+    """(P / world, G) of every rank as (P, G), in rank order, on the CPU: group quantities are small and everyone works on all of them."""
+    tensor = tensor.float().to("cuda" if dist.get_backend() == "nccl" else "cpu").contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts).cpu()
