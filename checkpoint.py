@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
     python checkpoint.py verify runs/countdown_tiny/step_000250              says whether it is whole
-    python checkpoint.py export runs/countdown_tiny/step_000250 OUT          a Hugging Face folder, from a "shallow" checkpoint too
+    python checkpoint.py export runs/countdown_tiny/step_000250 OUT --trust_checkpoint=True      a Hugging Face folder, from a "shallow" one too
 
     output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer; no weights if "shallow"), and
         engine/                  DeepSpeed's shards: parameters, optimizer, of every rank
@@ -12,7 +12,7 @@
 
 Written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next and their sampling seeds follow from (seed, step):
 nothing to save. DeepSpeed's shards are pickles, which can run code when they are loaded: train.py loads them from its own output_dir only,
-unless trust_checkpoint=True.
+unless trust_checkpoint=True, and export, which knows no output_dir, only with it.
 """
 import hashlib
 import json
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from common import RunStopped, UserError, script
-from policy import named_weights
+from policy import named_weights, seed_classes
 
 
 def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:
@@ -116,6 +116,15 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after `step` to step_N.abandoned, where "latest" does not look: a run that goes on from an earlier one leaves
+    that branch. The new paths; an older .abandoned of the same step is deleted."""
+    later = [path for path in steps_of(folder) if int(path.name.removeprefix("step_")) > step]
+    for path in later:
+        shutil.rmtree(path.with_suffix(".abandoned"), ignore_errors=True)
+    return [path.rename(path.with_suffix(".abandoned")) for path in later]
+
+
 def manifest_of(path: Path) -> dict:
     """{"relative/name": [bytes, sha256]} of all files but the manifest itself."""
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json")
@@ -195,9 +204,10 @@ def check_request(resume_from: str, folder: str, trusted: bool) -> bool:
     return own
 
 
-def find(resume_from: str, folder: str) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is damaged for any rank. All ranks call
-    it together."""
+def find(config: dict) -> Path | None:
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is damaged for any rank, or not one that this
+    config can go on from. All ranks call it together."""
+    resume_from, folder = config["resume_from_checkpoint"], config["output_dir"]
     if not resume_from:
         return None
     path = latest(folder, verify_together) if resume_from == "latest" else Path(resume_from)
@@ -205,6 +215,11 @@ def find(resume_from: str, folder: str) -> Path | None:
         raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
     if resume_from != "latest" and (problem := verify_together(path)):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    saved = config | json.loads((path / "train_config.json").read_text())
+    for name, was, now in (*((key, saved[key], config[key]) for key in ("zero_stage", "dtype")), ("seeds of a trained head", seed_classes(saved), seed_classes(config))):
+        if was != now:
+            raise UserError(f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
+                            f"run from its weights: --model={path} --output_dir=...")
     return path
 
 
@@ -253,10 +268,12 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     return {name.removeprefix("lm."): tensor for name, tensor in weights.items() if name.startswith("lm.")}
 
 
-def export(path, out) -> None:
-    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not whole or `out` is there already."""
+def export(path, out, trusted: bool = False) -> None:
+    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not trusted, not whole, or `out` is there already."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     path, out = Path(path), Path(out)
+    if not trusted:
+        raise UserError(f"export: the engine files of {path} can run code when they are loaded: if you trust whoever made them, add --trust_checkpoint=True")
     if problem := verify(path):
         raise UserError(f"export: {problem}")
     if out.exists():
@@ -278,14 +295,15 @@ def export(path, out) -> None:
 
 
 def main(argv) -> None:
+    trusted, argv = "--trust_checkpoint=True" in argv, [a for a in argv if a != "--trust_checkpoint=True"]
     if len(argv) == 3 and argv[0] == "export":
-        export(argv[1], argv[2])
+        export(argv[1], argv[2], trusted)
     elif len(argv) == 2 and argv[0] == "verify":
         problem = verify(argv[1])
         print(problem or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
-        raise UserError("usage: python checkpoint.py export RUN/step_N OUT   or   python checkpoint.py verify RUN/step_N")
+        raise UserError("usage: python checkpoint.py export RUN/step_N OUT --trust_checkpoint=True   or   python checkpoint.py verify RUN/step_N")
 
 
 if __name__ == "__main__":

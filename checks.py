@@ -4,6 +4,7 @@
     for sentence in warn_config(config, vocabulary): ...
 """
 import math
+import shlex
 
 from controllers import steers_beta, steers_tau
 
@@ -57,6 +58,13 @@ def claims(c: dict):
     yield from controller_claims(c)
 
 
+def is_a_command(text: str) -> bool:
+    try:
+        return isinstance(shlex.split(text), list)
+    except ValueError:
+        return False
+
+
 def value_claims(c: dict):
     """Each key by itself."""
     for key, choices in CHOICES.items():
@@ -68,6 +76,7 @@ def value_claims(c: dict):
     for key, value in c.items():
         yield (value != math.inf or key == "maxent_tau", f"{key}=inf must be finite")
     yield (not c["eval_command"] or "{checkpoint}" in c["eval_command"], f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path")
+    yield (is_a_command(c["eval_command"]), f"eval_command={c['eval_command']!r} has a quote that is not closed")
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key in ("output_dir", "model", "dataset_name", "eval_dataset_name", "resume_from_checkpoint"):
         yield (not c[key].startswith("~"), f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path")
@@ -98,6 +107,8 @@ def group_claims(c: dict):
     yield (c["maxent_q_epsilon"] * G <= 1, f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = {1 / G:.4f}")
     yield (not c["rollout_ahead"] or c["rollout_engine"] == "server",
            f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling and learning share a process")
+    yield (c["rollout_timeout"] <= 1800, f"rollout_timeout={c['rollout_timeout']} must be at most 1800 seconds: a prompt is tried up to six times, and ranks "
+                                         f"give up on each other after three hours")
     yield (not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
 
 
@@ -108,6 +119,7 @@ def data_claims(c: dict):
            f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}")
     yield (all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]),
            f"reward_weights={c['reward_weights']} must be finite numbers")
+    yield (all(type(name) is str for name in c["dataset_more_columns"]), f"dataset_more_columns={c['dataset_more_columns']} must be a list of names")
     for key, lowest in (("temperature_schedule", 1e-6), ("easy_schedule", 0)):
         yield (all(type(step) is int and step >= 0 and type(value) in (int, float) and lowest <= value < math.inf for step, value in c[key].items()),
                f"{key}={c[key]!r} must be {{step: value}} with whole steps from 0 on and values of at least {lowest}")

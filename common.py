@@ -168,11 +168,13 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     if not config["overwrite_output_dir"]:
         raise UserError(f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
                         f"replace it with --overwrite_output_dir=True, or choose another --output_dir")
-    if not (folder / "metrics.jsonl").exists():
-        raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl, so it is not a run of this program and will not be deleted")
-    for key in ("model", "dataset_name", "eval_dataset_name"):
-        if config[key] and Path(config[key]).resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{key}={config[key]!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "launches.jsonl")):       # one that failed early has the second only
+        raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, so it is not a run of this program and will not be deleted")
+    read = {key: config[key] for key in ("model", "dataset_name", "easy_dataset_name", "eval_dataset_name", "chat_template")}
+    read |= {f"dataset_mixture[{i}]": entry["id"] for i, entry in enumerate(config["dataset_mixture"]) if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
+    for key, path in read.items():
+        if path and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{key}={path!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
                             f"choose another --output_dir")
 
 

@@ -46,6 +46,17 @@ def init_state(config: dict) -> dict:
             "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]}}
 
 
+def resume_state(state: dict, config: dict) -> dict:
+    """A checkpoint's state under the config of the run that goes on from it: what nothing steers is as the config says now, what is steered
+    begins where the checkpoint was, within its bounds."""
+    meta, tau, beta = config["controller_meta_enabled"], config["maxent_tau"], config["beta"]
+    if meta or steers_tau(config):
+        tau = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
+    if meta or steers_beta(config):
+        beta = clip(state["beta"], config["beta_min"], config["beta_max"])
+    return {**state, "tau": tau, "beta": beta}
+
+
 def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 

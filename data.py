@@ -10,9 +10,10 @@ from pathlib import Path
 
 import tasks
 from common import UserError
-from prompts import encode_prompts
+from prompts import encode_prompts, seed_prompts
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
+OURS = ("id", "task", "solutions", "num_modes", "enumeration")      # columns that mean something here, read where a dataset has them
 BLOCK = 1000        # prompts over which a mixture keeps its weights to the row
 
 
@@ -41,6 +42,9 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
         if not isinstance(row["prompt"], str):
             raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
                             f"not a {type(row['prompt']).__name__}")
+        if not isinstance(row["task"], str) or (":" in row["task"] and row["task"] != task):
+            raise UserError(f"dataset_name={name!r}: row {row['id']!r} has task {row['task']!r}: a row may name a reward of graders.REWARDS; a function of your own "
+                            f"is named in reward_funcs, or as \"task\" in dataset_mixture")
         row.pop("completion", None)     # a reward's own argument
     if len(rows) < len(found):
         print(f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out")
@@ -93,7 +97,7 @@ def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dic
     missing = [c for c in columns if c not in dataset.column_names]
     if missing:
         raise UserError(f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}")
-    wanted = dict.fromkeys([*columns, *(column for column in ("id", "task") if column in dataset.column_names)])
+    wanted = dict.fromkeys([*columns, *(column for column in OURS if column in dataset.column_names)])
     return dataset.select_columns(list(wanted)).to_list()     # the rest may be gigabytes of other people's rollouts
 
 
@@ -101,7 +105,7 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     """Rows and weight of every source of dataset_mixture, or of the one dataset_name with weight 1."""
     columns = {"prompt": c["dataset_prompt_column"], "answer": c["dataset_answer_column"]}
     if not c["dataset_mixture"]:
-        return [load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], *columns.values(), c["seed"])], [1.0]
+        return [load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], *columns.values(), c["seed"], more=tuple(c["dataset_more_columns"]))], [1.0]
     sources, weights = [], []
     for i, entry in enumerate(c["dataset_mixture"]):
         where = f"dataset_mixture[{i}]"
@@ -118,7 +122,7 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
             raise UserError(f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)")
         own = columns | {key: named[key] for key in columns if key in named}
         sources.append(load_rows(entry["id"], entry.get("config", ""), entry.get("split", c["dataset_split"]), own["prompt"], own["answer"],
-                                 c["seed"], entry.get("task", ""), tuple(named.get("more", ()))))
+                                 c["seed"], entry.get("task", ""), tuple(named.get("more", c["dataset_more_columns"]))))
         weights.append(float(weight))
     if (least := min(weights)) * BLOCK < sum(weights):
         raise UserError(f"dataset_mixture[{weights.index(least)}]: weight={least} is less than one in {BLOCK} of all weights together: it would never be drawn")
@@ -136,18 +140,25 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
         print(f"warning: {sentence} (allow_leakage=True)")
 
 
+def encode(rows: list[dict], tokenizer, c: dict) -> list[dict]:
+    """Training rows with "prompt_ids", none too long with any of InfoSeed's seeds either."""
+    seeded = (lambda row: seed_prompts(row, tokenizer, c)) if c["info_seed_enabled"] else None
+    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"], seeded)
+
+
 def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
     """Encoded rows and weight of every source of the training data: what prompts_for_step draws from."""
     sources, weights = load_mixture(c)
-    return [encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]) for rows in sources], weights
+    return [encode(rows, tokenizer, c) for rows in sources], weights
 
 
 def easy_rows(c: dict, tokenizer) -> list[dict]:
     """The encoded rows of easy_dataset_name; an empty list without one."""
     if not c["easy_dataset_name"]:
         return []
-    rows = load_rows(c["easy_dataset_name"], c["easy_dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"])
-    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+    rows = load_rows(c["easy_dataset_name"], c["easy_dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"],
+                     more=tuple(c["dataset_more_columns"]))
+    return encode(rows, tokenizer, c)
 
 
 # --- which rows a step takes

@@ -34,7 +34,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
         raise UserError("dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0")
     else:
         source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
-    rows = data.load_rows(*source, seed=0)[:c["eval_max_prompts"]]
+    rows = data.load_rows(*source, seed=0, more=tuple(c["dataset_more_columns"]))[:c["eval_max_prompts"]]
     R.check_answers(deciding(rows, c), rows, source[0], c)
     return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
 
@@ -87,7 +87,7 @@ def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict,
 
 def start_command(command: str, checkpoint: Path) -> None:
     """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that is a line of the log, not the end of the run."""
-    words = [word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)]
+    words = [word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)]      # checks.py has tried to split it
     ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")      # it is no rank of this run
     try:
         subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith(ours)})
@@ -102,7 +102,7 @@ def report(folder: Path) -> None:
     if evals:
         first, last = evals[0], evals[-1]
         print(f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} {'step ' + str(last['step']):>10} {'change':>10}")
-        for key in [key for key in first if key.startswith("eval/")]:
+        for key in [key for key in first if key.startswith("eval/") and key in last]:       # reward_failures: only where there were some
             print(f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} {last[key] - first[key]:>+10.3f}")
     draw_curves(lines, folder / "curves.png")
     print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
@@ -141,6 +141,11 @@ def main(argv) -> None:
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
+    if c["eval_output"]:        # now, not after an hour of sampling
+        try:
+            Path(c["eval_output"]).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"eval_output={c['eval_output']!r}: its folder can't be made: {error.strerror}") from None
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
@@ -148,11 +153,11 @@ def main(argv) -> None:
     metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world
     dist.all_gather_object(shares, records)
     if rank == 0:
+        print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
         if c["eval_output"]:
             unfinished = Path(c["eval_output"] + ".tmp")        # so that the file is whole or not there
             unfinished.write_text("".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8")
             unfinished.rename(c["eval_output"])
-        print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}))
     leave_together(sampler)
 
 

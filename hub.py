@@ -35,6 +35,18 @@ def in_background(work) -> Future:
     return done
 
 
+def link_model(path: Path, copy: Path) -> None:
+    """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they are uploaded. Copies where a file system has no links."""
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    for file in path.iterdir():
+        if not file.name.startswith(PRIVATE):
+            try:
+                os.link(file, copy / file.name)
+            except OSError:
+                shutil.copy2(file, copy / file.name)
+
+
 class Hub:
     def __init__(self, repo: str, private: bool, folder: Path):
         disable_progress_bars()     # they would cut through ours
@@ -52,13 +64,15 @@ class Hub:
         if self.going and not (last or self.going[1].done()):
             return tqdm.write(f"not pushed: {path}, {self.going[0].name} is still on its way")
         self.finish(stop=False)
-        copy = self.folder / f"push_{path.name}.tmp"        # links: the checkpoint itself may be pruned before it is through
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir(parents=True)
-        for file in path.iterdir():
-            if not file.name.startswith(PRIVATE):
-                os.link(file, copy / file.name)
-        self.going = path, in_background(lambda: self.api.upload_folder(repo_id=self.repo, folder_path=copy, commit_message=path.name)), copy
+        copy = self.folder / f"push_{path.name}.tmp"
+        try:
+            link_model(path, copy)
+        except OSError as error:
+            upload = Future()
+            upload.set_exception(error)
+        else:
+            upload = in_background(lambda: self.api.upload_folder(repo_id=self.repo, folder_path=copy, commit_message=path.name))
+        self.going = path, upload, copy
 
     def finish(self, stop: bool = True) -> None:
         """Waits for the upload that is under way. One that failed is a sentence, with `stop` RunStopped: nothing else is lost by it."""

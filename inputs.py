@@ -15,7 +15,7 @@ import evaluate
 import packing
 import rewards as R
 import rollout
-from checks import warn_config
+from checks import rows_of_a_group, warn_config
 from common import UserError
 from prompts import check_context, end_of_turn, load_model_files
 
@@ -55,10 +55,10 @@ def load_inputs(c: dict, world: int) -> Inputs:
 
 def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
     """Prints what a run of this config would do. What needs the model's files or the data comes last, they may be out of reach."""
-    N, longest = c["prompts_per_step"] * c["num_generations"], c["max_prompt_length"] + c["max_completion_length"]
+    N, longest = c["prompts_per_step"] * rows_of_a_group(c), c["max_prompt_length"] + c["max_completion_length"]
     tokens, size = c["max_tokens_per_micro_batch"], dtype.itemsize
     print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
-    print(f"\nbatch: {c['prompts_per_step']} prompts x {c['num_generations']} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
+    print(f"\nbatch: {c['prompts_per_step']} prompts x {rows_of_a_group(c)} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
           f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}")
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
 

@@ -1,6 +1,7 @@
 """The learner: from a batch of rollouts and their rewards to accumulated gradients, the same on one rank and on many.
 
-    targets = group_targets(rewards, ref_scores, tau, beta, config)         # (P, G): weights, advantages, active groups
+    group = measure_groups(engine, reference, batch, rollouts, rows, rewards, right, config)       # rewards and what else the objective asks for, (P, G)
+    targets = group_targets(group, tau, beta, config)                       # (P, G): weights, advantages, active groups
     metrics = accumulate_gradients(engine, batch, targets, beta, config, norm)      # then engine.step()
 
 P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a micro-batch; T tokens of a completion.
@@ -108,9 +109,10 @@ def step_counts(targets: dict, lengths) -> dict:
 def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     """What the whole step asks of the policy: weights and active groups (maxent, xdr), advantages, all (P, G).
 
-    group: "rewards" and "lengths" (P, G); where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters",
-    "mean_logps" (P, G) and "correct_modes" (P,)."""
+    group: "rewards" and "lengths" (P, G); where InfoSeed has added something to the rewards "task_rewards" (P, G), by which rows are best or correct;
+    where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters", "mean_logps" (P, G) and "correct_modes" (P,)."""
     rewards, (P, G) = group["rewards"], group["rewards"].shape
+    task_rewards = group.get("task_rewards", rewards)
     shaped = rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"]) if "entropies" in group else rewards
     if c["objective"] == "maxent":
         utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
@@ -118,9 +120,9 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
         active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
         # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
         advantages = (G * (weights - 1 / G)).masked_fill(~active[:, None], 0.0)
-        return {"rewards": rewards, "weights": weights, "active": active, "advantages": advantages, "utilities": utilities}
+        return {"rewards": task_rewards, "weights": weights, "active": active, "advantages": advantages, "utilities": utilities}
     advantages = L.group_advantages(shaped, c["scale_rewards"] or L.OBJECTIVES[c["objective"]][1])
-    targets = {"rewards": rewards, "active": ~L.equal_groups(rewards), "advantages": advantages}
+    targets = {"rewards": task_rewards, "active": ~L.equal_groups(rewards), "advantages": advantages}
     if c["objective"] == "xdr":
         utilities = L.xdr_utilities(advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"])
         taus = L.mode_adaptive_tau(tau, group["correct_modes"]) if c["xdr_mode_adaptive_tau"] else [tau] * P

@@ -97,7 +97,7 @@ def attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask,
     """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d); (1, M, heads, d) out. A model whose attention wants more than
     causal order is a UserError."""
     if packed is None:
-        raise ValueError(f"the attention of this model is set to {NAME!r}: call it through learner.Policy, or lm.set_attn_implementation('sdpa') first")
+        raise ValueError(f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or lm.set_attn_implementation('sdpa') first")
     wants = [name for name, value in more.items() if value is not None and name not in HARMLESS]
     wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     wants += ["a sliding window"] * (sliding_window is not None and sliding_window <= int(packed.positions.max()))

@@ -19,8 +19,8 @@ class Policy(torch.nn.Module):
     def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
         head = lm.get_output_embeddings()
-        if getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
-            raise UserError(f"model {lm.config.model_type!r} has a biased or soft-capped vocabulary head, which the log-probs here do not cover")
+        if lm.config._attn_implementation != packing.NAME:      # else it is in a Policy already
+            check_head(lm)
         self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
         self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
         if pack:
@@ -50,6 +50,19 @@ class Policy(torch.nn.Module):
         return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
 
 
+@torch.no_grad()
+def check_head(lm) -> None:
+    """UserError if the model's logits are more than its hidden states times its vocabulary head: biased, capped or scaled, as the log-probs here are not."""
+    head, trains = lm.get_output_embeddings(), lm.training
+    ids = torch.arange(5, 13, device=lm.device)[None] % lm.config.get_text_config().vocab_size
+    lm.eval()
+    plain, logits = (lm.base_model(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T).float(), lm(input_ids=ids, use_cache=False).logits.float()
+    lm.train(trains)
+    gap = (logits - plain).abs().max() / plain.abs().max()
+    if gap > (1e-3 if lm.dtype == torch.float32 else 0.02) or getattr(lm.config, "final_logit_softcapping", None):      # a cap shows at large logits only
+        raise UserError(f"model {lm.config.model_type!r} adds to, caps or scales the logits of its vocabulary head, which the log-probs here do not cover")
+
+
 class CheckedAdamW(torch.optim.AdamW):
     """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses a NaN as its own stages do.
     DeepSpeed reads the two attributes back in get_global_grad_norm() and was_step_applied()."""
@@ -67,6 +80,11 @@ class CheckedAdamW(torch.optim.AdamW):
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
             super().step()
+
+
+def seed_classes(c: dict) -> int:
+    """Classes of the head that InfoSeed's "ce" trains with the policy; 0: there is none."""
+    return c["info_seed_num_seeds"] if c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
 
 
 def dtype_of(c: dict) -> torch.dtype:

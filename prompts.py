@@ -75,22 +75,29 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
         raise UserError(f"the chat template can't render row {row['id']!r} with system_prompt={system_prompt!r}: {' '.join(str(error).split())}") from None
 
 
-def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str) -> list[dict]:
+def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str, seeded=None) -> list[dict]:
     """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), left out ("drop") or lose the beginning of the
-    user's message, never the system prompt or the assistant's header ("truncate"); the last two are counted on the console."""
+    user's message, never the system prompt or the assistant's header ("truncate"); the last two are counted on the console.
+    seeded: row -> its prompts with an InfoSeed seed, token ids that must fit as well."""
     def encode(rows: list[dict]) -> list[list[int]]:
         texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
         return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
+    def size(row: dict, prompt: list[int]) -> int:
+        near = seeded and len(prompt) + room > max_length       # the others need not be rendered again with every seed
+        return max(len(prompt), *map(len, seeded(row))) if near else len(prompt)
+
     ids = encode(rows)
-    too_long = [i for i, prompt in enumerate(ids) if len(prompt) > max_length]
-    worst = max(too_long, key=lambda i: len(ids[i]), default=None)
-    sentence = too_long and f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has {len(ids[worst])} tokens"
+    room = 2 * max(map(len, seeded(rows[0]))) - 2 * len(ids[0]) + 64 if seeded else 0       # what a seed adds, and as much again
+    too_long = {i: tokens for i, (row, prompt) in enumerate(zip(rows, ids)) if (tokens := size(row, prompt)) > max_length}
+    worst = max(too_long, key=too_long.get, default=None)
+    sentence = too_long and (f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has "
+                             f"{too_long[worst]} tokens" + (" with its seed" if seeded else ""))
     if too_long and long_prompts == "error":
         raise UserError(f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or shorten them with --long_prompts=truncate")
     cut = {}
     for i in too_long if long_prompts == "truncate" else ():
-        if found := cut_left(rows[i], tokenizer, max_length, encode):
+        if found := cut_left(rows[i], tokenizer, max_length, encode, size):
             cut[i] = found
     drop = set(too_long) - set(cut)
     if len(drop) == len(rows):
@@ -100,29 +107,24 @@ def encode_prompts(rows: list[dict], tokenizer, system_prompt: str, max_length: 
     return [cut.get(i) or {**row, "prompt_ids": prompt} for i, (row, prompt) in enumerate(zip(rows, ids)) if i not in drop]
 
 
-def cut_left(row: dict, tokenizer, max_length: int, encode) -> dict | None:
-    """The row with as much of the end of its prompt as fits into `max_length` tokens, None if not even one token of it does."""
+def cut_left(row: dict, tokenizer, max_length: int, encode, size) -> dict | None:
+    """The row with as much of the end of its prompt as fits into `max_length` tokens by size(row, ids), None if not even one token of it does."""
     message = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
     keep = len(message)
     while keep > 0:
         shorter = row | {"prompt": tokenizer.decode(message[len(message) - keep:]).lstrip("\ufffd")}      # of a character cut in two
         ids, = encode([shorter])
-        if len(ids) <= max_length:
+        if (tokens := size(shorter, ids)) <= max_length:
             return shorter | {"prompt_ids": ids} if shorter["prompt"] else None
-        keep -= max(1, len(ids) - max_length)       # joined with its surroundings the text may be split into other tokens
+        keep -= max(1, tokens - max_length)       # joined with its surroundings the text may be split into other tokens
     return None
 
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with {seed} and {prompt} filled in, or added to the
-    prompt where it doesn't hold {prompt}. One over max_prompt_length is a UserError."""
+    prompt where it doesn't hold {prompt}."""
     template = c["info_seed_prompt_template"] if "{prompt}" in c["info_seed_prompt_template"] else "{prompt}\n" + c["info_seed_prompt_template"]
     before, after = template.replace("{seed}", "\0").split("{prompt}", 1)      # in this order: a prompt may hold braces itself
     prompts = [before.replace("\0", str(z)) + row["prompt"] + after.replace("\0", str(z)) for z in range(c["info_seed_num_seeds"])]
     texts = [render_prompt(row | {"prompt": prompt}, tokenizer, c["system_prompt"]) for prompt in prompts]
-    ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    longest = max(map(len, ids))
-    if longest > c["max_prompt_length"]:
-        raise UserError(f"max_prompt_length={c['max_prompt_length']}: the prompt of row {row['id']!r} has {longest} tokens with its seed; "
-                        f"raise max_prompt_length")
-    return ids
+    return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]

@@ -4,6 +4,7 @@
 """
 import os
 import socket
+from datetime import timedelta
 
 import deepspeed
 import torch
@@ -13,6 +14,9 @@ import transformers
 import rollout
 from policy import dtype_of, named_weights
 
+# of a collective: longer than anything that one rank may do alone while the others wait (rollout servers that start, rewards that hang, the hash
+# of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun.
+DEADLINE = timedelta(hours=3)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
 
 
@@ -28,7 +32,7 @@ def start_distributed():
         torch.cuda.set_device(device)
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.utils.logging.disable_progress_bar()       # of files that load in a blink, once per rank
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False)
     return dist.get_rank(), dist.get_world_size(), device
 
 

@@ -144,6 +144,7 @@ class HfEngine:
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        self.model.generation_config = GenerationConfig()       # the model's own would fill in its repetition penalty, which the loss knows nothing of
 
     @torch.no_grad()
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:

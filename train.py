@@ -8,7 +8,8 @@
 A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group -> loss -> DeepSpeed -> controllers.
 
 Where this departs from the papers:
-1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so micro-batches and ranks never change it.
+1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so micro-batches and ranks never change it
+   (in bfloat16 but for rounding: DeepSpeed adds up the gradients of micro-batches in the model's type).
 2. Rows of a group with equal rewards have advantage exactly 0, not 0 / 1e-4 noise.
 3. One update per batch by default: then the old log-probs are the current ones, and the first gradient is plain REINFORCE.
    With more updates the first one's log-probs serve as the old ones: no extra forward.
@@ -44,7 +45,7 @@ from checks import warn_config
 from common import MetricsLog, RunStopped, Timer, check_run_folder, load_config, make_run_folder, run_header, script
 from hub import Hub
 from inputs import dry_run, load_inputs
-from policy import CheckedAdamW, Policy, dtype_of, named_weights, set_temperature
+from policy import CheckedAdamW, Policy, dtype_of, named_weights, seed_classes, set_temperature
 from ranks import across_ranks, gather_groups, leave_together, start_distributed
 from replay import Replay
 from server import RolloutsLost
@@ -74,8 +75,7 @@ def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> Policy:
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    seeds = c["info_seed_num_seeds"] if trains and c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
-    return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seeds, c["pack_sequences"])
+    return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seed_classes(c) if trains else 0, c["pack_sequences"])
 
 
 def load_policy(c: dict, dtype: torch.dtype):
@@ -104,7 +104,7 @@ def load_reference(c: dict, dtype: torch.dtype, device):
 
 
 def learning_rate_at(step: int, c: dict) -> float:
-    """Linear warm-up over warmup_steps, then constant, or down to 0 at max_steps; `step` counts finished updates."""
+    """Linear warm-up over warmup_steps, then constant, or down to 0 at max_steps; `step` counts finished steps."""
     if step < c["warmup_steps"]:
         return c["learning_rate"] * (step + 1) / c["warmup_steps"]
     done = (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"])
@@ -120,7 +120,8 @@ def update(engine, batch: dict, targets: dict, beta: float, norm: dict, seeds: t
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, targets, beta, c, norm)
         if seeds and c["info_seed_lambda"] > 0:
-            found |= infoseed.accumulate_gradients(engine, seeds[0], seeds[1] if i == 0 else infoseed.features(engine, seeds[0], c)[0], c)
+            stale = i > 0 and c["info_seed_loss_type"] == "infonce"       # the other loss does not look at them
+            found |= infoseed.accumulate_gradients(engine, seeds[0], infoseed.features(engine, seeds[0], c)[0] if stale else seeds[1], c)
         metrics |= found if i == 0 else {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
         engine.step()       # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
@@ -153,7 +154,7 @@ def main(argv) -> None:
     hub = Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"]) if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0 else None
 
     rank, world, device = start_distributed()
-    resume_path = checkpoint.find(c["resume_from_checkpoint"], c["output_dir"])
+    resume_path = checkpoint.find(c)
     folder, header = Path(c["output_dir"]), run_header(world)
     say = (lambda *text: tqdm.write(" ".join(map(str, text)))) if rank == 0 else (lambda *text: None)
     say(*(f"{k}={v!r}" for k, v in header.items()))
@@ -168,10 +169,13 @@ def main(argv) -> None:
     step, state, remembered = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, remembered = checkpoint.load(resume_path, engine, rank)
+        state = controllers.resume_state(state, c)
         say(f"resumed from {resume_path}, {step} steps done")
     if rank == 0:       # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
         checkpoint.tidy(folder)
+        for path in checkpoint.set_aside(folder, step):
+            say(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         say(checkpoint.report(folder, sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()), dtype, c))
     dist.barrier()
     stop, stopping = Stop(folder, rank), False
@@ -185,8 +189,10 @@ def main(argv) -> None:
         sampler.sync(named_weights(lm, c["zero_stage"]))
 
     def save_now():
+        if c["save_steps"] < 0:
+            return
         with timer("checkpoint"):
-            saved = checkpoint.save(folder, step, engine, tokenizer, c, state, buffer.state if buffer else {})
+            saved = checkpoint.save(folder, step, engine, tokenizer, c, state, remembered)
         say(f"saved {saved}")
         if rank == 0 and c["eval_command"]:
             evaluate.start_command(c["eval_command"], saved)
@@ -211,12 +217,14 @@ def main(argv) -> None:
     while step < c["max_steps"] and not stopping:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
+        remembered = buffer.state if buffer else {}     # as a checkpoint of the steps so far has it
         try:
             got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer, begun)
-        except RolloutsLost:        # on all ranks
-            if step > first_step and c["save_steps"] >= 0:
+        except RunStopped:          # on all ranks: no server is left, or too many rewards failed
+            if step > first_step:
                 save_now()
             raise
+        remembered = buffer.state if buffer else {}
         begun = experience.begin(sampler, inputs, buffer, step + 1, c, rank, world) if c["rollout_ahead"] and step + 1 < c["max_steps"] else None
         rollouts, batch_rows, rewards, task_rewards = got["rollouts"], got["rows"], got["rewards"], got["rewards"]
         base, seeded = [r for r in rollouts if "seed_id" not in r], [r for r in rollouts if "seed_id" in r]
@@ -230,6 +238,7 @@ def main(argv) -> None:
                 h, log_q = infoseed.features(engine, seed_batch, c)
                 rewards = infoseed.add_rewards(task_rewards, log_q, S, c["info_seed_reward"])
             group = learner.measure_groups(engine, reference, batch, rollouts, batch_rows, rewards, R.correct(got["values"], inputs.columns), c)
+            group["task_rewards"] = task_rewards
 
         # 4. weights or advantages over the group, then num_iterations updates of the policy
         with timer("learn"):
@@ -247,7 +256,7 @@ def main(argv) -> None:
 
         # 5. controllers: tau and beta of the next step
         if "weights" in targets:
-            metrics |= L.weight_metrics(targets["weights"], rewards, targets["active"])
+            metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
         state, moved = steer(state, metrics, targets, group, batch, c)
         step += 1
 
@@ -279,11 +288,12 @@ def main(argv) -> None:
         if step == 1 or step == c["max_steps"]:
             say(rollout.show(tokenizer, base, task_rewards[rank * p:(rank + 1) * p, :G]))
         if skipped_in_a_row >= c["max_skipped_steps"]:
-            raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient (max_skipped_steps={c['max_skipped_steps']}); the "
-                             f"policy is as it was before them; lower learning_rate={c['learning_rate']} or look into metrics.jsonl")
+            save_now()
+            raise RunStopped(f"{skipped_in_a_row} steps in a row had a non-finite loss or gradient, which was not applied (max_skipped_steps="
+                             f"{c['max_skipped_steps']}); lower learning_rate={c['learning_rate']} or look into metrics.jsonl")
         if eval_rows and (step % c["eval_steps"] == 0 or step == c["max_steps"]):
             evaluate_now()
-        if c["save_steps"] >= 0 and (stopping or step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0)):
+        if stopping or step == c["max_steps"] or (c["save_steps"] > 0 and step % c["save_steps"] == 0):
             save_now()
     bar.close()
     if rank == 0:

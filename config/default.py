@@ -19,6 +19,7 @@ dataset_config = ""                   # variant of the task or of the dataset; "
 dataset_split = "train"
 dataset_prompt_column = "prompt"      # tasks bring their own prompt and answer
 dataset_answer_column = "answer"
+dataset_more_columns = []             # other columns of a dataset that rewards want to see, such as ["test_cases"]; a .jsonl file brings all of its own; [] none
 dataset_mixture = []                  # several, instead of dataset_name: [{"id", "config", "split", "columns", "weight", "task"}, ...]; [] off
 system_prompt = ""                    # "" none
 chat_template = ""                    # a Jinja template or a file with one, instead of the tokenizer's own; "" off
@@ -48,7 +49,7 @@ vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
 vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
 rollout_server = ""                   # rollout_engine="server": "http://a:8000,http://b:8000", or "auto": those of the launcher
 rollout_concurrency = 64              # prompts that a rank has under way at a time
-rollout_timeout = 600.0               # seconds for one answer, and for the servers to start
+rollout_timeout = 600.0               # seconds for one answer, and for the servers to start; at most 1800
 rollout_ahead = 0                     # 1: while a batch is learnt from, the next one is sampled, with weights that are a step older; 0 off
 weight_sync = "disk"                  # how weights reach the servers: "disk" (any storage that both see), "nccl" (GPU to GPU)
 weight_sync_dir = ""                  # where they are written, such as /dev/shm/weights if the servers run on this machine; "" output_dir/weights
@@ -65,7 +66,7 @@ soft_overlong_buffer = 128            # soft_overlong: tokens before max_complet
 
 # --- objective
 objective = "maxent"                  # "maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"
-scale_rewards = ""                    # "group", "batch", "none"; "" the objective's own: grpo, dapo, gspo, cispo "group", the others "none"
+scale_rewards = ""                    # "group", "batch", "none"; "" the objective's own: grpo, dapo, gspo, cispo "group", the others "none"; maxent has no use for it
 num_iterations = 1                    # optimizer updates per batch of rollouts
 epsilon = 0.2                         # clip of the probability ratio, below
 epsilon_high = -1.0                   # above; -1 the same as epsilon
@@ -170,7 +171,7 @@ eval_command = ""                     # started after every save, such as "sbatc
 trust_checkpoint = False              # True: resume_from_checkpoint may lie outside of output_dir; its files could run code when loaded
 push_to_hub = ""                      # a repository of the Hugging Face hub for full checkpoints, such as "me/math-maxent"; "" off
 hub_private_repo = True               # of a repository that push_to_hub makes
-log_rollouts_steps = 0                # all rollouts of a step to rollouts/step_N.jsonl every so many steps; 0 off
+log_rollouts_steps = 0                # all rollouts of a step to rollouts/step_N.rank_R.jsonl every so many steps; 0 off
 report_to = ""                        # "" metrics.jsonl only, "wandb" also Weights & Biases
 wandb_project = "maxent-grpo"
 wandb_name = ""                       # "" the name of output_dir

@@ -7,7 +7,7 @@
 # the checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
 #
 # Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per problem). One process per GPU of the node, or one without
-# GPUs. A "shallow" checkpoint is made into a model first, in a temporary folder.
+# GPUs. A "shallow" checkpoint is made into a model first, in a temporary folder, which needs --trust_checkpoint=True: that loads DeepSpeed's pickles.
 
 #SBATCH --job-name=evaluate
 #SBATCH --nodes=1
@@ -31,7 +31,11 @@ if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
   temporary=$(mktemp -d)
   trap 'rm -rf "$temporary"' EXIT
   model=$temporary/model
-  python checkpoint.py export "$checkpoint" "$model"
+  trust=()
+  for argument in "${@:2}"; do
+    if [[ $argument == --trust_checkpoint=True ]]; then trust=("$argument"); fi
+  done
+  python checkpoint.py export "$checkpoint" "$model" ${trust[@]+"${trust[@]}"}
 fi
 
 # the config as --key=value, each ended by a zero byte; a server of the training is not ours to ask

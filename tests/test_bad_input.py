@@ -11,7 +11,7 @@ import pytest
 import common
 import sft
 import train
-from common import UserError
+from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "config" / "countdown_tiny.py")
@@ -104,6 +104,24 @@ def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(refusal,
     inside = shutil.copytree(tiny_model_dir, run_folder / "step_000001")
     message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}")
     assert "model=" in message and f"output_dir={str(run_folder)!r}" in message and inside.exists()
+
+
+def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
+    rows = run_folder / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    for flags in ([f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset_name=", "--eval_steps=0"], [f"--easy_dataset_name={rows}", "--easy_schedule={0: 0.5}"],
+                  [f"--chat_template={rows}"]):
+        message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", *flags)
+        assert str(rows) in message and "overwrite_output_dir=True would delete" in message and rows.exists()
+
+
+def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):
+    c = load_config([TINY, f"--output_dir={tmp_path}", "--overwrite_output_dir=True"])
+    common.make_run_folder(c, {"command": "train.py"}, resuming=False)
+    common.check_run_folder(c, resuming=False)
+    (tmp_path / "launches.jsonl").unlink()
+    with pytest.raises(UserError, match="not a run of this program"):
+        common.check_run_folder(c, resuming=False)
 
 
 def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):

@@ -91,6 +91,17 @@ def test_an_absurd_learning_rate_ends_at_a_bound_and_not_in_an_overflow():
         assert run_tau([H], TAU_ON | {"maxent_tau_lr": 1e9})[1] == [bound]
 
 
+def test_a_resumed_run_takes_from_the_config_what_nothing_steers_and_keeps_the_rest_within_its_bounds():
+    state = controllers.init_state(DEFAULTS) | {"tau": 0.3, "beta": 0.7, "entropy": 1.1, "step": 9}
+    assert controllers.resume_state(state, DEFAULTS | {"maxent_tau": 0.05, "beta": 0.0}) == state | {"tau": 0.05, "beta": 0.0}
+    assert controllers.resume_state(state, TAU_ON | {"beta": 0.1}) == state | {"beta": 0.1}
+    assert controllers.resume_state(state, BETA_ON | {"maxent_tau": math.inf}) == state | {"tau": math.inf}
+    meta = TAU_ON | BETA_ON | {"controller_meta_enabled": True, "maxent_tau_max": 10.0}
+    assert controllers.resume_state(state, meta) == state
+    assert controllers.resume_state(state | {"tau": 0.0, "beta": 0.0}, meta) == state | {"tau": meta["maxent_tau_min"], "beta": 1e-3}
+    assert controllers.resume_state(state | {"tau": math.inf, "beta": 9.0}, meta) == state | {"tau": 10.0, "beta": 2.0}
+
+
 @pytest.mark.parametrize("missing", NOT_MEASURED)
 def test_a_missing_measurement_changes_nothing_but_the_counts(missing):
     state, _ = run_tau([0.7, 0.9], TAU_ON)

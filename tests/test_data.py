@@ -183,6 +183,40 @@ def test_further_columns_reach_the_reward(tmp_path, monkeypatch):
     assert rewards.score([{"text": "1"}] * 2, rows, {"reward_funcs": ["level"], "reward_weights": [1.0]})[0].tolist() == [[3.0], [5.0]]
 
 
+def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_by_name(tmp_path):
+    path = parquet(tmp_path, prompt=["a"], answer=["1"], num_modes=[3], solutions=[["1", "2"]], level=[7], bulk=["x"])
+    settings = [f"--dataset_name={path}", "--dataset_more_columns=['level']", "--eval_steps=0"]
+    (row,), = data.load_mixture(load_config(settings))[0]
+    assert (row["num_modes"], row["solutions"], row["level"], "bulk" in row) == (3, ["1", "2"], 7, False)
+    c = load_config([*settings, f"--easy_dataset_name={path}", "--easy_schedule={0: 1.0}", f"--eval_dataset_name={path}", "--eval_dataset_split=train"])
+    assert data.easy_rows(c, TOKENIZER)[0]["level"] == evaluate.load_eval_rows(c | {"reward_funcs": ["math"]}, TOKENIZER)[0]["level"] == 7
+    assert mixture({"id": path}, dataset_more_columns="['level']")[0][0][0]["level"] == 7
+    assert "no column 'depth'" in refusal(data.load_mixture, load_config([*settings, "--dataset_more_columns=['depth']"]))
+    assert "must be a list of names" in refusal(load_config, ["--dataset_more_columns=[1]"])
+
+
+@pytest.mark.parametrize("task", ["os:system", 3])
+def test_a_row_of_data_names_no_code(tmp_path, task):
+    path = jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task})
+    assert "graders.REWARDS" in refusal(mixture, {"id": path})
+    own = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
+    assert mixture({"id": own, "task": "my_rewards:mine"})[0][0][0]["task"] == "my_rewards:mine"      # a config may
+
+
+@pytest.mark.parametrize("solutions, words", [("a text", "must be a list of texts, not 'a text'"), ([3], "not '[3]'"),
+                                              (None, 'none of its rows has "solutions"'), (["x" * 99], "1 of 1 solutions are longer: nothing is left")])
+def test_solutions_that_can_not_be_learnt_from_are_a_sentence(solutions, words):
+    c = load_config(["--max_completion_length=20"])
+    assert words in refusal(sft.demonstrations, [{"id": "r", "prompt_ids": [1], "solutions": solutions}], TOKENIZER, c)
+
+
+def test_solutions_that_are_too_long_are_counted(capsys):
+    c = load_config(["--max_completion_length=20"])
+    rows = [{"id": "r", "prompt_ids": [1], "solutions": ["short", "x" * 99]}, {"id": "s", "prompt_ids": [1], "solutions": None}]
+    (group, _), = sft.demonstrations(rows, TOKENIZER, c)
+    assert len(group) == 1 and "max_completion_length=20: 1 of 2 solutions are longer and are left out" in capsys.readouterr().out
+
+
 def test_one_task_twice_is_two_sources():
     (first, second), weights = mixture({"id": "crossword"}, {"id": "crossword", "weight": 2})
     assert first == second and weights == [1.0, 2.0]
@@ -547,7 +581,7 @@ def test_cutting_ends_whatever_the_tokenizer_makes_of_the_shorter_text(count, li
         calls.append(rows[0]["prompt"])
         assert len(calls) <= count
         return [[0] * rng.randint(1, 60)]
-    found = prompts.cut_left({**ROW, "prompt": "x" * count}, TOKENIZER, limit, encode)
+    found = prompts.cut_left({**ROW, "prompt": "x" * count}, TOKENIZER, limit, encode, lambda row, ids: len(ids))
     assert [len(text) for text in calls] == sorted({len(text) for text in calls}, reverse=True)
     assert found is None or len(found["prompt_ids"]) <= limit
 

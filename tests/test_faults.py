@@ -215,6 +215,25 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(own_
     assert record["kind"] == "error" and record["reason"] == "ZeroDivisionError: on?all of them"
 
 
+def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(own_rewards, tiny_model_dir, tmp_path):
+    """Two steps are in the checkpoint, and when rewards work again the run goes on from there: also with another tau, which nothing steers here."""
+    flags = [*HF, "--max_steps=4", "--maxent_target_weight_entropy=-1"]
+    folder, broken = tmp_path / "run", patched(tmp_path, """
+import rewards
+real, calls = rewards.check_failures, []
+def check(*args):
+    calls.append(args)
+    if len(calls) == 3:
+        raise rewards.RunStopped("too many rewards failed")
+    real(*args)
+rewards.check_failures = check
+""")
+    assert finish(start(tiny_model_dir, folder, *flags, "--save_steps=0", script=broken)) == 1, log_of(folder)[-3000:]
+    assert "too many rewards failed" in error_of(folder) and checkpoint.latest(folder).name == "step_000002"
+    assert finish(start(tiny_model_dir, folder, *flags, "--resume_from_checkpoint=latest", "--maxent_tau=0.15")) == 0, log_of(folder)[-3000:]
+    assert [(line["step"], line["tau"]) for line in steps_in(folder)] == [(1, 0.2), (2, 0.2), (3, 0.15), (4, 0.15)]
+
+
 # --- Weights & Biases
 
 def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tiny_model_dir, tmp_path):

@@ -1,5 +1,6 @@
 """push_to_hub through the real huggingface_hub client, to a stand-in for the hub that runs here."""
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -137,6 +138,21 @@ def test_an_upload_that_fails_is_said_and_costs_nothing_but_itself(last, hub, ow
         pusher.finish()
         assert "step_000001 was not pushed" in capsys.readouterr().out and [summary for summary, _ in hub.commits] == ["step_000002"]
     assert not list(tmp_path.glob("push_*"))
+
+
+def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(hub, own_endpoint, tiny_model_dir, tmp_path, monkeypatch, capsys):
+    pusher, path = push.Hub("me/tiny", True, tmp_path), shutil.copytree(tiny_model_dir, tmp_path / "step_000001")
+
+    def no(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", no)
+    pusher.push(path)
+    pusher.finish()
+    assert [summary for summary, _ in hub.commits] == ["step_000001"] and "model.safetensors" in hub.commits[0][1]
+    monkeypatch.setattr(shutil, "copy2", no)
+    pusher.push(path)
+    pusher.finish(stop=False)
+    assert "step_000001 was not pushed" in capsys.readouterr().out and not list(tmp_path.glob("push_*"))
 
 
 def test_what_comes_while_an_upload_is_under_way_is_left_out_unless_it_is_the_last(hub, own_endpoint, tiny_model_dir, tmp_path, capsys):

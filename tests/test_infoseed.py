@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data
 import infoseed
 import prompts
 import sft
@@ -115,10 +116,20 @@ def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alo
     assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>" and len(ids) == 3 and len({tuple(i) for i in ids}) == 3
 
 
-def test_a_prompt_that_the_seed_makes_too_long_is_an_error_in_a_sentence():
-    c = load_config(["--info_seed_enabled=True", "--max_prompt_length=8"])
-    with pytest.raises(UserError, match="max_prompt_length=8: the prompt of row 'x' has 19 tokens with its seed"):
-        prompts.seed_prompts({"id": "x", "prompt": "abcdef"}, sft.tiny_tokenizer(), c | {"info_seed_prompt_template": "{prompt} (variant{seed})"})
+LONG = [{"id": "x", "prompt": "abcdef"}, {"id": "y", "prompt": "abc"}]      # 8 and 5 tokens, 19 and 16 with a seed
+
+
+def fitting(rule: str, limit: int) -> list[dict]:
+    flags = ["--info_seed_enabled=True", "--info_seed_prompt_template={prompt} (variant{seed})", f"--max_prompt_length={limit}", f"--long_prompts={rule}"]
+    return data.encode(LONG, sft.tiny_tokenizer(), load_config(flags))
+
+
+def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
+    with pytest.raises(UserError, match="max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed"):
+        fitting("error", 18)
+    assert len(fitting("error", 19)) == 2
+    assert [row["id"] for row in fitting("drop", 18)] == ["y"]
+    assert [row["prompt"] for row in fitting("truncate", 18)] == ["bcdef", "abc"]
 
 
 class Sampler:

@@ -7,6 +7,7 @@ import torch
 
 import infoseed
 import loss
+import ranks
 import rollout
 import train
 from common import RunStopped, load_config
@@ -41,6 +42,22 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
 
 REWARDS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0.5, 1], [0, 0, 0, 0]])
 OBJECTIVES = list(loss.OBJECTIVES)
+
+
+def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_model_dir):
+    """DeepSpeed's own limit is ten minutes, which is a server's rollout_timeout."""
+    start_distributed() if not torch.distributed.is_initialized() else None
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == ranks.DEADLINE
+
+
+@pytest.mark.parametrize("objective", ["maxent", "dr_grpo"])
+def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct(tiny_model_dir, objective):
+    c, bonus = config(tiny_model_dir, f"--objective={objective}"), torch.tensor([0.0, 0, 0, 0.1])
+    group = {"rewards": REWARDS + bonus, "task_rewards": REWARDS, "lengths": torch.ones(3, 4)}
+    targets = group_targets(group, 0.2, 0.0, c)
+    assert torch.equal(targets["rewards"], REWARDS) and targets["active"].all() and targets["advantages"][2, 3] > 0
+    assert torch.equal(group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)["advantages"], targets["advantages"])
 
 
 def largest(grads: dict) -> float:

@@ -367,7 +367,7 @@ def test_a_packed_model_can_not_be_called_by_itself_and_can_again_once_it_is_set
     wanted = lm(ids).logits
     policy = Policy(lm, 1.0, 64)
     for call in (policy.lm, policy.lm.base_model):
-        with pytest.raises(ValueError, match=r"learner\.Policy"):
+        with pytest.raises(ValueError, match=r"policy\.Policy"):
             call(ids)
     lm.set_attn_implementation("sdpa")
     assert torch.equal(lm(ids).logits, wanted)
@@ -386,3 +386,14 @@ def test_a_policy_that_is_not_packed_leaves_the_model_alone():
     lm = model()
     Policy(lm, 1.0, 64, pack=False)
     assert lm.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("name, changes", [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25}), ("Gemma2", {"final_logit_softcapping": 30.0}),
+                                           ("Phi", {})])
+def test_a_model_whose_logits_are_more_than_its_head_says_is_refused(name, changes, pack):
+    lm = model(name, **changes)
+    if name == "Phi":       # has a bias there, which starts at 0
+        lm.lm_head.bias.data.fill_(0.5)
+    with pytest.raises(UserError, match="adds to, caps or scales the logits"):
+        Policy(lm, 1.0, 64, pack=pack)

@@ -70,17 +70,23 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_mode
     assert not list(folder.glob("*.tmp"))
 
 
+def export(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "checkpoint.py", "export", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
     assert not (whole / "step_000002" / "model.safetensors").exists()
     for step in ("step_000002", "step_000004"):
-        done = subprocess.run([sys.executable, "checkpoint.py", "export", whole / step, tmp_path / step], cwd=ROOT, capture_output=True, text=True)
+        done = export(whole / step, tmp_path / step, "--trust_checkpoint=True")
         assert done.returncode == 0, done.stderr
     exported, saved = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "step_000004", whole / "step_000004"))
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
-    refused = subprocess.run([sys.executable, "checkpoint.py", "export", whole / "step_000004", tmp_path / "step_000004"], cwd=ROOT, capture_output=True, text=True)
+    refused = export(whole / "step_000004", tmp_path / "step_000004", "--trust_checkpoint=True")
     assert refused.returncode == 2 and "is there already" in refused.stderr
+    untrusted = export(whole / "step_000002", tmp_path / "untrusted")
+    assert untrusted.returncode == 2 and "--trust_checkpoint=True" in untrusted.stderr and not (tmp_path / "untrusted").exists()
 
 
 def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(tiny_model_dir, tmp_path):
@@ -142,7 +148,8 @@ def alone(monkeypatch):
     monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
 
 
-CONFIG = {"checkpoint_mode": "full", "max_steps": 100, "zero_stage": 0, "save_total_limit": 2, "keep_every": 0}
+CONFIG = {"checkpoint_mode": "full", "max_steps": 100, "zero_stage": 0, "save_total_limit": 2, "keep_every": 0, "dtype": "auto",
+          "info_seed_enabled": False, "info_seed_loss_type": "infonce", "info_seed_num_seeds": 4}
 
 
 def save(folder: Path, step: int, engine, **config) -> Path:
@@ -211,15 +218,38 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alo
     for step in (1, 2):
         save(tmp_path, step, engine)
     damage(tmp_path / "step_000002" / "engine" / "b.pt")
-    assert checkpoint.find("latest", str(tmp_path)).name == "step_000001" and words in capsys.readouterr().out
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    assert checkpoint.find(c).name == "step_000001" and words in capsys.readouterr().out
     with pytest.raises(UserError, match=words):
-        checkpoint.find(str(tmp_path / "step_000002"), str(tmp_path))
+        checkpoint.find(c | {"resume_from_checkpoint": str(tmp_path / "step_000002")})
     save(tmp_path, 2, engine)           # the same step again takes its place
-    assert checkpoint.find("latest", str(tmp_path)).name == "step_000002"
+    assert checkpoint.find(c).name == "step_000002"
     for step in (1, 2):
         (tmp_path / f"step_00000{step}" / "manifest.json").write_text("[]")
     with pytest.raises(UserError, match="no whole checkpoint"):
-        checkpoint.find("latest", str(tmp_path))
+        checkpoint.find(c)
+
+
+@pytest.mark.parametrize("changes, words", [({"zero_stage": 2}, "zero_stage=0"), ({"dtype": "bfloat16"}, "dtype='auto'"),
+                                            ({"info_seed_enabled": True, "info_seed_loss_type": "ce"}, "seeds of a trained head=0")])
+def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(changes, words, alone, tiny_model_dir, tmp_path):
+    save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    assert checkpoint.find(c | {"learning_rate": 1.0, "info_seed_enabled": True}).name == "step_000001"
+    with pytest.raises(UserError, match=rf"step_000001 was saved with {words}.*--model="):
+        checkpoint.find(c | changes)
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_where_latest_does_not_look(alone, tiny_model_dir, tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, FakeEngine(tiny_model_dir))
+    assert checkpoint.set_aside(tmp_path, 3) == []
+    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == ["step_000002.abandoned", "step_000003.abandoned"]
+    assert checkpoint.latest(tmp_path).name == "step_000001" and checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
+    save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoint.latest(tmp_path).name == "step_000002"        # not pruned as the oldest
+    assert checkpoint.set_aside(tmp_path, 1) == [tmp_path / "step_000002.abandoned"]       # takes the place of the first
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):

@@ -408,6 +408,12 @@ def test_the_stated_answer_is_the_box_or_block_that_closes_last(text, answer):
 
 # --- mathematics
 
+@pytest.mark.parametrize("reward, text", [(math_reward, "\\boxed{1,080}"), (graders.math_exact, "<answer>1080</answer>")])
+def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text):
+    gold = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether that is 1080.\n#### " + ("1,080" if reward is math_reward else "1080")
+    assert reward(text, gold) == 1.0 and reward(text.replace("1", "2", 1), gold) == 0.0 and reward("\\boxed{24}<answer>24</answer>", gold) == 0.0
+
+
 @pytest.mark.parametrize("box, gold, value", [
     ("5", "5", 1), ("5.0", "5", 1), ("05", "5", 1), ("-0", "0", 1), ("1/2", "0.5", 1), ("\\frac12", "1/2", 1), ("\\dfrac{2}{4}", "0.5", 1), ("2\\frac{1}{2}", "5/2", 1),
     ("-\\frac{1}{2}", "\\frac{-1}{2}", 1), ("\\sqrt{2}/2", "\\frac{1}{\\sqrt{2}}", 1), ("2\u03c0r", "2\\pi r", 1), ("x\u2264y", "x \\le y", 1), ("x=5", "5", 1),

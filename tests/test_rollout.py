@@ -1,5 +1,6 @@
 """Real vLLM against transformers and against the trainer's own log-probs."""
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,14 @@ def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
 def test_two_ranks_share_one_tensor_parallel_engine(tiny_model_dir):
     result = work("tensor_parallel", tiny_model_dir, ranks=2)
     assert result["every_rank_got_its_own"] and result["difference"] < 2e-5
+
+
+def test_transformers_sample_without_the_penalties_of_the_models_own_generation_config(tiny_model_dir, tmp_path):
+    """Qwen's models bring a repetition penalty, for example."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_p": 0.2}))
+    samples = []
+    for path in (tiny_model_dir, folder):
+        engine = rollout.HfEngine(str(path), {}, torch.float32, torch.device("cpu"))
+        samples.append(engine.generate([[5, 6, 7]], 8, {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": [0], "seeds": [3]}))
+    assert samples[0] == samples[1] and any(len(set(r["completion_ids"])) < len(r["completion_ids"]) for r in samples[0])

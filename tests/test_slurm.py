@@ -154,7 +154,7 @@ def whole(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
 def test_two_nodes_train_as_two_ranks_of_torchrun_do_and_their_checkpoint_is_evaluated(whole, slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
     secret = "hf_of_nobody"
-    evaluation = f"sbatch --output={tmp_path}/evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2"
+    evaluation = f"sbatch --output={tmp_path}/evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
     number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=secret)
     assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
     assert steps_in(folder) == steps_in(whole)

@@ -117,10 +117,11 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_evaluate_scores_a_checkpoint(two_ranks):
-    done = run("evaluate.py", *SMALL, f"--model={two_ranks[0] / 'step_000003'}", "--rollout_engine=hf")
+def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
+    output = tmp_path / "not there yet" / "problems.jsonl"
+    done = run("evaluate.py", *SMALL, f"--model={two_ranks[0] / 'step_000003'}", "--rollout_engine=hf", f"--eval_output={output}")
     ended_well(done)
-    assert json.loads(done.stdout.splitlines()[-1])["problems"] == 6
+    assert json.loads(done.stdout.splitlines()[-1])["problems"] == len(output.read_text().splitlines()) == 6
 
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
@@ -136,6 +137,7 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
                patch="import loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')", folder=tmp_path)
     assert done.returncode == 1 and "2 steps in a row had a non-finite loss" in done.stderr and "Traceback" not in done.stderr
     assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+    assert checkpoint.latest(tmp_path / "run").name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
@@ -160,6 +162,14 @@ def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
+    lines = [{"step": 0, "eval/mean@8": 0.25, "eval/reward_failures": 1.0}, {"step": 1, "reward": 0.5}, {"step": 2, "eval/mean@8": 0.5, "eval/pass@8": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluate.report(tmp_path)
+    out = capsys.readouterr().out
+    assert "mean@8                  0.250      0.500     +0.250" in out and "reward_failures" not in out and (tmp_path / "curves.png").exists()
+
+
 def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     path = tmp_path / "a run" / "step_000001"
@@ -172,5 +182,6 @@ def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_a
     assert (path / "seen").read_text() == "rank=\n"
     evaluate.start_command("no-such-program {checkpoint}", path)
     assert "could not be started" in capsys.readouterr().out
-    with pytest.raises(UserError, match="must hold"):
-        load_config(["--eval_command=sbatch slurm/evaluate.sh"])
+    for command, words in (("sbatch slurm/evaluate.sh", "must hold"), ("sh -c 'echo {checkpoint}", "not closed")):
+        with pytest.raises(UserError, match=words):
+            load_config([f"--eval_command={command}"])
