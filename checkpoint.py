@@ -21,13 +21,14 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common import RunStopped, UserError, script
-from policy import named_weights, seed_classes
+from policy import dtype_of, named_weights, seed_classes
 
 
 def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:
@@ -68,7 +69,7 @@ def write(path: Path, step: int, engine, tokenizer, config: dict, state: dict, r
     if rank == 0:
         (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
         flush(tmp)
-        old = path.rename(path.with_suffix(".old")) if path.exists() else None      # a damaged one that resume passed over
+        old = path.rename(path.with_suffix(".old")) if path.exists() else None      # this step was saved before
         tmp.rename(path)
         flush(path.parent, deep=False)
         if old:
@@ -117,12 +118,13 @@ def tidy(folder: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after `step` to step_N.abandoned, where "latest" does not look: a run that goes on from an earlier one leaves
-    that branch. The new paths; an older .abandoned of the same step is deleted."""
-    later = [path for path in steps_of(folder) if int(path.name.removeprefix("step_")) > step]
-    for path in later:
-        shutil.rmtree(path.with_suffix(".abandoned"), ignore_errors=True)
-    return [path.rename(path.with_suffix(".abandoned")) for path in later]
+    """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), where "latest" does not look: a run that goes on from an
+    earlier one leaves that branch. The new paths."""
+    found = []
+    for path in [path for path in steps_of(folder) if number_of(path) > step]:
+        free = next(new for i in count(1) if not (new := path.with_suffix(f".abandoned{i if i > 1 else ''}")).exists())
+        found.append(path.rename(free))
+    return found
 
 
 def manifest_of(path: Path) -> dict:
@@ -165,13 +167,17 @@ def verify_together(path) -> str:
 
 def steps_of(folder) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(p for p in Path(folder).glob("step_*") if p.is_dir() and p.suffix == "")
+    return sorted((p for p in Path(folder).glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal()), key=number_of)
+
+
+def number_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
     """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no others)."""
     for old in steps_of(folder)[:-limit] if limit > 0 else []:
-        if keep_every == 0 or int(old.name.removeprefix("step_")) % keep_every:
+        if keep_every == 0 or number_of(old) % keep_every:
             gone = old.rename(old.with_suffix(".old"))      # first out of sight: half a checkpoint is none
             shutil.rmtree(gone)
 
@@ -215,8 +221,9 @@ def find(config: dict) -> Path | None:
         raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
     if resume_from != "latest" and (problem := verify_together(path)):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    saved = config | json.loads((path / "train_config.json").read_text())
-    for name, was, now in (*((key, saved[key], config[key]) for key in ("zero_stage", "dtype")), ("seeds of a trained head", seed_classes(saved), seed_classes(config))):
+    saved, model, dtype = config | json.loads((path / "train_config.json").read_text()), json.loads((path / "config.json").read_text()), str(dtype_of(config))[6:]
+    for name, was, now in (("zero_stage", saved["zero_stage"], config["zero_stage"]), ("dtype", model.get("dtype", dtype), dtype),
+                           ("seeds of a trained head", seed_classes(saved), seed_classes(config))):
         if was != now:
             raise UserError(f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
                             f"run from its weights: --model={path} --output_dir=...")

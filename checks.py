@@ -107,7 +107,7 @@ def group_claims(c: dict):
     yield (c["maxent_q_epsilon"] * G <= 1, f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = {1 / G:.4f}")
     yield (not c["rollout_ahead"] or c["rollout_engine"] == "server",
            f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling and learning share a process")
-    yield (c["rollout_timeout"] <= 1800, f"rollout_timeout={c['rollout_timeout']} must be at most 1800 seconds: a prompt is tried up to six times, and ranks "
+    yield (c["rollout_timeout"] <= 1500, f"rollout_timeout={c['rollout_timeout']} must be at most 1500 seconds: a prompt is tried up to six times, and ranks "
                                          f"give up on each other after three hours")
     yield (not (c["offload_optimizer"] and c["zero_stage"] == 0), "offload_optimizer=True needs zero_stage 1, 2 or 3")
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,9 @@ import checks
 
 ROOT = Path(__file__).resolve().parent
 WANDB_FINISH_SECONDS = 300      # that a run that is done waits until Weights & Biases has the rest; what is left can be handed in by `wandb sync`
+# of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
+# hash of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun
+DEADLINE = timedelta(hours=3)
 ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ours
 
 

@@ -19,11 +19,13 @@ BLOCK = 1000        # prompts over which a mixture keeps its weights to the row
 
 # --- where rows come from
 
-def load_rows(name: str, config: str, split: str, prompt_column: str, answer_column: str, seed: int, task: str = "", more: tuple = ()) -> list[dict]:
+def load_rows(name: str, config: str, split: str, prompt_column: str, answer_column: str, seed: int, task: str = "", more: tuple = (),
+              also: tuple = ()) -> list[dict]:
     """All rows of a task, a .jsonl or .parquet file, a folder of save_to_disk or a Hugging Face dataset; never an empty list. Rows without
     prompt or answer are left out with a printed count. What can't be found or read is a UserError that names it.
 
-    task: of rows without one; more: further columns of a dataset that rewards want to see (a .jsonl file brings all of its own)."""
+    task: of rows without one; a row may name a reward of graders.REWARDS there, not a function. more: further columns of a dataset that rewards
+    want to see; also: the same, where it has them (a .jsonl file brings all of its own)."""
     if not name:
         raise UserError(f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset")
     if name in tasks.NAMES:
@@ -31,8 +33,8 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
             return tasks.module(name).rows(split, -1, seed, **({"config": config} if config else {}))
         except ValueError as error:
             raise UserError(f"dataset_name={name!r}: {error}") from None
-    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more))
-    rows = [{**row, "id": str(row.get("id", i)), "task": row.get("task") or task, "prompt": row[prompt_column], "answer": row[answer_column]}
+    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
+    rows = [{**row, "id": str(row.get("id", i)), "task": own_task(row) or task, "prompt": row[prompt_column], "answer": row[answer_column]}
             for i, row in enumerate(found) if row.get(prompt_column) and row.get(answer_column) not in (None, "")]
     if not rows:
         columns = ", ".join(found[0]) if len(found) else "none"
@@ -42,13 +44,16 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
         if not isinstance(row["prompt"], str):
             raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
                             f"not a {type(row['prompt']).__name__}")
-        if not isinstance(row["task"], str) or (":" in row["task"] and row["task"] != task):
-            raise UserError(f"dataset_name={name!r}: row {row['id']!r} has task {row['task']!r}: a row may name a reward of graders.REWARDS; a function of your own "
-                            f"is named in reward_funcs, or as \"task\" in dataset_mixture")
         row.pop("completion", None)     # a reward's own argument
     if len(rows) < len(found):
         print(f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out")
     return rows
+
+
+def own_task(row: dict) -> str:
+    """A row's own task; "" for a number, as a class label is, and for "module:function": data names no code."""
+    found = row.get("task")
+    return found if isinstance(found, str) and ":" not in found else ""
 
 
 def read_jsonl(path: str) -> list[dict]:
@@ -70,9 +75,9 @@ def read_jsonl(path: str) -> list[dict]:
     return rows
 
 
-def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dict]:
-    """Rows of a .parquet file, a folder written by save_to_disk, or a dataset of the hub, which huggingface_hub asks again after 1, 2, 4, 8 and
-    8 seconds when it is busy or out of reach."""
+def read_dataset(name: str, config: str, split: str, columns: tuple, also: tuple = ()) -> list[dict]:
+    """Rows, with `columns` and as many of `also` and OURS as there are, of a .parquet file, a folder written by save_to_disk, or a dataset of the hub,
+    which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy or out of reach."""
     import datasets
     here = name.endswith(".parquet") or Path(name).is_dir()
     known = "" if here else f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk, and "
@@ -97,7 +102,7 @@ def read_dataset(name: str, config: str, split: str, columns: tuple) -> list[dic
     missing = [c for c in columns if c not in dataset.column_names]
     if missing:
         raise UserError(f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}")
-    wanted = dict.fromkeys([*columns, *(column for column in OURS if column in dataset.column_names)])
+    wanted = dict.fromkeys([*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)])
     return dataset.select_columns(list(wanted)).to_list()     # the rest may be gigabytes of other people's rollouts
 
 
@@ -157,7 +162,7 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
     if not c["easy_dataset_name"]:
         return []
     rows = load_rows(c["easy_dataset_name"], c["easy_dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"],
-                     more=tuple(c["dataset_more_columns"]))
+                     also=tuple(c["dataset_more_columns"]))
     return encode(rows, tokenizer, c)
 
 

@@ -34,7 +34,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
         raise UserError("dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0")
     else:
         source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
-    rows = data.load_rows(*source, seed=0, more=tuple(c["dataset_more_columns"]))[:c["eval_max_prompts"]]
+    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[:c["eval_max_prompts"]]
     R.check_answers(deciding(rows, c), rows, source[0], c)
     return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
 

@@ -4,7 +4,6 @@
 """
 import os
 import socket
-from datetime import timedelta
 
 import deepspeed
 import torch
@@ -12,11 +11,9 @@ import torch.distributed as dist
 import transformers
 
 import rollout
+from common import DEADLINE
 from policy import dtype_of, named_weights
 
-# of a collective: longer than anything that one rank may do alone while the others wait (rollout servers that start, rewards that hang, the hash
-# of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun.
-DEADLINE = timedelta(hours=3)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from common import UserError
+from common import DEADLINE, UserError
 from server import ServerEngine
 
 
@@ -75,7 +75,7 @@ class VllmEngine:
                {"kv_cache_memory_bytes": kv_cache_bytes(config)}))
         gc.enable()
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
-        self.group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
+        self.group = dist.new_subgroups(self.tp, timeout=DEADLINE)[0] if self.tp > 1 else None
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
         requests = list(zip(prompts_ids, sampling["seeds"]))

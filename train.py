@@ -182,15 +182,17 @@ def main(argv) -> None:
     lm, p, G, S = engine.module.lm, c["prompts_per_step"] // world, c["num_generations"], c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
     buffer = Replay([row for source in inputs.sources for row in source], c["replay_size"], c["replay_ucb"], remembered) if c["replay_size"] else None
     log = MetricsLog(folder, c, step) if rank == 0 else None
-    timer, skipped_in_a_row, first_step, begun = Timer(), 0, step, None
+    timer, skipped_in_a_row, saved_step, begun = Timer(), 0, step, None       # step 0, or the checkpoint's own: nothing to save yet
 
     def sync():
         sampler.wake()
         sampler.sync(named_weights(lm, c["zero_stage"]))
 
     def save_now():
-        if c["save_steps"] < 0:
+        nonlocal saved_step
+        if c["save_steps"] < 0 or saved_step == step:
             return
+        saved_step = step
         with timer("checkpoint"):
             saved = checkpoint.save(folder, step, engine, tokenizer, c, state, remembered)
         say(f"saved {saved}")
@@ -221,8 +223,7 @@ def main(argv) -> None:
         try:
             got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer, begun)
         except RunStopped:          # on all ranks: no server is left, or too many rewards failed
-            if step > first_step:
-                save_now()
+            save_now()
             raise
         remembered = buffer.state if buffer else {}
         begun = experience.begin(sampler, inputs, buffer, step + 1, c, rank, world) if c["rollout_ahead"] and step + 1 < c["max_steps"] else None

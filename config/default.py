@@ -49,7 +49,7 @@ vllm_tensor_parallel_size = 1         # ranks that share one vLLM engine
 vllm_enable_sleep_mode = True         # GPU only: vLLM gives its memory to the learner between rollouts
 rollout_server = ""                   # rollout_engine="server": "http://a:8000,http://b:8000", or "auto": those of the launcher
 rollout_concurrency = 64              # prompts that a rank has under way at a time
-rollout_timeout = 600.0               # seconds for one answer, and for the servers to start; at most 1800
+rollout_timeout = 600.0               # seconds for one answer, and for the servers to start; at most 1500
 rollout_ahead = 0                     # 1: while a batch is learnt from, the next one is sampled, with weights that are a step older; 0 off
 weight_sync = "disk"                  # how weights reach the servers: "disk" (any storage that both see), "nccl" (GPU to GPU)
 weight_sync_dir = ""                  # where they are written, such as /dev/shm/weights if the servers run on this machine; "" output_dir/weights

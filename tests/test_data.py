@@ -191,14 +191,17 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     c = load_config([*settings, f"--easy_dataset_name={path}", "--easy_schedule={0: 1.0}", f"--eval_dataset_name={path}", "--eval_dataset_split=train"])
     assert data.easy_rows(c, TOKENIZER)[0]["level"] == evaluate.load_eval_rows(c | {"reward_funcs": ["math"]}, TOKENIZER)[0]["level"] == 7
     assert mixture({"id": path}, dataset_more_columns="['level']")[0][0][0]["level"] == 7
-    assert "no column 'depth'" in refusal(data.load_mixture, load_config([*settings, "--dataset_more_columns=['depth']"]))
+    missing = load_config([*settings, "--dataset_more_columns=['depth']"])
+    assert "no column 'depth'" in refusal(data.load_mixture, missing)       # of the training data; the others may be of another kind
+    assert "depth" not in evaluate.load_eval_rows(c | {"reward_funcs": ["math"], "dataset_more_columns": ["depth"]}, TOKENIZER)[0]
     assert "must be a list of names" in refusal(load_config, ["--dataset_more_columns=[1]"])
 
 
 @pytest.mark.parametrize("task", ["os:system", 3])
 def test_a_row_of_data_names_no_code(tmp_path, task):
     path = jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task})
-    assert "graders.REWARDS" in refusal(mixture, {"id": path})
+    (row,), = mixture({"id": path})[0]
+    assert row["task"] == "" and "graders.REWARDS" in refusal(rewards.columns_of, ["auto"], [1.0], [row])
     own = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     assert mixture({"id": own, "task": "my_rewards:mine"})[0][0][0]["task"] == "my_rewards:mine"      # a config may
 

@@ -230,7 +230,10 @@ rewards.check_failures = check
 """)
     assert finish(start(tiny_model_dir, folder, *flags, "--save_steps=0", script=broken)) == 1, log_of(folder)[-3000:]
     assert "too many rewards failed" in error_of(folder) and checkpoint.latest(folder).name == "step_000002"
-    assert finish(start(tiny_model_dir, folder, *flags, "--resume_from_checkpoint=latest", "--maxent_tau=0.15")) == 0, log_of(folder)[-3000:]
+    shutil.copytree(folder / "step_000002", folder / "step_000003")      # of another branch
+    again = [f"--resume_from_checkpoint={folder / 'step_000002'}", "--maxent_tau=0.15"]
+    assert finish(start(tiny_model_dir, folder, *flags, *again)) == 0, log_of(folder)[-3000:]
+    assert (folder / "step_000003.abandoned").exists() and f"step_000003 is now {folder / 'step_000003.abandoned'}" in log_of(folder)
     assert [(line["step"], line["tau"]) for line in steps_in(folder)] == [(1, 0.2), (2, 0.2), (3, 0.15), (4, 0.15)]
 
 

@@ -194,7 +194,7 @@ def train_toy(folder, name: str, *flags) -> dict:
         "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
         "--max_steps=50", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
-    return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward")}
+    return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")}
 
 
 @pytest.mark.slow
@@ -203,5 +203,6 @@ def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chanc
     on = train_toy(toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")
     off = train_toy(toy, "off", "--info_seed_lambda=0")
     assert on["seed/pred_acc"] > 0.8
+    assert on["weights/incorrect_mass"] < 0.1       # by the task's reward: by the sum with the seed reward one row of a group would be best
     assert off["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
     assert on["reward"] == pytest.approx(off["reward"], abs=0.04) and off["reward"] > 0.9

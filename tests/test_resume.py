@@ -230,26 +230,27 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alo
         checkpoint.find(c)
 
 
-@pytest.mark.parametrize("changes, words", [({"zero_stage": 2}, "zero_stage=0"), ({"dtype": "bfloat16"}, "dtype='auto'"),
+@pytest.mark.parametrize("changes, words", [({"zero_stage": 2}, "zero_stage=0"), ({"dtype": "bfloat16"}, "dtype='float32'"),
                                             ({"info_seed_enabled": True, "info_seed_loss_type": "ce"}, "seeds of a trained head=0")])
 def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(changes, words, alone, tiny_model_dir, tmp_path):
     save(tmp_path, 1, FakeEngine(tiny_model_dir))
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
-    assert checkpoint.find(c | {"learning_rate": 1.0, "info_seed_enabled": True}).name == "step_000001"
+    assert checkpoint.find(c | {"learning_rate": 1.0, "info_seed_enabled": True, "dtype": "float32"}).name == "step_000001"
     with pytest.raises(UserError, match=rf"step_000001 was saved with {words}.*--model="):
         checkpoint.find(c | changes)
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_where_latest_does_not_look(alone, tiny_model_dir, tmp_path):
     for step in (1, 2, 3):
-        save(tmp_path, step, FakeEngine(tiny_model_dir))
+        save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=0)
+    (tmp_path / "step_000003_best").mkdir()         # somebody's own
     assert checkpoint.set_aside(tmp_path, 3) == []
     assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == ["step_000002.abandoned", "step_000003.abandoned"]
     assert checkpoint.latest(tmp_path).name == "step_000001" and checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
     save(tmp_path, 2, FakeEngine(tiny_model_dir))
     checkpoint.prune(tmp_path, 1)
     assert checkpoint.latest(tmp_path).name == "step_000002"        # not pruned as the oldest
-    assert checkpoint.set_aside(tmp_path, 1) == [tmp_path / "step_000002.abandoned"]       # takes the place of the first
+    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == ["step_000002.abandoned2"] and (tmp_path / "step_000002.abandoned").exists()
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
