@@ -69,7 +69,7 @@ def parse_math(text: str) -> list:
 def gold_text(answer) -> str:
     if not isinstance(answer, (str, int, float)):
         raise TypeError(f"the right answer must be a text or a number, not a {type(answer).__name__}")
-    return str(answer).rpartition("####")[2].strip()     # GSM8K writes its working before it
+    return str(answer).rpartition("#### ")[2]       # GSM8K writes its working before it
 
 
 def rational(text: str) -> Fraction | None:

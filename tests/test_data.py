@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerFast
 import data
 import evaluate
 import graders
-import inputs
 import prompts
 import rewards
 import rollout
 import sft
 from common import UserError, check_config, load_config
+from inputs import dry_run, load_inputs
 
 TOKENIZER = sft.tiny_tokenizer()
 
@@ -726,10 +726,10 @@ def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(tmp_
 def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(tiny_model_dir, tmp_path, capsys):
     path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
     flags = [f"--model={tiny_model_dir}", f"--dataset_name={path}", "--reward_funcs=['math']", "--reward_workers=0", "--system_prompt=S", "--max_completion_length=99"]
-    inputs.dry_run(load_config(flags), 1, torch.float32, {})
+    dry_run(load_config(flags), 1, torch.float32, {})
     out = capsys.readouterr().out
     assert "a completion ends with: 0 '<|end|>'; the chat template ends a turn with '<|end|>'" in out and "'<|system|>S<|user|>1+1?<|assistant|>'" in out
-    inputs.dry_run(load_config([*flags, f"--chat_template={OWN}"]), 1, torch.float32, {})
+    dry_run(load_config([*flags, f"--chat_template={OWN}"]), 1, torch.float32, {})
     out = capsys.readouterr().out
     assert "the chat template ends a turn with nothing" in out and "'[system]S[user]1+1?[me]'" in out
 
@@ -756,7 +756,7 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
     def inputs(evaluated: str, *flags):
         common = {"model": tiny_model_dir, "dataset_name": tmp_path / "train/rows.jsonl", "eval_dataset_name": tmp_path / evaluated / "rows.jsonl"}
         more = ["--eval_steps=5", "--reward_funcs=['math']", "--reward_workers=0", *flags]
-        return inputs.load_inputs(load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1)
+        return load_inputs(load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1)
     easy = [f"--easy_dataset_name={tmp_path / 'easy/rows.jsonl'}", "--easy_schedule={0: 0.5}"]
     assert [row["prompt"] for row in inputs("test").eval_rows] == ["4+1", "5+1"]
     assert "3 of 3 evaluation prompts" in refusal(inputs, "train")
