@@ -18,6 +18,8 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
+from tqdm import tqdm
+
 import checks
 
 ROOT = Path(__file__).resolve().parent
@@ -150,6 +152,13 @@ def check_config(c: dict) -> None:
 
 
 # --- run folder, metrics, timing
+
+def progress(**settings) -> tqdm:
+    """A progress bar; into a file, where nobody sees it move, a line every half a minute."""
+    line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
+    calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
+    return tqdm(dynamic_ncols=True, **calm, **settings)
+
 
 def run_header(world: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, RunStopped, UserError, check_run_folder, load_config, merge, read_config_file, read_flag, script
+from common import ROOT, RunStopped, UserError, check_run_folder, load_config, merge, progress, read_config_file, read_flag, script
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
@@ -111,7 +111,7 @@ def carry_out(runs: list[dict], own: dict) -> None:
         raise UserError(f"another compare.py is at work in {own['output']}, or a run that it left behind; --report_only=True shows what is finished") from None
     waiting = [run for run in runs if state_of(run) != "done"]
     print(f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} rank(s) each, into {own['output']}", flush=True)
-    bar = tqdm(total=len(waiting), unit="run", dynamic_ncols=True, disable=not waiting)
+    bar = progress(total=len(waiting), unit="run", disable=not waiting)
     for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(s) != signal.SIG_IGN:       # as nohup does
             signal.signal(s, lambda number, frame: stop.append(signal.Signals(number).name))

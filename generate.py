@@ -13,12 +13,11 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 import data
 import rewards as R
 import rollout
-from common import UserError, load_config, script
+from common import UserError, load_config, progress, script
 from prompts import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
@@ -74,7 +73,7 @@ def main(argv) -> None:
     dist.broadcast_object_list(shared)
     sampler, G = start_sampler(c, device), c["num_generations"]
     sampling = {"temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer)}
-    bar = tqdm(total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt", dynamic_ncols=True)
+    bar = progress(total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt")
     for first in range(shared[0], len(rows), c["prompts_per_step"]):
         own = range(first + rank, min(first + c["prompts_per_step"], len(rows)), world)
         mine = [rows[i] for i in own]

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import RunStopped, UserError
+from common import RunStopped, UserError, progress
 from vllm_http import Server, ServerError, addresses, completions_in
 
 TRIES = 6                   # of one prompt, without a usable answer in between
@@ -65,7 +65,7 @@ class ServerEngine:
     def start(self, longest: int, transfers: bool) -> list[str]:
         """Waits until all servers are there, and returns each one's name of the model. On rank 0."""
         end, waiting = time.monotonic() + self.seconds, {server: "" for server in self.servers}
-        bar = tqdm(total=len(self.servers), unit="server", desc="waiting for rollout servers", dynamic_ncols=True, leave=False)
+        bar = progress(total=len(self.servers), unit="server", desc="waiting for rollout servers", leave=False)
         while True:
             for server in list(waiting):
                 try:
@@ -79,7 +79,8 @@ class ServerEngine:
             if time.monotonic() > end:
                 raise UserError(f"rollout_server: after {self.seconds:.0f} s {len(waiting)} of {len(self.servers)} servers are not there (rollout_timeout): "
                                 + "; ".join(waiting.values()))
-            bar.set_postfix_str(next(iter(waiting.values()))[:60])
+            bar.set_postfix_str(next(iter(waiting.values()))[:60], refresh=False)
+            bar.update(0)
             time.sleep(1)
         bar.close()
         on_each(self.servers, lambda server: server.check(longest, transfers))      # at once: each takes seconds to list its settings

@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import data
 import packing
 import rollout
-from common import UserError, load_config, script
+from common import UserError, load_config, progress, script
 from policy import Policy
 from prompts import load_model_files, seed_prompts
 from ranks import across_ranks, start_distributed
@@ -118,8 +117,8 @@ def main(argv) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
     steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1)))
-    bar, started = tqdm(range(c["sft_steps"]), disable=rank > 0, unit="step", dynamic_ncols=True), time.perf_counter()
-    for step in bar:
+    bar, started = progress(total=c["sft_steps"], disable=rank > 0, unit="step"), time.perf_counter()
+    for step in range(steps):
         batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)
         logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False)       # (n, T)
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
@@ -130,6 +129,8 @@ def main(argv) -> None:
         optimizer.zero_grad()
         schedule.step()
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+        bar.update()
+    bar.close()
     if rank == 0:
         save(folder, lm, tokenizer, c, loss.item(), time.perf_counter() - started)
     dist.barrier()

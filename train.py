@@ -42,7 +42,7 @@ import loss as L
 import rewards as R
 import rollout
 from checks import warn_config
-from common import MetricsLog, RunStopped, Timer, check_run_folder, load_config, make_run_folder, run_header, script
+from common import MetricsLog, RunStopped, Timer, check_run_folder, load_config, make_run_folder, progress, run_header, script
 from hub import Hub
 from inputs import dry_run, load_inputs
 from policy import CheckedAdamW, Policy, dtype_of, named_weights, seed_classes, set_temperature
@@ -214,7 +214,7 @@ def main(argv) -> None:
     sync()
     if eval_rows and step == 0:
         evaluate_now()
-    bar = tqdm(total=c["max_steps"], initial=step, disable=rank > 0, unit="step", dynamic_ncols=True)
+    bar = progress(total=c["max_steps"], initial=step, disable=rank > 0, unit="step")
     timer.take()
     while step < c["max_steps"] and not stopping:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
@@ -281,9 +281,9 @@ def main(argv) -> None:
             "tokens_per_second": norm["tokens"] / busy}
         if rank == 0:
             log.write(step, metrics)
-            bar.update()
             shown = {"reward": "reward", "kl": "kl", "entropy": "entropy", "tokens/s": "tokens_per_second"}
-            bar.set_postfix_str(" ".join(f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics))
+            bar.set_postfix_str(" ".join(f"{label} {metrics[name]:.3g}" for label, name in shown.items() if name in metrics), refresh=False)
+            bar.update()
         if c["log_rollouts_steps"] and step % c["log_rollouts_steps"] == 0:
             rollout.log_rollouts(folder, rollouts, task_rewards[rank * p:(rank + 1) * p], batch_rows, step, rank)
         if step == 1 or step == c["max_steps"]:

@@ -8,17 +8,18 @@ import torch
 from exact_matrix import ROOT
 
 import bench
+import bench_arms
 import bench_gpu
 
 
 def test_a_scenario_is_read_from_its_name():
-    assert bench.parts("P4G8T512V2048tail") == {"P": 4, "G": 8, "T": 512, "V": 2048}
-    assert all(list(bench.parts(name)) == ["P", "G", "T", "V"] for name, *_ in bench.COMPARISONS)
+    assert bench_arms.parts("P4G8T512V2048tail") == {"P": 4, "G": 8, "T": 512, "V": 2048}
+    assert all(list(bench_arms.parts(name)) == ["P", "G", "T", "V"] for name, *_ in bench.COMPARISONS)
 
 
 def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
-    ends = bench.ends("P4G8T512V2048tail")
-    assert len(ends) == len(set(ends)) == 2048 // 64 and max(ends) < 2048 and bench.ends("P4G8T64V2048") == [0]
+    ends = bench_arms.ends("P4G8T512V2048tail")
+    assert len(ends) == len(set(ends)) == 2048 // 64 and max(ends) < 2048 and bench_arms.ends("P4G8T64V2048") == [0]
 
 
 def test_work_is_weighed_by_what_it_holds_at_once():
@@ -27,7 +28,7 @@ def test_work_is_weighed_by_what_it_holds_at_once():
         second = first + 1
         del first
         return second + 1
-    result, gib = bench.weighed(work)
+    result, gib = bench_arms.weighed(work)
     assert result.shape == (2**20,) and gib * 2**30 == pytest.approx(8 * 2**20, rel=1e-3)
 
 

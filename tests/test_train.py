@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import evaluate
-from common import MetricsLog, UserError, load_config
+from common import MetricsLog, UserError, load_config, progress
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3",
@@ -154,6 +154,17 @@ def test_metrics_of_a_killed_run_lose_later_steps_and_half_a_line_only(tmp_path)
     log.write(3, {"reward": math.inf})
     log.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "reward": null}\n'
+
+
+def test_progress_in_a_log_file_is_a_few_lines(capsys):
+    bar = progress(total=300, unit="step")
+    for i in range(300):
+        bar.set_postfix_str(f"reward {i}", refresh=False)
+        bar.update()
+        time.sleep(0.001)
+    bar.close()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) <= 3 and "300/300" in lines[-1] and "reward 299" in lines[-1]
 
 
 def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
