@@ -194,7 +194,8 @@ def train_toy(folder, name: str, *flags) -> dict:
         "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
         "--max_steps=50", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
-    return {key: sum(line[key] for line in lines) / len(lines) for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")}
+    found = {key: [line[key] for line in lines if key in line] for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")}
+    return {key: sum(values) / len(values) for key, values in found.items() if values}     # a step without an active group has no weights
 
 
 @pytest.mark.slow
