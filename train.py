@@ -130,14 +130,13 @@ def update(engine, batch: dict, targets: dict, beta: float, norm: dict, seeds: t
 
 def steer(state: dict, metrics: dict, targets: dict, group: dict, batch: dict, c: dict) -> tuple[dict, dict]:
     """(controller state of the next step, what is logged of it): from the entropy of the weights and the KL in `metrics`, or by the meta-controller."""
-    new, found = state, {}
     if c["controller_meta_enabled"]:
         scores = L.sequence_scores(batch["old_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"])
         measured = {"utilities": targets["utilities"], "ref_scores": group["ref_scores"], "scores": gather_groups(scores.view(-1, group["rewards"].shape[1]))}
         new, found = controllers.meta_step(state, {k: v[targets["active"]] for k, v in measured.items()}, c)
     else:
         new = controllers.update_tau(state, metrics.get(controllers.steering_entropy(c)), c)
-        new = controllers.update_beta(new, metrics.get("kl"), c)
+        new, found = controllers.update_beta(new, metrics.get("kl"), c), {}
     return new, found | {"tau": state["tau"], "delta_tau": new["tau"] - state["tau"], "beta": state["beta"], "delta_beta": new["beta"] - state["beta"],
                          "controller/skipped": new["skipped"]}
 
