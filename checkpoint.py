@@ -221,13 +221,19 @@ def find(config: dict) -> Path | None:
         raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
     if resume_from != "latest" and (problem := verify_together(path)):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    saved, model, dtype = config | json.loads((path / "train_config.json").read_text()), json.loads((path / "config.json").read_text()), str(dtype_of(config))[6:]
+    check_fit(path, config)
+    return path
+
+
+def check_fit(path: Path, config: dict) -> None:
+    """UserError if the optimizer's state of a checkpoint is not one that this config can go on from."""
+    saved, model = (json.loads((path / name).read_text()) for name in ("train_config.json", "config.json"))
+    saved, dtype = config | saved, str(dtype_of(config)).removeprefix("torch.")
     for name, was, now in (("zero_stage", saved["zero_stage"], config["zero_stage"]), ("dtype", model.get("dtype", dtype), dtype),
                            ("seeds of a trained head", seed_classes(saved), seed_classes(config))):
         if was != now:
             raise UserError(f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
                             f"run from its weights: --model={path} --output_dir=...")
-    return path
 
 
 def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:

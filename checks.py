@@ -60,9 +60,10 @@ def claims(c: dict):
 
 def is_a_command(text: str) -> bool:
     try:
-        return isinstance(shlex.split(text), list)
+        shlex.split(text)
     except ValueError:
         return False
+    return True
 
 
 def value_claims(c: dict):

@@ -53,15 +53,16 @@ def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, ti
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
     """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed 0, 1, ... if InfoSeed is on]), EOS included;
     solutions over max_completion_length are left out, with a printed count."""
-    for row in rows:
-        if not isinstance(row.get("solutions") or [], list) or not all(isinstance(text, str) for text in row.get("solutions") or []):
-            raise UserError(f"dataset_name: \"solutions\" of row {row['id']!r} must be a list of texts, not {str(row['solutions'])[:60]!r}")
-    texts = [text for row in rows for text in row.get("solutions") or ()]
+    given = [row.get("solutions") or [] for row in rows]
+    for row, solutions in zip(rows, given):
+        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
+            raise UserError(f"dataset_name: \"solutions\" of row {row['id']!r} must be a list of texts, not {str(solutions)[:60]!r}")
+    texts = [text for solutions in given for text in solutions]
     if not texts:
         raise UserError('dataset_name: none of its rows has "solutions", a list of texts to learn from')
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []}
-               for _ in row.get("solutions") or ()] for row in rows]
+               for _ in solutions] for row, solutions in zip(rows, given)]
     short = [[pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]] for group in groups]
     if left_out := len(texts) - sum(map(len, short)):
         sentence = f"max_completion_length={c['max_completion_length']}: {left_out} of {len(texts)} solutions are longer"

@@ -218,13 +218,12 @@ def main(argv) -> None:
     while step < c["max_steps"] and not stopping:
         # 1. G completions for each of this rank's p prompts, by the policy as it is now
         # 2. rewards; from here on every rank knows the rewards (P, G) of the whole step
-        remembered = buffer.state if buffer else {}     # as a checkpoint of the steps so far has it
         try:
             got = experience.collect(sampler, inputs, buffer, step, c, rank, world, timer, begun)
         except RunStopped:          # on all ranks: no server is left, or too many rewards failed
             save_now()
             raise
-        remembered = buffer.state if buffer else {}
+        remembered = buffer.state if buffer else {}     # not earlier: a step that is lost in the middle has changed it
         begun = experience.begin(sampler, inputs, buffer, step + 1, c, rank, world) if c["rollout_ahead"] and step + 1 < c["max_steps"] else None
         rollouts, batch_rows, rewards, task_rewards = got["rollouts"], got["rows"], got["rewards"], got["rewards"]
         base, seeded = [r for r in rollouts if "seed_id" not in r], [r for r in rollouts if "seed_id" in r]
