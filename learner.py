@@ -31,35 +31,40 @@ def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int
     return (total.sum(1) - again[:, 1:].sum(1)).tolist(), again[:, 0].tolist()
 
 
-def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1) -> list:
+def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None) -> list:
     """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart. Packed rows keep
-    their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number."""
+    their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number.
+    idle (N,) bool: rows without a gradient; they get micro-batches of their own, the last ones."""
     alone, saved = unit_tokens(batch, unit, pack)
-    order = range(len(alone)) if pack else sorted(range(len(alone)), key=lambda u: -alone[u])
+    rests = [False] * len(alone) if idle is None else idle.cpu().view(-1, unit).all(1).tolist()
     bins, used = [], 0
-    for u in order:
-        more = alone[u] - saved[u] if pack else alone[bins[-1][0]] if bins else 0      # padded to the longest, which came first
-        if bins and used + more <= budget:
+    for u in sorted(range(len(alone)), key=lambda u: (rests[u], 0 if pack else -alone[u])):
+        if pack:
+            more = alone[u] - saved[u] * (bool(bins) and bins[-1][-1] == u - 1)     # the prompt is shared with its neighbour only
+        else:
+            more = alone[bins[-1][0]] if bins else 0        # padded to the longest, which came first
+        if bins and used + more <= budget and rests[u] == rests[bins[-1][0]]:
             bins[-1].append(u)
             used += more
         else:
             bins.append([u])
             used = alone[u]
     while len(bins) < at_least:
-        largest = bins.pop(max(range(len(bins)), key=lambda i: len(bins[i])))
-        bins += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
+        i = max(range(len(bins)), key=lambda i: len(bins[i]))
+        half = len(bins[i]) // 2
+        bins[i:i + 1] = [bins[i][:half], bins[i][half:]]
     return [(torch.tensor(b)[:, None] * unit + torch.arange(unit)).flatten() for b in bins]
 
 
-def agree_on_plan(batch: dict, unit: int, c: dict) -> tuple[list, bool]:
+def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, bool]:
     """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had to be cut because one of them,
     on any rank, exceeds the budget."""
     budget, pack = c["max_tokens_per_micro_batch"], c["pack_sequences"]
     cut = max(unit_tokens(batch, unit, pack)[0]) > budget
-    mine = torch.tensor([cut, *(len(plan_micro_batches(batch, budget, u, pack)) for u in (unit, 1))])
+    mine = torch.tensor([cut, *(len(plan_micro_batches(batch, budget, u, pack, idle=idle)) for u in (unit, 1))])
     agreed = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     cut = unit > 1 and bool(agreed[0])
-    return (plan_micro_batches(batch, budget, 1, pack, agreed[2]) if cut else plan_micro_batches(batch, budget, unit, pack, agreed[1])), cut
+    return plan_micro_batches(batch, budget, 1 if cut else unit, pack, agreed[2 if cut else 1], idle), cut
 
 
 @torch.no_grad()
@@ -188,13 +193,24 @@ def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, nor
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
+def idle_rows(targets: dict, beta: float, c: dict):
+    """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal rewards. They need no backward."""
+    if c["mode_entropy_coef"] > 0 or c["objective"] == "token_entropy" or (adds_kl(c) and beta > 0):
+        return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
+    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)
+    return idle.repeat_interleave(targets["rewards"].shape[1])
+
+
 def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dict, norm: dict) -> dict:
-    """Forward and backward over all micro-batches of one update; the metrics of the step, over all ranks.
+    """Forward over all micro-batches of one update, backward where there is a gradient; the metrics of the step, over all ranks.
 
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
     G, world = targets["rewards"].shape[1], dist.get_world_size()
     targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
-    plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c)
+    idle = idle_rows(targets, beta, c)
+    plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c, idle)
+    # As many backwards on every rank, and one at least, for the optimizer to step on
+    backwards = max(1, int(across_ranks(torch.tensor(sum(not idle[rows].all() for rows in plan)), dist.ReduceOp.MAX)))
     coefficients, value, first = None, 0.0, "old_logps" not in batch
     if cut:     # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
         scores = scores_of(score_rows(engine, batch, plan), batch["lengths"], c).requires_grad_()
@@ -203,9 +219,10 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     old_logps = torch.zeros_like(batch["sampler_logps"])
     sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = value
-    for rows in plan:
+    for i, rows in enumerate(plan):
         part = rollout.take(batch, rows)
-        logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])        # (n, T)
+        with torch.set_grad_enabled(i < backwards):
+            logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])        # (n, T)
         if first:
             part["old_logps"] = logps.detach()
             old_logps[rows, :logps.shape[1]] = part["old_logps"]
@@ -219,9 +236,10 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
                 whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
-        # A NaN loss can have a finite gradient: make sure it has not, then the optimizer skips the step on every rank.
-        # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
-        engine.backward(loss * (world if math.isfinite(reported) else math.nan), scale_wrt_gas=False)
+        if i < backwards:
+            # A NaN loss can have a finite gradient: make sure it has not, then the optimizer skips the step on every rank.
+            # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
+            engine.backward(loss * (world if math.isfinite(reported) else math.nan), scale_wrt_gas=False)
         sums += torch.tensor([reported, entropy.sum().item(), kl.item(), low.sum().item(), high.sum().item()])
     if first:
         batch["old_logps"] = old_logps

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 import infoseed
 import loss
@@ -11,7 +12,7 @@ import ranks
 import rollout
 import train
 from common import RunStopped, load_config
-from learner import accumulate_gradients, group_targets, sampler_mismatch, step_counts
+from learner import accumulate_gradients, group_targets, idle_rows, sampler_mismatch, step_counts
 from ranks import start_distributed
 
 P, G, L = 3, 4, 8
@@ -71,6 +72,29 @@ def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_mod
     no_bonus = ["--token_entropy_coef=0"]       # it is meant to act everywhere
     assert largest(gradients(tiny_model_dir, equal, *flags, *no_bonus)[0]) == 0.0
     assert largest(gradients(tiny_model_dir, REWARDS, *flags)[0]) > 1e-5
+
+
+@pytest.mark.parametrize("flags, rewards, expected", [
+    ("--objective=maxent", REWARDS, (2, 1)), ("--objective=maxent", REWARDS[:2].repeat(2, 1)[:3], (1, 1)), ("--objective=maxent", REWARDS * 0, (1, 1)),
+    ("--objective=maxent --max_tokens_per_micro_batch=40", REWARDS, (3, 2)), ("--objective=dr_grpo", REWARDS, (2, 1)),
+    ("--objective=dr_grpo --mode_entropy_coef=0.5", REWARDS, (1, 1)), ("--objective=token_entropy", REWARDS, (1, 1)),
+    ("--objective=maxent --maxent_loss=policy_gradient --maxent_skip_equal_groups=none", REWARDS, (2, 1))], ids=str)
+def test_groups_that_the_loss_does_not_depend_on_go_forward_only(tiny_model_dir, monkeypatch, flags, rewards, expected):
+    """(forwards, backwards) of a step with three groups."""
+    calls, (forward, backward) = [], (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
+    monkeypatch.setattr(DeepSpeedEngine, "forward", lambda self, *a, **k: calls.append("forward") or forward(self, *a, **k))
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda self, *a, **k: calls.append("backward") or backward(self, *a, **k))
+    gradients(tiny_model_dir, rewards, *flags.split())
+    assert (calls.count("forward"), calls.count("backward")) == expected
+
+
+def test_a_kl_term_leaves_no_row_idle():
+    targets = {"rewards": REWARDS, "active": torch.tensor([True, True, False]), "advantages": REWARDS - REWARDS.mean(1, keepdim=True)}
+    for flags, beta, some in ((["--objective=dr_grpo"], 0.1, False), (["--objective=dr_grpo"], 0.0, True), (["--objective=maxent"], 0.1, True),
+                              (["--objective=maxent", "--maxent_kl=True"], 0.1, False), (["--objective=xdr"], 0.1, False),
+                              (["--objective=xdr", "--xdr_ref_tilt=True"], 0.1, True)):
+        idle = idle_rows(targets, beta, load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags]))
+        assert idle.tolist() == [False] * 8 + [some] * 4, flags
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -330,8 +330,10 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     with patch("rewards.answer_clusters", lambda *a: step.clusters), patch("rewards.correct_modes", lambda *a: modes):
         group = learner.measure_groups(engine, reference, batch, [], range(step.P), step.rewards, None, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
-    agree = (lambda *a: (plan, learner.couples_rows(c))) if plan else learner.agree_on_plan
-    with patch("learner.agree_on_plan", agree):
+
+    def given_plan(batch, unit, c, idle=None):
+        return sorted(plan, key=lambda rows: idle is not None and bool(idle[rows].all())), learner.couples_rows(c)
+    with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):
         metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, learner.step_counts(targets, group["lengths"]))
     tokens = int(step.lengths.sum())
     close(metrics["entropy"], step.entropy.sum() / tokens)
@@ -1143,6 +1145,7 @@ CUT_MUTATIONS = {
     "micro-batches count their own groups": ("group_loss", lambda f: lambda s, targets, c, norm: f(s, targets, c, {key: 1 for key in norm})),
     "micro-batches count their own tokens": ("token_loss", lambda f: lambda x, H, part, A, beta, c, norm: f(x, H, part, A, beta, c, norm | {
         "rows": len(x), "tokens": int(part["lengths"].sum())})),
+    "groups with a gradient are idle": ("idle_rows", lambda f: lambda targets, *a: (targets["rewards"][:, :1] < 1).expand_as(targets["rewards"]).flatten()),
     "scores of the old policy": ("score_rows", lambda f: lambda model, batch, *a: batch.get("old_logps", f(model, batch, *a))),
 }
 
@@ -1155,6 +1158,14 @@ def test_the_split_notices(name, case, monkeypatch):
     monkeypatch.setattr(learner, function, mutate(getattr(learner, function)))
     with pytest.raises(AssertionError):
         assert_same(accumulate(EXAMPLE, case, budget=13), whole)
+
+
+@cases
+def test_the_rows_called_idle_have_no_gradient_and_equal_groups_are_called_so_where_nothing_else_acts_on_them(case):
+    c = config(EXAMPLE.G, case)
+    idle = learner.idle_rows(targets_of(EXAMPLE, c), c["beta"], c)
+    assert not ours(EXAMPLE, case).grad[:, idle].any() and not idle[:8].any()
+    assert idle[8:].all() or ours(EXAMPLE, case).grad[:, 8:].any() or c["mode_entropy_coef"] > 0
 
 
 def test_inputs_come_back_unchanged():

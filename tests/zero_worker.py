@@ -42,6 +42,8 @@ def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
         row["logprobs"] = [-rng.random() for _ in row["completion_ids"]]
     rewards = torch.tensor([[float(rng.random() < 0.4) for _ in range(G)] for _ in range(P)])
     rewards[1] = 1.0        # an all-equal group
+    if step == 1:
+        rewards[2:] = 0.0   # the second of two ranks has no other
     return rows, rewards
 
 
