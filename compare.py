@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, RunStopped, UserError, check_run_folder, load_config, merge, progress, read_config_file, read_flag, script
+from common import ROOT, RunStopped, UserError, check_run_folder, load_config, merge, progress, read_config_file, read_flag, refuse_missing_folder, script
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
@@ -142,6 +142,8 @@ def main(argv) -> None:
     own, shared = read_own(argv)
     runs, output = plan_runs(own, shared), own["output"]
     if not own["report_only"]:
+        for run in runs:
+            refuse_missing_folder(run["config"]["model"])
         carry_out(runs, own)
     done, baseline = [run for run in runs if state_of(run) == "done"], runs[0]["arm"]
     missing = [run for run in runs if run not in done]

@@ -42,19 +42,21 @@ def entropy_target(step: int, config: dict) -> float:
 def init_state(config: dict) -> dict:
     """The state of a fresh run: tau and beta from the config, nothing measured yet (None until the first finite entropy), the
     meta-optimizer's number of updates and its two moments of the gradient by (log tau, log beta)."""
-    return {"step": 0, "tau": config["maxent_tau"], "beta": config["beta"], "entropy": None, "skipped": 0,
+    return {"step": 0, "tau": config["maxent_tau"], "beta": config["beta"], "entropy": None, "steering": steering_entropy(config), "skipped": 0,
             "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]}}
 
 
 def resume_state(state: dict, config: dict) -> dict:
-    """A checkpoint's state under the config of the run that goes on from it: what nothing steers is as the config says now, what is steered
-    begins where the checkpoint was, within its bounds."""
-    meta, tau, beta = config["controller_meta_enabled"], config["maxent_tau"], config["beta"]
-    if meta or steers_tau(config):
-        tau = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
-    if meta or steers_beta(config):
-        beta = clip(state["beta"], config["beta_min"], config["beta_max"])
-    return {**state, "tau": tau, "beta": beta}
+    """A checkpoint's state under the config of the run that goes on from it: what is steered goes on where the checkpoint was, if that is within
+    its bounds; all else begins as the config says now, the average of an entropy too that was not the steered one."""
+    meta, new = config["controller_meta_enabled"], init_state(config)
+    if (meta or steers_tau(config)) and config["maxent_tau_min"] <= state["tau"] <= config["maxent_tau_max"]:
+        new["tau"] = state["tau"]
+    if (meta or steers_beta(config)) and config["beta_min"] <= state["beta"] <= config["beta_max"]:
+        new["beta"] = state["beta"]
+    if state.get("steering") == new["steering"]:
+        new["entropy"] = state["entropy"]
+    return {**state, **{key: new[key] for key in ("tau", "beta", "entropy", "steering")}}
 
 
 def clip(x: float, low: float, high: float) -> float:

@@ -31,8 +31,8 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
     if name in tasks.NAMES:
         try:
             return tasks.module(name).rows(split, -1, seed, **({"config": config} if config else {}))
-        except ValueError as error:
-            raise UserError(f"dataset_name={name!r}: {error}") from None
+        except (ValueError, TypeError) as error:        # no such variant; a task that has none
+            raise UserError(f"dataset_name={name!r}, dataset_config={config!r}: {error}") from None
     found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
     rows = [{**row, "id": str(row.get("id", i)), "task": own_task(row) or task, "prompt": row[prompt_column], "answer": row[answer_column]}
             for i, row in enumerate(found) if row.get(prompt_column) and row.get(answer_column) not in (None, "")]
@@ -68,10 +68,12 @@ def read_jsonl(path: str) -> list[dict]:
                     rows.append(row)
     except OSError as error:
         raise UserError(f"dataset_name={path!r} can't be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{number}: not JSON: {error}") from None
+    except UserError:
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
+    except (ValueError, RecursionError) as error:       # also a number of thousands of digits, and thousands of brackets
+        raise UserError(f"{path}:{number}: not JSON: {error}") from None
     return rows
 
 

@@ -74,7 +74,7 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
     size = len(rollouts) // len(rows)
     groups = [rollouts[i * size:(i + 1) * size] for i in range(len(rows))]
     rewards, metrics = R.combine(gather_groups(values), inputs.columns)
-    failures = R.failures_in(metrics)
+    worst = metrics     # groups that failed are replaced
     for attempt in range(1, c["resample_equal_groups"] + 1):
         stale = L.equal_groups(rewards[:, :G]).tolist()
         if not any(stale):
@@ -89,11 +89,11 @@ def collect(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, worl
             values[i - own[0]] = its_values[n]
         everyone, again, failed = [new if old else row for new, old, row in zip(fresh, stale, everyone)], again + sum(stale), failed + its_failed
         rewards, metrics = R.combine(gather_groups(values), inputs.columns)
-        failures = max(failures, R.failures_in(metrics), key=lambda found: sum(found.values()))      # groups that failed were replaced
+        worst = max(worst, metrics, key=lambda found: found["reward/failures"])
     sampler.sleep()
     if failed:
         tqdm.write(R.save_failures(c["output_dir"], failed, step + 1, rank))
-    R.check_failures(failures, rewards.numel(), c["max_reward_failures"])      # stops all ranks alike
+    R.check_failures(worst, rewards.numel(), c["max_reward_failures"])      # stops all ranks alike
     if buffer is not None:
         buffer.update(everyone, rewards[:, :G])
     if c["resample_equal_groups"]:

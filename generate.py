@@ -34,7 +34,9 @@ def finished_prompts(path: Path, config: dict) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(settings, indent=1))
         path.touch()
-    made_with = load_config([]) | json.loads(beside.read_text()) if beside.exists() else {}       # a key that is younger than the file had its default
+    if not beside.exists():
+        raise UserError(f"generate_output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it")
+    made_with = load_config([]) | json.loads(beside.read_text())       # a key that is younger than the file had its default
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(f"generate_output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it")

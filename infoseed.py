@@ -103,7 +103,7 @@ def measure(h, log_q, seed_rewards, weights, active) -> dict:
     means = h.view(-1, S, h.shape[1]).mean(0)
     found = {"pred_acc": right.float().mean().item(), "diversity_l2": torch.nn.functional.pdist(means).mean().item(), "reward": seed_rewards.mean().item()}
     if weights is not None and active.any():
-        base, seeded = (torch.special.entr(w / w.sum(1, keepdim=True)).sum(1) for w in (weights[active, :-S], weights[active, -S:]))
+        base, seeded = (torch.special.entr(w / w.sum(1, keepdim=True).clamp(min=1e-30)).sum(1) for w in (weights[active, :-S], weights[active, -S:]))
         found["entropy_gap"] = (base - seeded).mean().item()
     return {f"seed/{name}": value for name, value in found.items()}
 

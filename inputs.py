@@ -37,8 +37,7 @@ def load_inputs(c: dict, world: int) -> Inputs:
     R.check_names(c["reward_funcs"])
     if c["prompts_per_step"] % world:
         raise UserError(f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}")
-    if world % c["vllm_tensor_parallel_size"]:
-        raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
+    rollout.check_tensor_parallel(c, world)
     model_config, tokenizer = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
     if c["pack_sequences"]:

@@ -34,11 +34,11 @@ def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int
 def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None) -> list:
     """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart. Packed rows keep
     their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number.
-    idle (N,) bool: rows without a gradient; they get micro-batches of their own, the last ones."""
+    idle (N,) bool: rows without a gradient; they get micro-batches of their own, the first ones."""
     alone, saved = unit_tokens(batch, unit, pack)
     rests = [False] * len(alone) if idle is None else idle.cpu().view(-1, unit).all(1).tolist()
     bins, used = [], 0
-    for u in sorted(range(len(alone)), key=lambda u: (rests[u], 0 if pack else -alone[u])):
+    for u in sorted(range(len(alone)), key=lambda u: (not rests[u], 0 if pack else -alone[u])):
         if pack:
             more = alone[u] - saved[u] * (bool(bins) and bins[-1][-1] == u - 1)     # the prompt is shared with its neighbour only
         else:
@@ -156,7 +156,8 @@ def group_loss(scores, targets: dict, c: dict, norm: dict):
     if c["objective"] == "maxent":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
         return loss(scores, targets["weights"], targets["active"], norm["active"])
-    return c["mode_entropy_coef"] * L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * c["max_completion_length"])
+    longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1       # the other scores are per token already
+    return c["mode_entropy_coef"] * L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * longest)
 
 
 def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
@@ -209,9 +210,9 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
     idle = idle_rows(targets, beta, c)
     plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c, idle)
-    # As many backwards on every rank, and one at least, for the optimizer to step on
+    # The last ones go backward: as many on every rank, and one at least, for the optimizer to step on
     backwards = max(1, int(across_ranks(torch.tensor(sum(not idle[rows].all() for rows in plan)), dist.ReduceOp.MAX)))
-    coefficients, value, first = None, 0.0, "old_logps" not in batch
+    coefficients, value, first, finite = None, 0.0, "old_logps" not in batch, True
     if cut:     # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
         scores = scores_of(score_rows(engine, batch, plan), batch["lengths"], c).requires_grad_()
         value = group_loss(scores.view(-1, G), targets, c, norm)
@@ -221,7 +222,8 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     sums[0] = value
     for i, rows in enumerate(plan):
         part = rollout.take(batch, rows)
-        with torch.set_grad_enabled(i < backwards):
+        learns = i >= len(plan) - backwards
+        with torch.set_grad_enabled(learns):
             logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])        # (n, T)
         if first:
             part["old_logps"] = logps.detach()
@@ -236,10 +238,11 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
                 whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
-        if i < backwards:
-            # A NaN loss can have a finite gradient: make sure it has not, then the optimizer skips the step on every rank.
+        finite = finite and math.isfinite(reported)
+        if learns:
+            # A NaN loss can have a finite gradient, or none: make sure it has not, then the optimizer skips the step on every rank.
             # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
-            engine.backward(loss * (world if math.isfinite(reported) else math.nan), scale_wrt_gas=False)
+            engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
         sums += torch.tensor([reported, entropy.sum().item(), kl.item(), low.sum().item(), high.sum().item()])
     if first:
         batch["old_logps"] = old_logps
@@ -265,7 +268,8 @@ def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:
     largest, ratio_max, ratio_min = across_ranks(torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX).tolist()
     if limit >= 0 and mean > limit:
         raise RunStopped(f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), "
-                         f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights")
+                         f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights, or the limit is too low for this dtype "
+                         f"(bfloat16 alone makes about 0.01)")
     found = {"sampling_logp_difference/mean": mean, "sampling_logp_difference/max": largest, "importance_sampling_ratio/mean": ratio_mean,
              "importance_sampling_ratio/min": -ratio_min, "importance_sampling_ratio/max": ratio_max}
     return {f"sampling/{name}": value for name, value in found.items()}

@@ -137,8 +137,8 @@ def active_groups(rewards: Tensor, skip: str) -> Tensor:
 
 
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
-    """How flat the weights are, means over active groups: entropy (nats), its share of ln G, exp(entropy), the largest
-    weight, the mass on rows below the best reward of their group, and the excess entropy (H - ln n_top) / (ln G - ln n_top), n_top rows
+    """How flat the weights are, means over active groups: entropy (nats), its share of ln G, exp(entropy), the largest weight; and over those
+    of them that have a row below their best reward: the mass on such rows, and the excess entropy (H - ln n_top) / (ln G - ln n_top), n_top rows
     at the best reward, which is 0 when only they have weight and 1 when w is uniform. Empty without an active group."""
     if not active.any():
         return {}
@@ -148,8 +148,7 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     excess = ((H - top.sum(1).log()) / (math.log(G) - top.sum(1).log()))[spread]
     return {"weights/entropy": H.mean().item(), "weights/entropy_norm": (H / math.log(G)).mean().item(),
             "weights/effective_rollouts": H.exp().mean().item(), "weights/max": w.amax(1).mean().item(),
-            "weights/incorrect_mass": (w * ~top).sum(1).mean().item(),
-            **({"weights/excess_entropy": excess.mean().item()} if spread.any() else {})}
+            **({"weights/incorrect_mass": (w * ~top).sum(1)[spread].mean().item(), "weights/excess_entropy": excess.mean().item()} if spread.any() else {})}
 
 
 # --- losses
@@ -175,7 +174,7 @@ def mle_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float) -> Te
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
     """L = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax over C of S_i: a pull towards equally likely correct answers.
-    C: rows at the best reward of a group that is not all equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L.
+    C: rows at the best reward of a group that is not all equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L for sums S, P for means.
     Row gradient (p_i - 1/n_c) * dS_i / norm; wrong rows are never touched."""
     best = (rewards == rewards.amax(1, keepdim=True)) & ~equal_groups(rewards)[:, None]     # C, (P, G)
     count = best.sum(1)

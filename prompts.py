@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 from transformers import AutoConfig, AutoTokenizer
 
-from common import UserError
+from common import UserError, refuse_missing_folder
 
 
 def load_model_files(model: str, chat_template: str = ""):
@@ -16,8 +16,7 @@ def load_model_files(model: str, chat_template: str = ""):
     chat_template: takes the place of the tokenizer's own; a file, or the template itself."""
     if not model:
         raise UserError("model is empty: name a Hugging Face id or a folder, such as --model=Qwen/Qwen2.5-0.5B-Instruct")
-    if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():      # no hub id: don't go and ask
-        raise UserError(f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how")
+    refuse_missing_folder(model)
     try:
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:      # OSError covers an unreachable hub

@@ -35,6 +35,7 @@ def start_distributed():
 
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
+    rollout.check_tensor_parallel(c, dist.get_world_size())
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
     if c["rollout_engine"] == "server":       # it may hold others
         sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)), 0))

@@ -132,9 +132,9 @@ def measure(rollouts: list[dict], rows: list[dict], columns: list[Column], c: di
 
 
 def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
-    """Rewards (P, G), the weighted sum of what the functions say in values (P, G, F), and {"reward/<name>/mean", "timeouts", "errors"}.
-    A function that failed adds 0."""
-    metrics = {}
+    """Rewards (P, G), the weighted sum of what the functions say in values (P, G, F), and {"reward/<name>/mean", "timeouts", "errors"} with
+    "reward/failures", the completions on which at least one function failed. A function that failed adds 0."""
+    metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for value, column in zip(values.unbind(-1), columns):
         metrics |= {f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
                     f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()), f"reward/{column.name}/errors": int((value == ERROR).sum())}
@@ -142,17 +142,12 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
     return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
 
 
-def failures_in(metrics: dict) -> dict:
-    """The counts of timeouts and errors among combine()'s metrics that are not 0."""
-    return {name: n for name, n in metrics.items() if n and name.startswith("reward/") and not name.endswith("/mean")}
-
-
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
-    """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward."""
-    failures = failures_in(metrics)
-    if min(sum(failures.values()), completions) > limit * completions:      # several rewards may fail on one completion
-        raise RunStopped(f"{sum(failures.values())} rewards of a step of {completions} completions failed (max_reward_failures={limit}): "
-                         f"{', '.join(f'{name} {n}' for name, n in failures.items())}; reward_failures.rank_*.jsonl in output_dir have reasons and texts")
+    """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward; metrics: combine()'s."""
+    if metrics["reward/failures"] > limit * completions:
+        kinds = ", ".join(f"{name} {n}" for name, n in metrics.items() if n and name.endswith(("/timeouts", "/errors")))
+        raise RunStopped(f"rewards failed on {metrics['reward/failures']} of a step's {completions} completions (max_reward_failures={limit}): "
+                         f"{kinds}; reward_failures.rank_*.jsonl in output_dir have reasons and texts")
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
@@ -163,8 +158,8 @@ def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.T
 
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
     """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
-    for column in columns:
-        row = next(row for row in rows if column.task in (None, row["task"]))
+    first_of_task = {row["task"]: row for row in reversed(rows)}
+    for column, row in [(column, row) for column in columns for row in first_of_task.values() if column.task in (None, row["task"])]:
         examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
         _, failed = measure(examples, [row], [column], c)
         if failed:
@@ -204,12 +199,13 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
 
 def answer_clusters(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> torch.Tensor:
     """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
-    the text of their answer; one without any answer is a cluster of its own."""
+    the text of their answer, which may be the bare text unless the task is math; one without any answer is a cluster of its own."""
     G, result = right.shape[1], []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
-        seen = {}
+        task = rows[i]["task"]
+        seen, bare = {}, (lambda text: "") if task in REWARDS and task not in tasks.NAMES else countdown.last_answer
         for j, r in enumerate(rollouts[i * G:(i + 1) * G]):
-            key = (modes[j] or "") if right[i, j] else (stated_answer(r["text"]) or countdown.last_answer(r["text"])).strip()[:LONGEST]
+            key = (modes[j] or "") if right[i, j] else (stated_answer(r["text"]) or bare(r["text"])).strip()[:LONGEST]
             result.append(seen.setdefault((bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)))
     return torch.tensor(result).view(len(rows), G)
 

@@ -7,6 +7,7 @@ model="tiny" first builds, without any download, a character-level tokenizer wit
 parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
 """
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -101,6 +102,8 @@ def main(argv) -> None:
     folder = Path(c["output_dir"])
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it")
+    if c["sft_batch_size"] < (world := int(os.environ.get("WORLD_SIZE", 1))):
+        raise UserError(f"sft_batch_size={c['sft_batch_size']} must be at least the number of ranks, {world}")
     if c["model"] == "tiny":
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])

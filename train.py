@@ -243,7 +243,7 @@ def main(argv) -> None:
         with timer("learn"):
             targets = learner.group_targets(group, state["tau"], state["beta"], c)
             mine = {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}
-            lengths = group["lengths"][:, :G]       # metrics are of the rows asked without a seed
+            lengths = group["lengths"][:, :G]       # of the rows asked without a seed
             norm = learner.step_counts(targets, group["lengths"])
             for parameters in engine.optimizer.param_groups:
                 parameters["lr"] = learning_rate_at(step, c)

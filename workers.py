@@ -121,7 +121,7 @@ class Pool:
             if worker.fault:
                 self.replace(worker, "error", f"the worker {self.cause_of_death(worker)}")
             elif (worker.jobs or not worker.ready) and now - worker.since > (self.timeout if worker.ready else START_SECONDS):
-                self.replace(worker, "timeout", f"no answer in {self.timeout:g} s (reward_timeout)")
+                self.replace(worker, "timeout", f"no answer in {self.timeout:g} s (reward_timeout)" if worker.ready else f"not ready in {START_SECONDS:g} s")
 
     def hand_out(self, worker: Worker) -> None:
         # a few jobs at a time, so that no worker is left with a long queue at the end

@@ -41,8 +41,11 @@ fi
 # the config as --key=value, each ended by a zero byte; a server of the training is not ours to ask
 mapfile -d '' -t flags < <(python - "$checkpoint/train_config.json" << 'END'
 import json, sys
-for key, value in json.load(open(sys.argv[1])).items():
-    print(f"--{key}={'vllm' if (key, value) == ('rollout_engine', 'server') else value}", end="\0")
+config = json.load(open(sys.argv[1]))
+if config["rollout_engine"] == "server":
+    config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
+for key, value in config.items():
+    print(f"--{key}={value}", end="\0")
 END
 )
 gpus=$(gpus_here | wc -l)

@@ -2,9 +2,9 @@
 # Trains with Slurm, on one node or many. In the repository's folder:
 #
 #   sbatch --gpus-per-node=8 --time=24:00:00 slurm/train.sh config/math_maxent.py --key=value
-#   sbatch --gpus-per-node=8 slurm/train.sh --server-gpus 2 config/math_maxent.py              2 GPUs sample, 6 train
+#   sbatch --gpus-per-node=8 slurm/train.sh --server-gpus 4 config/math_maxent.py              4 GPUs sample, 4 train
 #   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh config/math_maxent.py                    every GPU samples and trains
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh --server-nodes 1 config/math_maxent.py   the last node samples, three train
+#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh --server-nodes 1 config/math_maxent.py --prompts_per_step=96     the last node samples, three train
 #
 # Account, partition, GPUs and time are sbatch's flags and come before the script's name. After it, in any order: what train.py takes, and
 #
@@ -62,7 +62,9 @@ while (($#)); do
 done
 
 # a wrong key or value ends the job here, with train.py's own sentence
-run=$(python -c 'from common import load_config, script; script(lambda argv: print(load_config(argv)["output_dir"]))' "${args[@]}")
+asked=$(python -c 'from common import load_config, script
+script(lambda argv: print(*(load_config(argv)[key] for key in ("prompts_per_step", "output_dir"))))' "${args[@]}")
+prompts=${asked%% *} run=${asked#* }
 if [[ $suffix ]]; then run+=$suffix args+=("--output_dir=$run"); fi
 
 # --- who runs where
@@ -84,6 +86,8 @@ if ((server_gpus)); then
   server_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:0:server_gpus}")") trainer_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:server_gpus}")")
 fi
 ((ranks)) || ranks=${SLURM_NTASKS_PER_NODE:-1}
+total=$((ranks * ${#trainers[@]}))
+((prompts % total == 0)) || die "--prompts_per_step=$prompts must be a multiple of the $total ranks that train"
 ((tp && dp)) || dp=$((serving > tp && tp ? serving / tp : 1))
 ((serving == 0 || tp * dp == serving)) || ((${#servers[@]} == 0)) || die "a server has $serving GPU(s), but --tp $tp * --dp $dp = $((tp * dp))"
 

@@ -159,7 +159,7 @@ def plan(folder: Path, arms: str, *flags, seeds: int = 1) -> tuple[list[dict], l
     """The runs of an arms file, and the arguments of compare.py that mean them."""
     file = folder / "arms.py"
     file.write_text(arms)
-    argv = [TINY, f"--arms={file}", f"--seeds={seeds}", f"--output={folder / 'out'}", "--ranks=1", "--max_steps=20", "--eval_steps=10", *flags]
+    argv = [TINY, f"--arms={file}", f"--seeds={seeds}", f"--output={folder / 'out'}", f"--model={folder}", "--ranks=1", "--max_steps=20", "--eval_steps=10", *flags]
     return compare.plan_runs(*compare.read_own(argv)), argv
 
 

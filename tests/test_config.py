@@ -153,6 +153,9 @@ def test_every_bad_value_is_one_sentence_with_key_and_value(setting):
     ("kl_target=0.1 beta=0.1 kl_horizon=0.1", ["kl_ctl_step_size=0.2", "kl_horizon=0.1"]),
     ("mode_entropy_coef=0.1 objective=maxent", ["mode_entropy_coef", "objective='maxent'"]),
     ("offload_optimizer=True zero_stage=0", ["offload_optimizer=True", "zero_stage"]),
+    ("info_seed_enabled=True info_seed_loss_type=ce info_seed_lambda=0", ["info_seed_loss_type='ce'", "info_seed_lambda"]),
+    ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]), ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
+    ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
     ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
     ("reward_funcs=['math','countdown'] reward_weights=[1.0]", ["reward_weights=[1.0]", "reward_funcs=['math', 'countdown']"]),
     ("num_generations=1 scale_rewards=group", ["num_generations=1", "scale_rewards='group'"])])
@@ -254,3 +257,13 @@ def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
     assert "sum" in warnings_of(100, "--maxent_score_norm=sum")
     assert "maxent_tau_lr=0.5" in warnings_of(100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5")
     assert "xdr" in warnings_of(100, "--objective=xdr", "--maxent_target_weight_entropy=1.0", "--maxent_tau=0.1")
+
+
+def test_settings_that_work_against_each_other_are_warned_about():
+    seeds = ["--info_seed_enabled=True", "--info_seed_reward=0.3"]
+    for flags in (["--maxent_skip_equal_groups=wrong"], seeds):
+        assert "maxent_target_excess_entropy" in warnings_of(100, "--maxent_target_weight_entropy=1.0", *flags)
+        assert warnings_of(100, *flags) == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags) == ""
+    assert warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0") == ""
+    assert "scale_rewards='group'" in warnings_of(100, *seeds, "--objective=grpo") and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
+    assert warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none") == warnings_of(100, *seeds, "--objective=dr_grpo") == ""

@@ -98,8 +98,10 @@ def test_a_resumed_run_takes_from_the_config_what_nothing_steers_and_keeps_the_r
     assert controllers.resume_state(state, BETA_ON | {"maxent_tau": math.inf}) == state | {"tau": math.inf}
     meta = TAU_ON | BETA_ON | {"controller_meta_enabled": True, "maxent_tau_max": 10.0}
     assert controllers.resume_state(state, meta) == state
-    assert controllers.resume_state(state | {"tau": 0.0, "beta": 0.0}, meta) == state | {"tau": meta["maxent_tau_min"], "beta": 1e-3}
-    assert controllers.resume_state(state | {"tau": math.inf, "beta": 9.0}, meta) == state | {"tau": 10.0, "beta": 2.0}
+    for tau, beta in ((0.0, 0.0), (math.inf, 9.0)):      # nothing steered them there: the controllers begin as in a fresh run
+        assert controllers.resume_state(state | {"tau": tau, "beta": beta}, meta) == state | {"tau": meta["maxent_tau"], "beta": meta["beta"]}
+    excess = TAU_ON | {"maxent_target_weight_entropy": -1.0, "maxent_target_excess_entropy": 0.5, "beta": 0.7}
+    assert controllers.resume_state(state, excess) == state | {"entropy": None, "steering": "weights/excess_entropy"}
 
 
 @pytest.mark.parametrize("missing", NOT_MEASURED)
@@ -197,7 +199,7 @@ def test_inputs_come_back_unchanged_and_the_new_state_is_another_object():
 def test_a_fresh_state_takes_tau_and_beta_from_the_config():
     state = controllers.init_state(BETA_ON | {"maxent_tau": 0.7})
     meta = {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]}
-    assert state == {"step": 0, "tau": 0.7, "beta": 0.5, "entropy": None, "skipped": 0, "meta": meta}
+    assert state == {"step": 0, "tau": 0.7, "beta": 0.5, "entropy": None, "steering": "weights/entropy", "skipped": 0, "meta": meta}
     state["meta"]["m"][0] = 1.0
     assert controllers.init_state(BETA_ON)["meta"] == meta        # nothing is shared between two runs of one process
 

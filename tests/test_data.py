@@ -819,7 +819,7 @@ def test_score_is_prompt_major_and_weighs_the_rewards(monkeypatch):
     total, metrics = rewards.score(ROLLOUTS, ROWS, {"reward_funcs": ["countdown", "length"], "reward_weights": [2.0, -0.5]})
     assert torch.equal(total, torch.tensor([[2 - 2.5, -2.5], [-55.0, 2 - 52.5]])) and total.dtype == torch.float32
     no_failures = {f"reward/{name}/{kind}": 0 for name in ("countdown", "length") for kind in ("timeouts", "errors")}
-    assert metrics == {"reward/countdown/mean": 0.5, "reward/length/mean": 56.25} | no_failures
+    assert metrics == {"reward/failures": 0, "reward/countdown/mean": 0.5, "reward/length/mean": 56.25} | no_failures
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -827,7 +827,7 @@ def test_a_reward_that_is_not_finite_is_an_error_with_reward_value_and_row_and_c
     monkeypatch.setitem(graders.REWARDS, "odd", lambda completion, answer, **row: value if completion == "3*4-2" else 0.5)
     total, metrics = rewards.score(ROLLOUTS, ROWS, {"reward_funcs": ["odd"], "reward_weights": [1.0]})
     assert total.tolist() == [[0.5, 0.5], [0.5, 0.0]]
-    assert metrics == {"reward/odd/mean": 0.375, "reward/odd/timeouts": 0, "reward/odd/errors": 1}
+    assert metrics == {"reward/failures": 1, "reward/odd/mean": 0.375, "reward/odd/timeouts": 0, "reward/odd/errors": 1}
     _, (failed,) = rewards.measure(ROLLOUTS, ROWS, rewards.columns_of(["odd"], [1.0], ROWS), {})
     assert (failed["reward"], failed["id"], failed["kind"], failed["completion"]) == ("odd", "1", "error", "3*4-2") and f"gave {value}" in failed["reason"]
 

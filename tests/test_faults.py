@@ -258,6 +258,15 @@ def log_to_a_service_that_dies(folder: Path) -> None:
     log.close()
 
 
+def test_a_run_keeps_its_id_at_weights_and_biases_when_it_is_resumed(tmp_path):
+    for folder in ("run", "run", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        log = common.MetricsLog(tmp_path / folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
+        assert log.wandb.id == (tmp_path / folder / "wandb_id").read_text()
+        log.close()
+    assert (tmp_path / "run" / "wandb_id").read_text() != (tmp_path / "other" / "wandb_id").read_text()
+
+
 def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tmp_path):
     assert child.status(child.start(log_to_a_service_that_dies, tmp_path, log=tmp_path / "log")) == 0 and len(steps_in(tmp_path)) == 19
     assert (tmp_path / "log").read_text().count("warning: Weights & Biases is gone") == 1
@@ -272,6 +281,14 @@ def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_any
     words = [str(ROOT / "config" / "countdown_tiny.py"), f"--model={model}", f"--dataset_name={rows}", "--dataset_config=", f"--output_dir={tmp_path / 'run'}"]
     assert child.status(child.start(script, train.main, *words, log=tmp_path / "log")) == 2
     assert re.findall("error: .*", (tmp_path / "log").read_text())[0].startswith(f"error: {rows}:3: not JSON") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("line", ["1" * 5000, "[" * 100_000, "{'a': 1}", "NaN,"], ids=["digits", "brackets", "quotes", "comma"])
+def test_a_line_that_no_reader_takes_is_named_too(line, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": ' + line + "}\n")
+    with pytest.raises(UserError, match=f"{rows}:2: not JSON"):
+        data.read_jsonl(str(rows))
 
 
 def test_a_line_that_is_not_text_is_named_too(tmp_path):

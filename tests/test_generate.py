@@ -75,7 +75,7 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
         generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags, "--temperature=0.5"]))
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
-    with pytest.raises(UserError, match="stray"):
+    with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):
         generate.finished_prompts(stray, load_config(["config/countdown_tiny.py", *flags]))
     assert stray.read_text() == "{}\n"
 

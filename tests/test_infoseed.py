@@ -98,6 +98,8 @@ def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows()
     h = features(1, 2, 0)
     found = infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), w, torch.tensor([True]))
     assert found["seed/entropy_gap"] == pytest.approx(math.log(2))
+    only_seeded = torch.tensor([[0.0, 0.0, 1.0, 0.0]])      # a tiny tau
+    assert infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), only_seeded, torch.tensor([True]))["seed/entropy_gap"] == 0
 
 
 # --- groups and prompts

@@ -168,7 +168,7 @@ def slow_step(logps, entropy, step, c):
                 total = total - sum(v * score(policy, n, "length") for v, n in zip(w, rows[x])) / max(1, sum(active))
         if c["mode_entropy_coef"] > 0:
             S = [score(policy, n, c["mode_entropy_score_norm"]) for n in rows[x]]
-            total = total + c["mode_entropy_coef"] * slow_mode_entropy(S, rewards[x]) / (P * L)
+            total = total + c["mode_entropy_coef"] * slow_mode_entropy(S, rewards[x]) / (P * L if c["mode_entropy_score_norm"] == "sum" else P)
 
         for i, n in enumerate(rows[x]):
             share = {"row": 1 / T[n] / N, "token": 1 / tokens, "constant": 1 / (N * L)}[aggregation]
@@ -332,7 +332,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
 
     def given_plan(batch, unit, c, idle=None):
-        return sorted(plan, key=lambda rows: idle is not None and bool(idle[rows].all())), learner.couples_rows(c)
+        return sorted(plan, key=lambda rows: idle is None or not idle[rows].all()), learner.couples_rows(c)
     with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):
         metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, learner.step_counts(targets, group["lengths"]))
     tokens = int(step.lengths.sum())
@@ -486,6 +486,8 @@ def test_weight_metrics_are_means_over_active_groups():
                 "excess_entropy": (H / math.log(3) - math.log(2) / room) / 2}       # one row at the top, then two: below 0 if w is on one of them
     metrics = loss.weight_metrics(w, r, torch.tensor([True, True, False]))
     assert metrics == {f"weights/{k}": pytest.approx(v, rel=1e-6) for k, v in expected.items()}
+    whole = loss.weight_metrics(w, r, torch.tensor([True, True, True]))      # with one that has no row below its best
+    assert whole["weights/incorrect_mass"] == metrics["weights/incorrect_mass"] and whole["weights/entropy"] != metrics["weights/entropy"]
     assert loss.weight_metrics(w, r, torch.zeros(3, dtype=torch.bool)) == {}
 
 
@@ -899,7 +901,7 @@ def test_equal_rewards_give_exactly_zero_gradient(G):
     kept = [case for case in CASES if sensible(step, case) and "maxent_skip_equal_groups" not in case]
     flat = dict(objective="maxent", maxent_loss="policy_gradient", maxent_skip_equal_groups="none")     # w - 1/G is 0 where nothing tilts it
     for case in [*kept, flat]:
-        found = ours(step, case | {"token_entropy_coef": 0.0} | ({} if "xdr_ref_tilt" in case else {"beta": 0.0}))
+        found = ours(step, case | {"token_entropy_coef": 0.0} | ({} if "xdr_ref_tilt" in case else {"beta": 0.0, "maxent_kl": False}))
         assert found.value == 0 and (found.grad == 0).all(), case
 
 

@@ -93,7 +93,7 @@ def test_mixing_keeps_the_size_takes_the_highest_scores_and_repeats_no_prompt(se
     batch, state = random.Random(seed).sample(ROWS, P), copy.deepcopy(buffer.state)
     before = list(batch)
     mixed = buffer.mix(batch, fraction)
-    wanted, present = round(fraction * P), {prompt_key(row) for row in batch}
+    wanted, present = max(round(fraction * P), int(fraction > 0)), {prompt_key(row) for row in batch}
     candidates = sorted((key for key in state["prompts"] if key not in present), key=lambda key: (-buffer.score(key), key))
     taken = min(wanted, len(candidates))
     assert len(mixed) == P == len({prompt_key(row) for row in mixed})

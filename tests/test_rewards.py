@@ -678,7 +678,7 @@ def test_a_module_that_is_stuck_when_it_is_imported_ends_the_run(folder, monkeyp
     (folder / "stuck.py").write_text("import os, time\nopen(__file__ + '.started', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(1000)\n")
     monkeypatch.setattr(workers, "START_SECONDS", 0.3)
     pool = workers.Pool(1, 5.0, 1.0, ("stuck:f",))
-    with pytest.raises(RuntimeError, match="don't start"):
+    with pytest.raises(RuntimeError, match=r"don't start: not ready in 0\.3 s"):
         pool.answers({1: ("stuck:f", "1", {"answer": ""})})
     pool.close()
 
@@ -899,19 +899,24 @@ def test_nothing_here_knows_of_other_ranks_and_workers_of_no_torch():
 
 def test_more_failures_than_allowed_stop_the_run_and_as_many_do_not():
     metrics = {"reward/a/mean": 99.0, "reward/a/timeouts": 4, "reward/a/errors": 3, "reward/b/mean": 0.0, "reward/b/timeouts": 0, "reward/b/errors": 3, "kl": 500.0,
-               "kl/errors": 70}
+               "reward/failures": 10}
     R.check_failures(metrics, 100, 0.1)
     with pytest.raises(RunStopped) as caught:
-        R.check_failures(metrics | {"reward/b/timeouts": 1}, 100, 0.1)
+        R.check_failures(metrics | {"reward/failures": 11}, 100, 0.1)
     said = str(caught.value)
     assert all(word in said for word in ("11 ", "100", "max_reward_failures=0.1", "reward/a/timeouts 4", "reward/a/errors 3", "reward/b/errors 3")) and "\n" not in said
     with pytest.raises(RunStopped):
-        R.check_failures({"reward/a/errors": 1}, 1000, 0.0)
-    R.check_failures({"reward/a/errors": 0, "reward/a/mean": 5.0}, 1000, 0.0)
+        R.check_failures({"reward/a/errors": 1, "reward/failures": 1}, 1000, 0.0)
+    R.check_failures({"reward/a/errors": 0, "reward/a/mean": 5.0, "reward/failures": 0}, 1000, 0.0)
 
 
 def test_with_a_limit_of_one_nothing_stops_the_run():
-    R.check_failures({"reward/a/errors": 64, "reward/b/timeouts": 64}, 64, 1.0)
+    R.check_failures({"reward/a/errors": 64, "reward/b/timeouts": 64, "reward/failures": 64}, 64, 1.0)
+
+
+def test_a_completion_on_which_three_functions_fail_is_one_failure():
+    values = torch.tensor([[[R.ERROR, R.TIMEOUT, R.ERROR], [1.0, R.ERROR, 0.0]], [[math.nan, 1.0, 0.0], [0.0, 0.0, 0.0]]])
+    assert R.combine(values, [R.Column(name, 1.0, None, True) for name in "abc"])[1]["reward/failures"] == 2
 
 
 def test_failures_are_saved_with_their_texts_cut_and_not_more_than_twenty_a_step(tmp_path):
@@ -943,6 +948,8 @@ def test_answers_of_another_task_are_refused_in_one_sentence(reward):
 def test_own_answers_are_fine_through_workers_too():
     c = config("auto")
     R.check_answers(columns_for(c, EVERY), EVERY, "my_data", c)
+    c, rows = config("countdown"), [*EVERY[:len(ANSWERS)]]
+    assert all(word in refusal(R.check_answers, columns_for(c, rows), rows, "my_data", c) for word in ("'countdown'", "my_data"))      # not its first task, but another
     c, rows = config("countdown"), [row_of("", "42")]
     assert all(word in refusal(R.check_answers, columns_for(c, rows), rows, "my_data", c) for word in ("'countdown'", "'42'", "'a row of '"))
 
@@ -1008,6 +1015,11 @@ def test_a_mode_that_fails_is_none(count):
 def test_a_wrong_completion_that_spells_a_right_mode_is_in_a_cluster_of_its_own():
     texts, right = ["4+2*3", "\\boxed{2*3+4}"], torch.tensor([[True, False]])
     assert R.answer_clusters(rollouts_of(texts), [row_of("countdown", TEN)], right, config("countdown", reward_workers=0)).tolist() == [[0, 1]]
+
+
+def test_without_a_task_that_reads_bare_texts_one_without_an_answer_agrees_with_nobody():
+    texts = ["again and again and"] * 2 + ["\\boxed{1}"] * 2
+    assert R.answer_clusters(rollouts_of(texts), [row_of("math", "2")], torch.zeros(1, 4, dtype=torch.bool), config("math", reward_workers=0)).tolist() == [[0, 1, 2, 2]]
 
 
 def test_hostile_texts_have_clusters_too():

@@ -13,6 +13,7 @@ from child import ended_well
 from exact_matrix import steps_in
 
 import checkpoint
+from common import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ["config/countdown_tiny.py", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3",
@@ -235,11 +236,21 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
 
 @pytest.mark.parametrize("words, sentence", [
     (["--server-nodes", "1"], "one must be left to train"), (["--server-gpus", "1"], "0 GPU(s)"), (["--learning_rat=1"], "did you mean 'learning_rate'"),
-    (["--tp", "config/x.py"], "--tp needs a number")])
+    (["--tp", "config/x.py"], "--tp needs a number"), (["--prompts_per_step=7", "--output_dir=a b"], "prompts_per_step=7 must be a multiple of the 2 ranks")])
 def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
     folder = tmp_path / "run"
-    assert ended(slurm, submit(slurm, folder, "train.sh", *CONFIG, *words), folder, 60) == "FAILED"
+    assert ended(slurm, submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"]), folder, 60) == "FAILED"
     assert sentence in Path(f"{folder}.out").read_text() and not folder.exists()
+
+
+def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(tmp_path):
+    """The lines of evaluate.sh that turn a checkpoint's config into flags."""
+    config = tmp_path / "train_config.json"
+    config.write_text(json.dumps(load_config([*CONFIG, "--rollout_engine=server", "--rollout_server=http://a:8000", "--rollout_ahead=1"])))
+    lines = (ROOT / "slurm" / "evaluate.sh").read_text().split("<< 'END'\n")[1].split("\nEND\n")[0]
+    flags = subprocess.run([sys.executable, "-c", lines, config], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    found = load_config(flags)
+    assert found["rollout_engine"] == "vllm" and found["reward_funcs"] == ["patient_reward:parity"] and found["max_steps"] == 6
 
 
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])

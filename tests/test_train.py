@@ -47,7 +47,7 @@ def two_ranks(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     done = run("train.py", *SMALL, f"--model={tiny_model_dir}", f"--output_dir={folder}", "--max_steps=3", "--eval_steps=2", "--save_steps=2", "--log_rollouts_steps=2",
                "--report_to=wandb", "--wandb_mode=offline", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--num_iterations=2",
-               "--max_tokens_per_micro_batch=100", ranks=2)
+               "--controller_meta_enabled=True", "--max_tokens_per_micro_batch=100", ranks=2)
     ended_well(done)
     return folder, done.stdout
 
@@ -81,7 +81,8 @@ def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
 
 
 def test_wandb_offline_holds_the_run(two_ranks):
-    assert list((two_ranks[0] / "wandb").glob("offline-run-*/*.wandb"))
+    kept = (two_ranks[0] / "wandb_id").read_text()
+    assert list((two_ranks[0] / "wandb").glob(f"offline-run-*/run-{kept}.wandb"))
 
 
 def test_a_checkpoint_is_whole_and_a_hugging_face_model(two_ranks):

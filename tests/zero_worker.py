@@ -26,7 +26,7 @@ CASES = {
     "modes_and_kl": ["--objective=dr_grpo", "--mode_entropy_coef=0.3", "--beta=0.1", "--max_tokens_per_micro_batch=90"],
     "gspo_bonus": ["--objective=gspo", "--importance_sampling=none", "--policy_entropy_bonus_coef=0.05", "--max_tokens_per_micro_batch=50"],
     "token_entropy": ["--objective=token_entropy", "--token_entropy_coef=0.5", "--importance_sampling=sequence_truncate"],
-    "infoseed_nce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--max_tokens_per_micro_batch=50"],
+    "infoseed_nce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--num_iterations=2", "--max_tokens_per_micro_batch=50"],
     "infoseed_ce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--info_seed_loss_type=ce",
                     "--info_seed_pooling=last", "--max_tokens_per_micro_batch=50"],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
@@ -58,15 +58,13 @@ def three_updates(c: dict, rank: int, world: int) -> dict:
         group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, None, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
         norm = step_counts(targets, group["lengths"])
-        for _ in range(c["num_iterations"]):
-            metrics = accumulate_gradients(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], c, norm)
-            if c["info_seed_enabled"]:      # the last two rows of every group
-                seeded = [row for i, row in enumerate(mine) if i % G >= G - 2]
-                seed_batch = infoseed.under_base_prompt(seeded, mine[::G], 2, "cpu")
-                metrics |= infoseed.accumulate_gradients(engine, seed_batch, infoseed.features(engine, seed_batch, c)[0], c)
-            engine.step()
+        seeds = ()
+        if c["info_seed_enabled"]:      # the last two rows of every group
+            seed_batch = infoseed.under_base_prompt([row for i, row in enumerate(mine) if i % G >= G - 2], mine[::G], 2, "cpu")
+            seeds = seed_batch, infoseed.features(engine, seed_batch, c)[0]
+        metrics, applied = train.update(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], norm, seeds, c)
     result = {"weights": weights_of(engine, c), "loss": metrics["loss"], "seed_loss": metrics.get("seed/loss", 0.0),
-              "grad_norm": float(engine.get_global_grad_norm()), "applied": engine.was_step_applied()}
+              "grad_norm": float(engine.get_global_grad_norm()), "applied": applied}
     return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
 
 
