@@ -13,8 +13,8 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all bench env clean
 
-# the stamp holds the hash of what was installed: a changed pin installs again
-STAMP := $(VENV)/installed-$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
+# the stamp holds the hash of what was installed: a changed pin installs again, and so does the first start on a machine with a GPU
+STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
 
 env: $(STAMP)
 

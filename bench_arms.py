@@ -179,7 +179,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     c = load_config([f"--{key}={value}" for key, value in dict(
         model=folder, objective="dr_grpo", importance_sampling="none", beta=0.0, max_tokens_per_micro_batch=4096, max_prompt_length=32, max_completion_length=T).items()])
     sampler, tokenizer = rollout.VllmEngine(str(folder), c, torch.float32, device), load_model_files(str(folder), "")[1]
-    engine, lm = train.load_policy(c, torch.float32), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    engine, lm = train.load_policy(c, torch.float32, torch.device("cpu")), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in (folder / "rows.jsonl").read_text().splitlines()[:P]]
     make, found = sampler.vllm.SamplingParams, []
     never_end(sampler)

@@ -63,7 +63,7 @@ def ours(shape: str, tokens: int, zero_stage: int):
     c = load_config([f"--{key}={value}" for key, value in dict(
         model=model_folder(shape), objective="dr_grpo", importance_sampling="none", beta=0.0, zero_stage=zero_stage, dtype="bfloat16",
         prompts_per_step=1, num_generations=G, max_tokens_per_micro_batch=tokens).items()])
-    engine, batch = train.load_policy(c, torch.bfloat16), batch_of(shape, tokens, device)
+    engine, batch = train.load_policy(c, torch.bfloat16, device), batch_of(shape, tokens, device)
     group = {"rewards": torch.rand(1, G), "lengths": batch["lengths"].view(1, G).cpu()}
     targets = learner.group_targets(group, 0.0, 0.0, c)
 

@@ -72,7 +72,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n * (12 if size == 2 else 8) / share[1],
         "reference": 0 if c["beta"] == 0 else n * size / (world if c["reference_placement"] == "sharded" else 1),
         "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
-        "activations of a micro-batch": tokens * layers * (12 * model.hidden_size + 4 * model.intermediate_size) * size,
+        "activations of a micro-batch": tokens * layers * (18 * model.hidden_size + 4 * model.intermediate_size) * size,
         "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
     }
     print(f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps")
@@ -81,4 +81,5 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     print(f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:")
     print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
     print(f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
+          f"  {n * size / 2**30:8.2f} GiB  of weights on every rank while it loads",
           *(f"warning: {warning}" for warning in warn_config(c, model.vocab_size)), sep="\n")

@@ -4,6 +4,7 @@
 """
 import os
 import socket
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -11,10 +12,19 @@ import torch.distributed as dist
 import transformers
 
 import rollout
-from common import DEADLINE
+from common import DEADLINE, UserError
 from policy import dtype_of, named_weights
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo on a CPU: its own needs a C++ compiler and half a minute
+if not torch.cuda.is_available():
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
+
+
+def refuse_idle_gpu() -> None:
+    """UserError where there is a GPU that this torch can't use: the run would take weeks on the CPU without a word."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked not in ("", "-1") and (asked or Path("/dev/nvidia0").exists()) and not torch.cuda.is_available():
+        raise UserError(f"this machine has a GPU (CUDA_VISIBLE_DEVICES={asked or 'not set'}) that torch {torch.__version__} can't use: a build for CPUs (run `make env` "
+                        f"on a machine with a GPU), or a driver that is too old; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU")
 
 
 def start_distributed():
@@ -23,6 +33,7 @@ def start_distributed():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    refuse_idle_gpu()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -38,7 +49,7 @@ def start_sampler(c: dict, device):
     rollout.check_tensor_parallel(c, dist.get_world_size())
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
     if c["rollout_engine"] == "server":       # it may hold others
-        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)), 0))
+        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device), 0))
     return sampler
 
 

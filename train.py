@@ -71,22 +71,24 @@ def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
     }
 
 
-def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool) -> Policy:
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool, device) -> Policy:
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)        # Policy tries it on a few tokens
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(lm.train(trains).requires_grad_(trains), c["temperature"], c["logprob_chunk_size"], seed_classes(c) if trains else 0, c["pack_sequences"])
 
 
-def load_policy(c: dict, dtype: torch.dtype):
+def load_policy(c: dict, dtype: torch.dtype, device):
     """The DeepSpeed engine around the policy."""
-    policy = load_lm(c["model"], dtype, c, trains=True)
+    policy = load_lm(c["model"], dtype, c, trains=True, device=device)
     settings = dict(lr=c["learning_rate"], betas=(c["adam_beta1"], c["adam_beta2"]), weight_decay=c["weight_decay"])
     if c["zero_stage"] == 0 and dtype == torch.float32:
         optimizer = CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
     else:
         optimizer = torch.optim.AdamW(policy.parameters(), **settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c, dtype))
+    if c["offload_optimizer"] and device.type == "cuda":        # AdamW then steps on the CPU, where torchrun and vLLM leave one thread
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return engine
 
 
@@ -94,13 +96,13 @@ def load_reference(c: dict, dtype: torch.dtype, device):
     """The frozen reference model, None at beta = 0."""
     if c["beta"] == 0:
         return None
-    reference = load_lm(c["model"], dtype, c, trains=False)
+    reference = load_lm(c["model"], dtype, c, trains=False, device=device)
     if c["reference_placement"] == "sharded":
         sharded = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == torch.bfloat16}, "zero_optimization": {"stage": 3}}
         engine, *_ = deepspeed.initialize(model=reference, config=sharded)
         engine.eval()
         return engine
-    return reference.to(device) if c["reference_placement"] == "device" else reference
+    return reference.to("cpu") if c["reference_placement"] == "cpu" else reference
 
 
 def learning_rate_at(step: int, c: dict) -> float:
@@ -164,7 +166,7 @@ def main(argv) -> None:
     torch.manual_seed(c["seed"])
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
     sampler.sleep()
-    engine, reference = load_policy(c, dtype), load_reference(c, dtype, device)
+    engine, reference = load_policy(c, dtype, device), load_reference(c, dtype, device)
     step, state, remembered = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, remembered = checkpoint.load(resume_path, engine, rank)

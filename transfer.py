@@ -48,13 +48,17 @@ class Transfer:
 
     def connect(self, members: list[Server]) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        from vllm.utils.network_utils import get_ip
         self.members = members
+        if self.sender is not None:
+            self.sender.shutdown()
 
         def sizes() -> tuple[list[int], str, int]:
             on_each(members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                return [int(server.call("/get_world_size")["world_size"]) for server in members], socket.gethostname(), probe.getsockname()[1]
+                # get_ip: the host's own name may lead to 127.0.1.1
+                return [int(server.call("/get_world_size")["world_size"]) for server in members], get_ip(), probe.getsockname()[1]
         self.sizes, host, port = self.engine.on_rank_0(sizes)
         info = NCCLTrainerInitInfo(rank=self.engine.rank, master_address=host, master_port=port, world_size=1 + sum(self.sizes))
         self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)

@@ -4,8 +4,10 @@
 # Python: the repository's own, or where there is none the one that is active
 if [[ -x .venv/bin/python ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
-# what libraries download or compile stays here, unless the environment says where it should go
+# what libraries download or compile stays here, unless the environment says where it should go; what the user has at home already is used
 cache=$PWD/var/cache
+if [[ -d ~/.cache/huggingface/hub ]]; then export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}"; fi
+if [[ -f ~/.cache/huggingface/token ]]; then export HF_TOKEN_PATH="${HF_TOKEN_PATH:-$HOME/.cache/huggingface/token}"; fi
 export XDG_CACHE_HOME="${XDG_CACHE_HOME:-$cache}" HF_HOME="${HF_HOME:-$cache/huggingface}" PIP_CACHE_DIR="${PIP_CACHE_DIR:-$cache/pip}"
 export TORCH_HOME="${TORCH_HOME:-$cache/torch}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$cache/vllm}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import common
+import ranks
 import sft
 import train
 from common import UserError, load_config
@@ -140,6 +141,22 @@ def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     assert "resume_from_checkpoint='latest'" in message and str(run_folder) in message
     (run_folder / "step_000001").mkdir()
     assert "manifest.json" in refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}")
+
+
+@pytest.mark.parametrize("asked, refused", [("0,1", True), ("GPU-5ebe9f43", True), ("", False), ("-1", False), (None, False)])
+def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeypatch):
+    """No machine that runs this has one; where it has, torch is the build that can use it."""
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False) if asked is None else monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    monkeypatch.setattr(ranks, "Path", lambda path: Path("/nowhere"))
+    if not refused:
+        return ranks.refuse_idle_gpu()
+    with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={asked}.*can't use"):
+        ranks.refuse_idle_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(ranks, "Path", lambda path: Path("/"))        # the driver's device is there
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=not set"):
+        ranks.refuse_idle_gpu()
 
 
 # --- the script

@@ -34,7 +34,7 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     """({name: gradient}, metrics) of one accumulation, no step."""
     start_distributed() if not torch.distributed.is_initialized() else None
     c = config(model, *flags)
-    engine, batch = train.load_policy(c, torch.float32), batch or batch_of()
+    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), batch or batch_of()
     lengths = batch["lengths"].view(P, G)
     clusters = torch.arange(G).expand(P, G)     # for seed_grpo: every answer another one, equally likely
     targets = group_targets({"rewards": rewards, "lengths": lengths, "clusters": clusters, "mean_logps": torch.zeros(P, G)}, c["maxent_tau"], 0.0, c)
@@ -195,7 +195,7 @@ def seed_gradients(model, *flags) -> tuple[dict, dict]:
     start_distributed() if not torch.distributed.is_initialized() else None
     torch.manual_seed(0)
     c = load_config([f"--model={model}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=1", *flags])
-    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
+    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
     metrics = infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
     return {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}, metrics
 
@@ -218,7 +218,7 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     start_distributed() if not torch.distributed.is_initialized() else None
     torch.manual_seed(0)
     c = load_config([f"--model={tiny_model_dir}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=2", f"--info_seed_loss_type={kind}"])
-    engine, batch = train.load_policy(c, torch.float32), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
+    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
 
     def loss():
         h, log_q = infoseed.features(engine, batch, c)

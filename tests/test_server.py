@@ -790,8 +790,8 @@ def test_serve_explains_itself(monkeypatch, capsys):
 def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(kind, world, make, stand_in, tiny_model_dir, untied_model_dir, monkeypatch):
     """vLLM's own trainer side, with a fake communicator in place of NCCL."""
     from vllm.distributed.weight_transfer import nccl_engine
-    sent, opened, model = [], [], tiny_model_dir if kind == "tied" else untied_model_dir
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: opened.append(info) or "fake communicator")
+    sent, opened, closed, model = [], [], [], tiny_model_dir if kind == "tied" else untied_model_dir
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: opened.append(info) or SimpleNamespace(destroy=lambda: closed.append(info)))
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, group, **_: sent.append([(name, tuple(t.shape)) for name, t in iterator]))
     monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_post_send_sync", lambda self: None)
     lm, servers = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), [stand_in() for _ in range(3)]
@@ -822,7 +822,7 @@ def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(ki
     for each in servers[1:]:
         each.close()
     engine.sync(weights())
-    assert len(engine.missing) == 3 and len(sent) == 4
+    assert len(engine.missing) == 3 and len(sent) == 4 and closed == opened[:2]
     with pytest.raises(RolloutsLost, match="no rollout server is left"):
         engine.generate(PROMPTS, 2, request(3))
 

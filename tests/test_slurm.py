@@ -267,6 +267,20 @@ def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
     assert done.stdout.split() == [str(tmp_path), f"{ROOT}/var/cache/torch"]
 
 
+def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
+    def places() -> list[str]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {"HOME": str(tmp_path)}
+        asked = 'source slurm/common.sh; echo "$HF_HOME" "${HF_TOKEN_PATH-none}"'
+        return subprocess.run(["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20).stdout.split()
+    home = tmp_path / ".cache" / "huggingface"
+    assert places() == [f"{ROOT}/var/cache/huggingface", "none"]
+    home.mkdir(parents=True)
+    (home / "token").write_text("hf_of_nobody")
+    assert places() == [f"{ROOT}/var/cache/huggingface", str(home / "token")]
+    (home / "hub").mkdir()
+    assert places()[0] == str(home)
+
+
 def test_the_cluster_leaves_no_process_behind(slurm, tmp_path):
     env = slurm_cluster.start(tmp_path / "second")
     assert slurm_cluster.query(env, "srun", "--nodes=2", "hostname").count("\n") == 1

@@ -49,7 +49,7 @@ def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
 
 def three_updates(c: dict, rank: int, world: int) -> dict:
     torch.manual_seed(0)        # InfoSeed's head
-    engine, reference = train.load_policy(c, torch.float32), train.load_reference(c, torch.float32, torch.device("cpu"))
+    engine, reference = train.load_policy(c, torch.float32, torch.device("cpu")), train.load_reference(c, torch.float32, torch.device("cpu"))
     p = P // world
     for step in range(3):
         rows, rewards = rollouts_of(step)
