@@ -165,13 +165,10 @@ def script(*flags, **environment) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--max_stepz=3"], ["max_stepz", "max_steps"]), (["--num_generations=1"], ["num_generations=1"]),
-    (["--model=no/such/folder"], ["model='no/such/folder'"])])
-def test_the_script_ends_with_status_2_and_one_line(flags, words, tmp_path):
-    done = script(TINY, f"--output_dir={tmp_path / 'run'}", *flags)
+def test_the_script_ends_with_status_2_and_one_line(tmp_path):
+    done = script(TINY, f"--output_dir={tmp_path / 'run'}", "--model=no/such/folder")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and all(word in errors[0] for word in words)
+    assert done.returncode == 2 and len(errors) == 1 and "model='no/such/folder'" in errors[0]
     assert "Traceback" not in done.stderr + done.stdout and not (tmp_path / "run").exists()
 
 
@@ -198,24 +195,25 @@ def deepspeed_of(text: str) -> dict:
     return json.loads(next(line for line in text.splitlines() if line.startswith("deepspeed: ")).removeprefix("deepspeed: "))
 
 
-def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path):
-    done = script(TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True", "--maxent_tau=0.5")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "'<|user|>" in done.stdout and "<|assistant|>'" in done.stdout and "GiB" in done.stdout and "512 rows" in done.stdout
-    assert "maxent_tau = 0.5" in done.stdout and "warning: maxent_q_temperature * maxent_tau = 0.500" in done.stdout
-    assert deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 0
+def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path, capsys):
+    train.main([TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True", "--maxent_tau=0.5"])
+    said = capsys.readouterr().out
+    assert "'<|user|>" in said and "<|assistant|>'" in said and "GiB" in said and "512 rows" in said
+    assert "maxent_tau = 0.5" in said and "warning: maxent_q_temperature * maxent_tau = 0.500" in said
+    assert deepspeed_of(said)["zero_optimization"]["stage"] == 0
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(no_weights, tmp_path):
+def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(no_weights, tmp_path, capsys):
     problem = {"problem": "What is 1+1?", "answer": "2"}
     path = jsonl(tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
-    done = script("config/math_maxent.py", f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", "--allow_leakage=True")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "What is 1+1?" in done.stdout and "boxed{}" in done.stdout and "data: 1 prompts" in done.stdout
-    assert "1 of 3 rows have no prompt or no answer" in done.stdout
-    assert "max_prompt_length=512: 1 of 2 prompts are longer" in done.stdout and "1 are left out" in done.stdout
-    assert deepspeed_of(done.stdout)["zero_optimization"]["stage"] == 2
+    train.main([str(ROOT / "config" / "math_maxent.py"), f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True",
+                "--allow_leakage=True"])
+    said = capsys.readouterr().out
+    assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said
+    assert "1 of 3 rows have no prompt or no answer" in said
+    assert "max_prompt_length=512: 1 of 2 prompts are longer" in said and "1 are left out" in said
+    assert deepspeed_of(said)["zero_optimization"]["stage"] == 2
 
 
 def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_path):

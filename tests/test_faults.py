@@ -239,12 +239,17 @@ rewards.check_failures = check
 
 # --- Weights & Biases
 
-def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tiny_model_dir, tmp_path):
+def log_to_nobody(folder: Path) -> None:
+    os.environ.update(WANDB, WANDB_INIT_TIMEOUT="1", WANDB_BASE_URL="http://127.0.0.1:9")        # the discard port: closed
+    settings = {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "online"}
+    common.script(lambda argv: common.MetricsLog(folder, settings, 0))
+
+
+def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tmp_path):
     folder = tmp_path / "run"
-    process = start(tiny_model_dir, folder, *HF, "--report_to=wandb", **WANDB, WANDB_INIT_TIMEOUT="1",
-                    WANDB_BASE_URL="http://127.0.0.1:9")        # the discard port: closed
-    assert finish(process) == 2, log_of(folder)[-3000:]
-    assert all(word in error_of(folder) for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_mode=offline")) and not steps_in(folder)
+    folder.mkdir()
+    assert child.status(child.start(log_to_nobody, folder, log=Path(f"{folder}.log"))) == 2, log_of(folder)[-3000:]
+    assert all(word in error_of(folder) for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_mode=offline"))
 
 
 def log_to_a_service_that_dies(folder: Path) -> None:

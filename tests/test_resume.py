@@ -83,10 +83,11 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
-    refused = export(whole / "step_000004", tmp_path / "step_000004", "--trust_checkpoint=True")
-    assert refused.returncode == 2 and "is there already" in refused.stderr
-    untrusted = export(whole / "step_000002", tmp_path / "untrusted")
-    assert untrusted.returncode == 2 and "--trust_checkpoint=True" in untrusted.stderr and not (tmp_path / "untrusted").exists()
+    with pytest.raises(UserError, match="is there already"):
+        checkpoint.export(whole / "step_000004", tmp_path / "step_000004", trusted=True)
+    with pytest.raises(UserError, match="--trust_checkpoint=True"):
+        checkpoint.export(whole / "step_000002", tmp_path / "untrusted")
+    assert not (tmp_path / "untrusted").exists()
 
 
 def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(tiny_model_dir, tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
-from child import ended_well
 from exact_matrix import steps_in
 
 import checkpoint
@@ -19,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ["config/countdown_tiny.py", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3",
           "--max_steps=6", "--reward_funcs=['patient_reward:parity']", "--reward_timeout=60", "--zero_stage=2", "--checkpoint_mode=shallow"]
 HF = "--rollout_engine=hf"
+SECRET = "hf_of_nobody"
 
 # In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked to stop: its time is over before its steps are.
 REWARD = '''
@@ -141,30 +141,22 @@ def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
-    """The same run by torchrun on two ranks, without Slurm and without interruption."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *CONFIG, HF, f"--model={tiny_model_dir}",
-               f"--output_dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
-    ended_well(done)
-    assert len(steps_in(folder)) == 6
+def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
+    """The folder of the same run on two nodes, a rank on each, which nothing interrupts and whose last checkpoint is evaluated."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    evaluation = f"sbatch --output={folder}_evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
+    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=SECRET)
+    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
+    assert len(steps_in(folder)) == 6 and {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
     return folder
 
 
-def test_two_nodes_train_as_two_ranks_of_torchrun_do_and_their_checkpoint_is_evaluated(whole, slurm, tiny_model_dir, tmp_path):
-    folder = tmp_path / "run"
-    secret = "hf_of_nobody"
-    evaluation = f"sbatch --output={tmp_path}/evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
-    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=secret)
-    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
-    assert steps_in(folder) == steps_in(whole)
-    assert {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
-    result = folder / "evaluations" / "step_000006.json"
-    slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(tmp_path / "evaluation.out"))
+def test_a_checkpoint_is_evaluated_by_a_job_of_its_own_and_no_secret_is_written(two_nodes):
+    result, said = two_nodes / "evaluations" / "step_000006.json", Path(f"{two_nodes}_evaluation.out")
+    slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(said))
     assert json.loads(result.read_text())["problems"] == 2 and len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
-    said = "".join(path.read_text(errors="replace") for path in (Path(f"{folder}.out"), tmp_path / "evaluation.out", *folder.rglob("*.log"), *folder.rglob("*.json*")))
-    assert secret not in said
+    written = "".join(path.read_text(errors="replace") for path in (Path(f"{two_nodes}.out"), said, *two_nodes.rglob("*.log"), *two_nodes.rglob("*.json*")))
+    assert "evaluating" in written and SECRET not in written
 
 
 def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp_path):
@@ -196,14 +188,14 @@ def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_serve
     assert shared and not [path for path in shared if os.path.exists(path)]        # hundreds of MB of vLLM's
 
 
-def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_nothing_had_been(short_of_time, whole, slurm):
+def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_two_nodes_do_that_nothing_interrupts(short_of_time, two_nodes, slurm):
     number, folder = short_of_time
     assert ended(slurm, number, folder) == "COMPLETED" and job(slurm, number)["Restarts"] == "1", words_of(folder)
     said, trained = Path(f"{folder}.out").read_text(), (folder / "logs" / "trainer_0.log").read_text()
     saved = checkpoint.steps_of(folder)[0]
     assert saved.name < "step_000006" and f"saved {saved}: queued again" in said and "start number 2" in said and "--resume_from_checkpoint=latest" in said
     assert f"resumed from {saved}" in trained and (folder / "done").exists() and not (folder / "stop").exists()
-    assert steps_in(folder) == steps_in(whole)
+    assert steps_in(folder) == steps_in(two_nodes)
 
 
 # --- what goes wrong, and small things
