@@ -1,4 +1,4 @@
-"""What a config may not say, and what it had better not: every rule that looks at values alone, one sentence each.
+"""Validation of a config: errors and warnings, every rule that looks at values alone, one sentence each.
 
     for holds, sentence in claims(config): ...      # common.load_config raises the first that does not hold
     for sentence in warn_config(config, vocabulary): ...

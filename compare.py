@@ -23,7 +23,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, RunStopped, UserError, check_run_folder, load_config, merge, progress, read_config_file, read_flag, refuse_missing_folder, script
+from common import ROOT, RunStopped, UserError, load_config, merge, progress, read_config_file, read_flag, refuse_missing_folder, script
+from journal import check_run_folder
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}

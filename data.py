@@ -116,9 +116,8 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     sources, weights = [], []
     for i, entry in enumerate(c["dataset_mixture"]):
         where = f"dataset_mixture[{i}]"
-        if not isinstance(entry, dict) or "id" not in entry or (unknown := set(entry) - set(MIXTURE_KEYS)):
-            raise UserError(f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}" +
-                            (f", not {', '.join(map(repr, sorted(unknown)))}" if isinstance(entry, dict) and "id" in entry else f", not {entry!r}"))
+        if not isinstance(entry, dict) or not {"id"} <= set(entry) <= set(MIXTURE_KEYS):
+            raise UserError(f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}, not {entry!r}")
         for key in set(entry) - {"columns", "weight"}:
             if not isinstance(entry[key], str):
                 raise UserError(f"{where}: {key}={entry[key]!r} must be text")

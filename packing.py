@@ -102,7 +102,7 @@ def attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask,
     wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     wants += ["a sliding window"] * (sliding_window is not None and sliding_window <= int(packed.positions.max()))
     if wants:
-        raise UserError(f"{type(module).__name__} wants {', '.join(wants)} of its attention, which packed sequences have not: set pack_sequences=False")
+        raise UserError(f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does not support: set pack_sequences=False")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))           # (M, heads, d)
     parts = []
     for b in packed.blocks:

@@ -61,7 +61,7 @@ def check_head(lm) -> None:
     gap, most = (logits - plain).abs().max() / plain.abs().max(), 1e-3 if lm.dtype == torch.float32 else 0.02
     # a small bias does not show among eight tokens, nor does a cap at small logits
     if gap > most or getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
-        raise UserError(f"model {lm.config.model_type!r} adds to, caps or scales the logits of its vocabulary head, which the log-probs here do not cover")
+        raise UserError(f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported")
 
 
 class CheckedAdamW(torch.optim.AdamW):

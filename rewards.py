@@ -159,7 +159,8 @@ def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.T
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
     """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
     first_of_task = {row["task"]: row for row in reversed(rows)}
-    for column, row in [(column, row) for column in columns for row in first_of_task.values() if column.task in (None, row["task"])]:
+    pairs = [(column, row) for column in columns for row in first_of_task.values() if column.task in (None, row["task"])]
+    for column, row in pairs[:100]:         # somebody's own column "task" may hold as many values as there are rows
         examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
         _, failed = measure(examples, [row], [column], c)
         if failed:

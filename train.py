@@ -42,9 +42,10 @@ import loss as L
 import rewards as R
 import rollout
 from checks import warn_config
-from common import MetricsLog, RunStopped, Timer, check_run_folder, load_config, make_run_folder, progress, run_header, script
+from common import RunStopped, load_config, progress, script
 from hub import Hub
 from inputs import dry_run, load_inputs
+from journal import MetricsLog, Timer, check_run_folder, make_run_folder, run_header
 from policy import CheckedAdamW, Policy, dtype_of, named_weights, seed_classes, set_temperature
 from ranks import across_ranks, gather_groups, leave_together, start_distributed
 from replay import Replay
@@ -145,14 +146,16 @@ def steer(state: dict, metrics: dict, targets: dict, group: dict, batch: dict, c
 
 def main(argv) -> None:
     c = load_config(argv)
-    dtype = dtype_of(c)
+    dtype, rank, world = dtype_of(c), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if c["dry_run"]:
-        return dry_run(c, int(os.environ.get("WORLD_SIZE", 1)), dtype, deepspeed_config(c, dtype)) if int(os.environ.get("RANK", 0)) == 0 else None
+        if rank == 0:
+            dry_run(c, world, dtype, deepspeed_config(c, dtype))
+        return
     resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"])       # False too for a run that starts from another
     check_run_folder(c, resuming)
-    inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    inputs = load_inputs(c, world)
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
-    hub = Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"]) if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0 else None
+    hub = Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"]) if c["push_to_hub"] and rank == 0 else None
 
     rank, world, device = start_distributed()
     resume_path = checkpoint.find(c)

@@ -6,13 +6,27 @@
 Not run yet: it needs at least two GPUs, of which one belongs to a server (python serve.py CONFIG --weight_sync=nccl). What can be tested without is.
 """
 import socket
+import threading
+from contextlib import contextmanager
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import RunStopped
+from common import RunStopped, leave
 from policy import named_weights
 from server import Server, ServerEngine, on_each
+
+
+@contextmanager
+def deadline(seconds: float):
+    """Ends the process if the work inside takes longer: a broadcast to a server that has died waits for ever, and no exception reaches it."""
+    timer = threading.Timer(seconds, leave, (f"weight_sync='nccl': the servers did not take the weights in {seconds:.0f} s (rollout_timeout); has one of them died?", 1))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Transfer:
@@ -31,11 +45,12 @@ class Transfer:
         self.stream = named_parameters
         missing, as_before = self.engine.on_rank_0(self.look)
         members = [server for server in self.engine.servers if server.url not in missing]
-        if members and (members != self.members or not as_before):
-            self.connect(members)
         if not members:
             return missing
-        self.sender.send_weights()
+        with deadline(self.engine.seconds):
+            if members != self.members or not as_before:
+                self.connect(members)
+            self.sender.send_weights()
         late = self.engine.on_rank_0(lambda: on_each(members, lambda server: server.seal(version)))
         return missing | late
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 START_SECONDS = 120     # to import what the jobs need, on a machine that is busy loading models
 LONGEST_LINE = 20_000
-CLOSED, SAID_TOO_MUCH = "closed its socket", "wrote what is no answer into its socket"
+CLOSED, SAID_TOO_MUCH = "closed its socket", "sent a malformed reply"
 
 
 class Failure(NamedTuple):

@@ -90,7 +90,7 @@ xdr_utility = "advantage"             # what xdr's weights prefer: "advantage" A
 xdr_ref_tilt = False                  # True: beta tilts xdr's weights towards the reference, instead of a KL in the loss
 xdr_mode_adaptive_tau = False         # True: xdr's tau shrinks in groups with several different correct answers
 mode_entropy_coef = 0.0               # pull towards equally likely correct answers, policy-gradient objectives only; 0 off
-mode_entropy_score_norm = "sum"       # what is made equal: "sum" log-probs (favours long answers where they outnumber short ones), "length", "constant"
+mode_entropy_score_norm = "sum"       # what is made equal: "sum" log-probs (favours long answers where they outnumber short ones), or per token: "length", "constant" (L)
 
 # --- controllers
 maxent_target_weight_entropy = -1.0   # nats, of w over active groups; steers tau; -1 off
@@ -140,7 +140,7 @@ max_grad_norm = 1.0                   # 0 off
 max_skipped_steps = 5                 # stop after so many non-finite steps in a row
 max_tokens_per_micro_batch = 16384    # tokens in one forward pass
 pack_sequences = True                 # no padding, and the prompt of a group once; False: padded rows, for models whose attention is not plain causal
-logprob_chunk_size = 1024             # tokens whose vocabulary logits are held at once
+logprob_chunk_size = 1024             # tokens whose vocabulary logits are computed at once (on a CPU at most 128); 256 MiB of them are kept for backward
 zero_stage = 0                        # DeepSpeed ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + parameters
 offload_optimizer = False             # True: optimizer state in CPU memory (ZeRO 1 to 3)
 reference_placement = "device"        # reference model: "device" a full copy per rank, "sharded" ZeRO-3, "cpu" moved in when used
@@ -163,9 +163,9 @@ generate_output = ""                  # the .jsonl file to write
 generate_max_prompts = 0              # the first so many prompts; 0 all
 
 # --- checkpoints and logs
-save_steps = 0                        # every so many steps and at the end; 0 only at the end, -1 never
+save_steps = 0                        # every N steps and at the end; 0 only at the end, -1 never
 save_total_limit = 2                  # older checkpoints are deleted; 0 keeps all
-keep_every = 0                        # but not those of every so many steps; 0 off
+keep_every = 0                        # every N-th step's checkpoint is kept for good; 0 off
 checkpoint_mode = "full"              # "full" also writes a Hugging Face model each time, "shallow" only the last time (checkpoint.py export)
 eval_command = ""                     # started after every save, such as "sbatch slurm/evaluate.sh {checkpoint}"; nobody waits for it; "" off
 trust_checkpoint = False              # True: resume_from_checkpoint may lie outside of output_dir; its files could run code when loaded

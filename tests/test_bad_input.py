@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import common
+import journal
 import ranks
 import sft
 import train
@@ -118,11 +119,11 @@ def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
 
 def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):
     c = load_config([TINY, f"--output_dir={tmp_path}", "--overwrite_output_dir=True"])
-    common.make_run_folder(c, {"command": "train.py"}, resuming=False)
-    common.check_run_folder(c, resuming=False)
+    journal.make_run_folder(c, {"command": "train.py"}, resuming=False)
+    journal.check_run_folder(c, resuming=False)
     (tmp_path / "launches.jsonl").unlink()
     with pytest.raises(UserError, match="not a run of this program"):
-        common.check_run_folder(c, resuming=False)
+        journal.check_run_folder(c, resuming=False)
 
 
 def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):

@@ -23,8 +23,9 @@ import prompts
 import rewards
 import rollout
 import sft
-from common import ROOT, RunStopped, Timer, load_config
+from common import ROOT, RunStopped, load_config
 from inputs import Inputs
+from journal import Timer
 from policy import Policy, set_temperature
 from replay import Replay, prompt_key
 
@@ -281,7 +282,7 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
     got, = collect(c | {"resample_equal_groups": 9}, 1, inputs)     # a group that only failed is replaced; what happened to it is in the file all the same
     assert got.metrics["reward/fake/errors"] == 0 and "broken" not in [row["answer"] for row in got.rows]
     assert {(record["step"], record["id"]) for path in tmp_path.glob("*.jsonl") for record in map(json.loads, path.read_text().splitlines())} == {(1, "q0"), (2, "q0")}
-    with pytest.raises(RunStopped, match="4 rewards of a step of 32 completions failed"):
+    with pytest.raises(RunStopped, match="rewards failed on 4 of a step's 32 completions"):
         collect(c | {"max_reward_failures": 0.1}, 0, inputs, world=2)
     assert collect(c | {"max_reward_failures": 1.0}, 0, inputs_of(rows_of(*["broken"] * 8)), world=2)
 

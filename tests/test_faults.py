@@ -22,6 +22,7 @@ from exact_matrix import ROOT, finish, log_of, start, steps_in
 import checkpoint
 import common
 import data
+import journal
 import train
 from common import UserError
 
@@ -116,8 +117,8 @@ import itertools, time
 begin, reads = time.time(), itertools.count()
 time.time = lambda: begin - 60 * next(reads)        # a minute earlier each time that somebody looks
 time.time_ns = lambda: int(time.time() * 1e9)
-import common
-common.WANDB_FINISH_SECONDS = 2
+import journal
+journal.WANDB_FINISH_SECONDS = 2
 """
 
 # the client asks again and again for 90 seconds: here only once
@@ -242,7 +243,7 @@ rewards.check_failures = check
 def log_to_nobody(folder: Path) -> None:
     os.environ.update(WANDB, WANDB_INIT_TIMEOUT="1", WANDB_BASE_URL="http://127.0.0.1:9")        # the discard port: closed
     settings = {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "online"}
-    common.script(lambda argv: common.MetricsLog(folder, settings, 0))
+    common.script(lambda argv: journal.MetricsLog(folder, settings, 0))
 
 
 def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tmp_path):
@@ -253,7 +254,7 @@ def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names
 
 
 def log_to_a_service_that_dies(folder: Path) -> None:
-    log = common.MetricsLog(folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
+    log = journal.MetricsLog(folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
     log.write(1, {"reward": 1.0})
     service, = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=20).stdout.split()
     os.kill(int(service), signal.SIGKILL)
@@ -266,7 +267,7 @@ def log_to_a_service_that_dies(folder: Path) -> None:
 def test_a_run_keeps_its_id_at_weights_and_biases_when_it_is_resumed(tmp_path):
     for folder in ("run", "run", "other"):
         (tmp_path / folder).mkdir(exist_ok=True)
-        log = common.MetricsLog(tmp_path / folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
+        log = journal.MetricsLog(tmp_path / folder, {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"}, 0)
         assert log.wandb.id == (tmp_path / folder / "wandb_id").read_text()
         log.close()
     assert (tmp_path / "run" / "wandb_id").read_text() != (tmp_path / "other" / "wandb_id").read_text()

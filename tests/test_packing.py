@@ -320,7 +320,7 @@ GPT_OSS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6
 @pytest.mark.parametrize("name, changes, train, words", [
     ("Gemma2", {"attn_logit_softcapping": 30.0}, False, "softcap"), ("GptOss", GPT_OSS, False, "s_aux"), ("Qwen2", {"attention_dropout": 0.1}, True, "dropout")])
 def test_attention_that_wants_more_than_causal_order_is_refused(name, changes, train, words):
-    with pytest.raises(UserError, match=rf"wants {words}.*pack_sequences=False"):
+    with pytest.raises(UserError, match=rf"uses {words}.*pack_sequences=False"):
         states(model(name, **changes).train(train))
     states(model(name, **changes).train(train), pack=False)
 
@@ -332,7 +332,7 @@ def test_attention_dropout_is_no_matter_outside_training():
 def test_a_mask_is_refused():
     q = torch.zeros(1, 4, 3, 8)
     packed = packing.pack(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]))
-    with pytest.raises(UserError, match="wants a mask"):
+    with pytest.raises(UserError, match="uses a mask"):
         packing.attention(torch.nn.Linear(1, 1), q, q, q, torch.ones(1, 1, 3, 3), packed=packed)
 
 
@@ -393,5 +393,5 @@ def test_a_policy_that_is_not_packed_leaves_the_model_alone():
                                            ("Phi", {})])
 def test_a_model_whose_logits_are_more_than_its_head_says_is_refused(name, changes, pack):
     lm = model(name, **changes)
-    with pytest.raises(UserError, match="adds to, caps or scales the logits"):
+    with pytest.raises(UserError, match="has a bias, a cap or a scale on the logits"):
         Policy(lm, 1.0, 64, pack=pack)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import sft
-from common import RunStopped, UserError, make_run_folder
+from common import RunStopped, UserError
+from journal import make_run_folder
 from stop import Stop
 
 

@@ -600,7 +600,7 @@ def test_auto_scores_every_row_by_its_own_task_alone(count):
     torch.testing.assert_close(rewards, 2 * own + 0.05)
     expected = {"countdown": 0.5, "graph_coloring": 0.5, "math": 0.5, "length": -0.1}
     assert {name: value for name, value in metrics.items() if name.endswith("/mean")} == {f"reward/{name}/mean": pytest.approx(value) for name, value in expected.items()}
-    assert all(metrics[f"reward/{name}/{kind}"] == 0 for name in expected for kind in ("timeouts", "errors")) and len(metrics) == 12
+    assert all(metrics[f"reward/{name}/{kind}"] == 0 for name in expected for kind in ("timeouts", "errors")) and metrics["reward/failures"] == 0 and len(metrics) == 13
 
 
 def test_a_mean_is_over_the_rows_of_its_task_and_nothing_where_the_batch_has_none():
@@ -614,7 +614,7 @@ def test_a_mean_is_over_the_rows_of_its_task_and_nothing_where_the_batch_has_non
 
 def slow_combine(values: list, columns: list) -> tuple[list, dict]:
     rewards = [[sum((column.weight * v for v, column in zip(cell, columns) if math.isfinite(v)), 0.0) for cell in group] for group in values]
-    metrics = {}
+    metrics = {"reward/failures": sum(any(v in (TIMEOUT, ERROR) for v in cell) for group in values for cell in group)}
     for f, column in enumerate(columns):
         asked = [cell[f] for group in values for cell in group if not math.isnan(cell[f])]
         metrics[f"reward/{column.name}/mean"] = sum(v for v in asked if math.isfinite(v)) / len(asked) if asked else NAN
@@ -730,7 +730,7 @@ def test_failures_are_recorded_with_reward_row_kind_reason_and_text(battle):
         assert record["reason"].isprintable() and 0 < len(record["reason"]) <= 300
     for name, word in {"sleep": "reward_timeout", "raise": "ValueError: this one", "recursion": "RecursionError", "allocate": "MemoryError", "os._exit": "exit status 0",
                        "kill": "Killed",
-                       "sys.exit": "SystemExit", "nan": "nan", "huge": "finite", "interrupt": "Interrupt", "segfault": "Segmentation fault", "forged": "no answer",
+                       "sys.exit": "SystemExit", "nan": "nan", "huge": "finite", "interrupt": "Interrupt", "segfault": "Segmentation fault", "forged": "malformed reply",
                        "close": "worker"}.items():
         assert word in battle["failed"][name]["reason"]
 

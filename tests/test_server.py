@@ -30,6 +30,7 @@ import rollout
 import serve
 import server
 import sft
+import transfer
 import vllm_http
 import workers
 from common import RunStopped, UserError, load_config
@@ -825,6 +826,19 @@ def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(ki
     assert len(engine.missing) == 3 and len(sent) == 4 and closed == opened[:2]
     with pytest.raises(RolloutsLost, match="no rollout server is left"):
         engine.generate(PROMPTS, 2, request(3))
+
+
+def wait_for_ever() -> None:
+    with transfer.deadline(0.2):
+        time.sleep(100)
+
+
+def test_a_broadcast_that_nobody_takes_ends_the_process_with_a_sentence(tmp_path):
+    assert child.status(child.start(wait_for_ever, log=tmp_path / "log"), 30) == 1
+    assert "error: weight_sync='nccl'" in (tmp_path / "log").read_text() and "0 s (rollout_timeout)" in (tmp_path / "log").read_text()
+    with transfer.deadline(0.05):
+        pass
+    time.sleep(0.2)     # and one that is done leaves the process alone
 
 
 # --- real servers

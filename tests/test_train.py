@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import evaluate
-from common import MetricsLog, UserError, load_config, progress
+from common import UserError, load_config, progress
+from journal import MetricsLog
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3",
