@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3", "--max_steps=4",
+SMALL_DATA = ["--dataset_config=3", "--max_prompt_length=200"]      # 659 problems instead of 10,489: a second less at every start
+FLAGS = [*SMALL_DATA, "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3", "--max_steps=4",
          "--reward_funcs=['parity_reward:parity']", "--num_iterations=2", "--save_steps=2", "--save_total_limit=0", "--replay_size=50", "--replay_fraction=0.5",
          "--resample_equal_groups=1", "--maxent_target_weight_entropy=1.0", "--beta=0.05", "--kl_target=0.05", "--checkpoint_mode=shallow"]
 CASES = list(product(("hf", "vllm"), (0, 2, 3), (1, 2)))        # engine, ZeRO stage, ranks

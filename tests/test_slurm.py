@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
-from exact_matrix import steps_in
+from exact_matrix import SMALL_DATA, steps_in
 
 import checkpoint
 from common import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ["config/countdown_tiny.py", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0", "--learning_rate=1e-3",
-          "--max_steps=6", "--reward_funcs=['patient_reward:parity']", "--reward_timeout=60", "--zero_stage=2", "--checkpoint_mode=shallow"]
+CONFIG = ["config/countdown_tiny.py", *SMALL_DATA, "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0",
+          "--learning_rate=1e-3", "--max_steps=6", "--reward_funcs=['patient_reward:parity']", "--reward_timeout=60", "--zero_stage=2", "--checkpoint_mode=shallow"]
 HF = "--rollout_engine=hf"
 SECRET = "hf_of_nobody"
 

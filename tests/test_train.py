@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
+from exact_matrix import SMALL_DATA
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,8 +21,8 @@ from common import UserError, load_config, progress
 from journal import MetricsLog
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4", "--learning_rate=1e-3",
-         "--reward_funcs=['parity_reward:parity']"]
+SMALL = [*SMALL_DATA, "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=12", "--eval_max_prompts=6", "--eval_num_generations=4",
+         "--learning_rate=1e-3", "--reward_funcs=['parity_reward:parity']"]
 
 
 def run(script: str, *flags, ranks: int = 0, patch: str = "", folder: Path | None = None) -> subprocess.CompletedProcess:
