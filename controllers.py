@@ -47,14 +47,15 @@ def init_state(config: dict) -> dict:
 
 
 def resume_state(state: dict, config: dict) -> dict:
-    """A checkpoint's state under the config of the run that goes on from it: what is steered goes on where the checkpoint was, if that is within
-    its bounds; all else begins as the config says now, the average of an entropy too that was not the steered one."""
+    """A checkpoint's state under the config of the run that goes on from it. tau and beta: what is steered goes on where the checkpoint was, within
+    its bounds, but for 0 and infinity, where nothing can have steered it; what is not is as the config says now. The average of the entropy is kept if
+    it is of the entropy that steers."""
     meta, new = config["controller_meta_enabled"], init_state(config)
-    if (meta or steers_tau(config)) and config["maxent_tau_min"] <= state["tau"] <= config["maxent_tau_max"]:
-        new["tau"] = state["tau"]
-    if (meta or steers_beta(config)) and config["beta_min"] <= state["beta"] <= config["beta_max"]:
-        new["beta"] = state["beta"]
-    if state.get("steering") == new["steering"]:
+    if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
+        new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
+    if (meta or steers_beta(config)) and 0 < state["beta"] < math.inf:
+        new["beta"] = clip(state["beta"], config["beta_min"], config["beta_max"])
+    if state.get("steering", new["steering"]) == new["steering"]:
         new["entropy"] = state["entropy"]
     return {**state, **{key: new[key] for key in ("tau", "beta", "entropy", "steering")}}
 

@@ -3,6 +3,7 @@
 A row is a dict {"id", "task", "prompt", "answer", ...}; prompts.py adds "prompt_ids". Which rows a step takes is a pure
 function of (seed, step, rank, world): there is no cursor to save, and another number of ranks sees the same prompts.
 """
+import inspect
 import json
 import random
 from functools import lru_cache
@@ -29,10 +30,13 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
     if not name:
         raise UserError(f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset")
     if name in tasks.NAMES:
+        rows = tasks.module(name).rows
+        if config and "config" not in inspect.signature(rows).parameters:
+            raise UserError(f"dataset_config={config!r}: the task {name!r} has no variants")
         try:
-            return tasks.module(name).rows(split, -1, seed, **({"config": config} if config else {}))
-        except (ValueError, TypeError) as error:        # no such variant; a task that has none
-            raise UserError(f"dataset_name={name!r}, dataset_config={config!r}: {error}") from None
+            return rows(split, -1, seed, **({"config": config} if config else {}))
+        except ValueError as error:
+            raise UserError(f"dataset_name={name!r}: {error}") from None
     found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
     rows = [{**row, "id": str(row.get("id", i)), "task": own_task(row) or task, "prompt": row[prompt_column], "answer": row[answer_column]}
             for i, row in enumerate(found) if row.get(prompt_column) and row.get(answer_column) not in (None, "")]

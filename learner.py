@@ -238,7 +238,7 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
                 whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
-        finite = finite and math.isfinite(reported)
+        finite = finite and math.isfinite(reported + logps.detach().sum().item())       # a group without a gradient may not be in the loss
         if learns:
             # A NaN loss can have a finite gradient, or none: make sure it has not, then the optimizer skips the step on every rank.
             # Times world, because DeepSpeed averages over ranks what is meant to be a sum.

@@ -20,11 +20,13 @@ if not torch.cuda.is_available():
 
 
 def refuse_idle_gpu() -> None:
-    """UserError where there is a GPU that this torch can't use: the run would take weeks on the CPU without a word."""
+    """UserError where a GPU is there or asked for that this torch can't use: the run would take weeks on the CPU without a word."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked not in ("", "-1") and (asked or Path("/dev/nvidia0").exists()) and not torch.cuda.is_available():
-        raise UserError(f"this machine has a GPU (CUDA_VISIBLE_DEVICES={asked or 'not set'}) that torch {torch.__version__} can't use: a build for CPUs (run `make env` "
-                        f"on a machine with a GPU), or a driver that is too old; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU")
+    if torch.cuda.is_available() or asked in ("", "-1", "NoDevFiles") or (asked is None and not Path("/dev/nvidia0").exists()):
+        return
+    why = "there is a GPU, /dev/nvidia0" if asked is None else f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
+    raise UserError(f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` on a machine with a GPU), a driver that is too old, "
+                    f"or a GPU that this job was not given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing")
 
 
 def start_distributed():

@@ -37,9 +37,11 @@ class Replay:
         return mean + math.sqrt(squares / visits)
 
     def mix(self, batch: list[dict], fraction: float) -> list[dict]:
-        """A copy of the whole step's rows whose last fraction * P, at least one, are the highest scores of the buffer, as far as there are any that the
-        step does not have already."""
-        wanted = max(1, round(fraction * len(batch))) if fraction > 0 else 0
+        """A copy of the whole step's rows whose last round(fraction * P), but with a fraction between 0 and 1 at least one and not all, are the
+        highest scores of the buffer, as far as there are any that the step does not have already."""
+        wanted = round(fraction * len(batch))
+        if 0 < fraction < 1:
+            wanted = min(max(1, wanted), len(batch) - 1)        # all of them again and again would let nothing new in
         fresh = batch[:len(batch) - wanted]
         there = {prompt_key(row) for row in batch}      # also those that give way: they may stay if too few are remembered
         best = sorted((key for key in self.state["prompts"] if key not in there), key=lambda key: (-self.score(key), key))[:wanted]

@@ -159,8 +159,8 @@ def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.T
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
     """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
     first_of_task = {row["task"]: row for row in reversed(rows)}
-    pairs = [(column, row) for column in columns for row in first_of_task.values() if column.task in (None, row["task"])]
-    for column, row in pairs[:100]:         # somebody's own column "task" may hold as many values as there are rows
+    some = list(first_of_task.values())[:20]        # somebody's own column "task" may hold as many values as there are rows
+    for column, row in [(column, row) for column in columns for row in some if column.task in (None, row["task"])]:
         examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
         _, failed = measure(examples, [row], [column], c)
         if failed:
@@ -200,7 +200,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
 
 def answer_clusters(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> torch.Tensor:
     """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
-    the text of their answer, which may be the bare text unless the task is math; one without any answer is a cluster of its own."""
+    the text of their answer, which may be the bare text unless the task is a reward that reads tags, as math does; one without any answer is a cluster of its own."""
     G, result = right.shape[1], []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
         task = rows[i]["task"]

@@ -180,6 +180,7 @@ def main(argv) -> None:
         checkpoint.tidy(folder)
         for path in checkpoint.set_aside(folder, step):
             say(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
+            (folder / "wandb_id").unlink(missing_ok=True)       # where it is another run then: Weights & Biases takes no step twice
         say(checkpoint.report(folder, sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()), dtype, c))
     dist.barrier()
     stop, stopping = Stop(folder, rank), False

@@ -72,8 +72,9 @@ class Transfer:
             on_each(members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                # get_ip: the host's own name may lead to 127.0.1.1
-                return [int(server.call("/get_world_size")["world_size"]) for server in members], get_ip(), probe.getsockname()[1]
+                port = probe.getsockname()[1]
+            own = get_ip()      # the host's own name may lead to 127.0.1.1; but without a default route vLLM finds no address
+            return [int(server.call("/get_world_size")["world_size"]) for server in members], socket.gethostname() if own == "0.0.0.0" else own, port
         self.sizes, host, port = self.engine.on_rank_0(sizes)
         info = NCCLTrainerInitInfo(rank=self.engine.rank, master_address=host, master_port=port, world_size=1 + sum(self.sizes))
         self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)

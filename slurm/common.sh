@@ -6,8 +6,9 @@ if [[ -x .venv/bin/python ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 
 # what libraries download or compile stays here, unless the environment says where it should go; what the user has at home already is used
 cache=$PWD/var/cache
-if [[ -d ~/.cache/huggingface/hub ]]; then export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}"; fi
-if [[ -f ~/.cache/huggingface/token ]]; then export HF_TOKEN_PATH="${HF_TOKEN_PATH:-$HOME/.cache/huggingface/token}"; fi
+home=~      # HOME may not be set
+if [[ ! ${HF_HOME:-} && -f $home/.cache/huggingface/token ]]; then export HF_TOKEN_PATH="${HF_TOKEN_PATH:-$home/.cache/huggingface/token}"; fi
+if [[ ! ${HF_HOME:-} && -d $home/.cache/huggingface/hub ]]; then export HF_HOME=$home/.cache/huggingface; fi
 export XDG_CACHE_HOME="${XDG_CACHE_HOME:-$cache}" HF_HOME="${HF_HOME:-$cache/huggingface}" PIP_CACHE_DIR="${PIP_CACHE_DIR:-$cache/pip}"
 export TORCH_HOME="${TORCH_HOME:-$cache/torch}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$cache/vllm}"
@@ -18,7 +19,7 @@ die() { say "error: $*" >&2; exit 1; }
 
 gpus_here() {      # the ids of the GPUs that Slurm gave us on this node, else of all there are, one a line
   if [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    tr , '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep . || true
+    tr , '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -v -e '^$' -e NoDevFiles || true      # the last is some Slurms' word for none
   else
     nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null | grep -E '^[0-9]+$' || true
   fi

@@ -1,6 +1,6 @@
 """Exact resume, measured: train 2n steps against train n, kill -9, resume, n more, for every engine, ZeRO stage and number of ranks.
 
-    python tests/exact_matrix.py                            all twelve, about eight minutes on two cores
+    python tests/exact_matrix.py                            all twelve, about six minutes on two cores
     python tests/exact_matrix.py vllm 2 1  hf 0 2           some: engine, ZeRO stage, ranks
 
 The kill falls into the third of four steps, between its two updates (num_iterations=2), after the checkpoint of step 2; every rank is killed. Both

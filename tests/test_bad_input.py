@@ -144,7 +144,7 @@ def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     assert "manifest.json" in refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}")
 
 
-@pytest.mark.parametrize("asked, refused", [("0,1", True), ("GPU-5ebe9f43", True), ("", False), ("-1", False), (None, False)])
+@pytest.mark.parametrize("asked, refused", [("0,1", True), ("GPU-5ebe9f43", True), ("", False), ("-1", False), ("NoDevFiles", False), (None, False)])
 def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeypatch):
     """No machine that runs this has one; where it has, torch is the build that can use it."""
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: False)
@@ -152,12 +152,14 @@ def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeyp
     monkeypatch.setattr(ranks, "Path", lambda path: Path("/nowhere"))
     if not refused:
         return ranks.refuse_idle_gpu()
-    with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={asked}.*can't use"):
+    with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can use none"):
         ranks.refuse_idle_gpu()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(ranks, "Path", lambda path: Path("/"))        # the driver's device is there
-    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=not set"):
+    with pytest.raises(UserError, match="there is a GPU, /dev/nvidia0"):
         ranks.refuse_idle_gpu()
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    ranks.refuse_idle_gpu()
 
 
 # --- the script

@@ -98,8 +98,11 @@ def test_a_resumed_run_takes_from_the_config_what_nothing_steers_and_keeps_the_r
     assert controllers.resume_state(state, BETA_ON | {"maxent_tau": math.inf}) == state | {"tau": math.inf}
     meta = TAU_ON | BETA_ON | {"controller_meta_enabled": True, "maxent_tau_max": 10.0}
     assert controllers.resume_state(state, meta) == state
-    for tau, beta in ((0.0, 0.0), (math.inf, 9.0)):      # nothing steered them there: the controllers begin as in a fresh run
-        assert controllers.resume_state(state | {"tau": tau, "beta": beta}, meta) == state | {"tau": meta["maxent_tau"], "beta": meta["beta"]}
+    for tau in (0.0, math.inf):      # nothing steered it there: the controllers begin as in a fresh run
+        assert controllers.resume_state(state | {"tau": tau, "beta": 0.0}, meta) == state | {"tau": meta["maxent_tau"], "beta": meta["beta"]}
+    assert controllers.resume_state(state | {"tau": 30.0, "beta": 9.0}, meta) == state | {"tau": 10.0, "beta": 2.0}
+    older = {key: value for key, value in state.items() if key != "steering"}
+    assert controllers.resume_state(older, TAU_ON | {"beta": 0.7}) == state
     excess = TAU_ON | {"maxent_target_weight_entropy": -1.0, "maxent_target_excess_entropy": 0.5, "beta": 0.7}
     assert controllers.resume_state(state, excess) == state | {"entropy": None, "steering": "weights/excess_entropy"}
 

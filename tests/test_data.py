@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -518,6 +519,14 @@ def test_datasets_without_a_network_are_one_sentence_and_soon():
     assert "'nobody/nothing'" in message and "countdown" in message and "HF_HUB_OFFLINE" in message
     assert time.time() - started < 20
     assert "dataset_name" in refusal(load, "")
+
+
+def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_stay_visible(monkeypatch):
+    module = SimpleNamespace(rows=lambda split, n, seed: [{"id": "0", "task": "countdown", "prompt": "a", "answer": split + None * 1}])
+    monkeypatch.setattr(data.tasks, "module", lambda name: module)
+    assert "dataset_config='5'" in refusal(load, "countdown", "5") and "no variants" in refusal(load, "countdown", "5")
+    with pytest.raises(TypeError, match="NoneType"):
+        load("countdown")
 
 
 def test_tasks_name_a_variant_or_split_they_do_not_have():

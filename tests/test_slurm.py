@@ -147,7 +147,8 @@ def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
     evaluation = f"sbatch --output={folder}_evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
     number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=SECRET)
     assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
-    assert len(steps_in(folder)) == 6 and {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
+    assert len(steps_in(folder)) == 6 and json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
+    assert {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
     return folder
 
 
@@ -228,9 +229,9 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
 
 @pytest.mark.parametrize("words, sentence", [
     (["--server-nodes", "1"], "one must be left to train"), (["--server-gpus", "1"], "0 GPU(s)"), (["--learning_rat=1"], "did you mean 'learning_rate'"),
-    (["--tp", "config/x.py"], "--tp needs a number"), (["--prompts_per_step=7", "--output_dir=a b"], "prompts_per_step=7 must be a multiple of the 2 ranks")])
+    (["--tp", "config/x.py"], "--tp needs a number"), (["--prompts_per_step=7"], "prompts_per_step=7 must be a multiple of the 2 ranks")])
 def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
-    folder = tmp_path / "run"
+    folder = tmp_path / "a run"
     assert ended(slurm, submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"]), folder, 60) == "FAILED"
     assert sentence in Path(f"{folder}.out").read_text() and not folder.exists()
 
@@ -260,8 +261,8 @@ def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
 
 
 def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
-    def places() -> list[str]:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {"HOME": str(tmp_path)}
+    def places(**more) -> list[str]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {"HOME": str(tmp_path)} | more
         asked = 'source slurm/common.sh; echo "$HF_HOME" "${HF_TOKEN_PATH-none}"'
         return subprocess.run(["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20).stdout.split()
     home = tmp_path / ".cache" / "huggingface"
@@ -271,6 +272,14 @@ def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
     assert places() == [f"{ROOT}/var/cache/huggingface", str(home / "token")]
     (home / "hub").mkdir()
     assert places()[0] == str(home)
+    assert places(HF_HOME="/scratch/hf") == ["/scratch/hf", "none"]       # and the token in there
+
+
+def test_common_sh_needs_no_home_and_knows_the_word_for_no_gpus():
+    env = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "NoDevFiles"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", "source slurm/common.sh; gpus_here; CUDA_VISIBLE_DEVICES=0,3 gpus_here"], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "3"]), done.stderr
 
 
 def test_the_cluster_leaves_no_process_behind(slurm, tmp_path):

@@ -63,8 +63,9 @@ def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
                    completions/max_length completions/clipped_ratio completions/distinct_1 completions/distinct_2 completions/jaccard time/rollout
                    time/reward time/score time/learn time/sync time/step tokens_per_second reward/parity_reward:parity/mean
                    reward/parity_reward:parity/timeouts reward/parity_reward:parity/errors
-                   sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max""".split():
+                   sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max meta/loss meta/tau_grad meta/beta_grad""".split():
         assert name in step, name
+    assert step["controller/skipped"] == 0 and lines[1]["delta_tau"] != 0 and lines[1]["delta_beta"] != 0
     assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(lines[0])
     assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines if "reward" in line)
     assert lines[1]["kl"] < 1e-5 < step["kl"] and step["grad_norm"] > 0      # at first the policy is the reference
