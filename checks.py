@@ -199,11 +199,12 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         warnings.append(f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target")
     if steers_tau(c) and c["objective"] == "xdr":
         warnings.append("under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way")
-    if c["maxent_target_weight_entropy"] >= 0 and (c["maxent_skip_equal_groups"] != "all" or (c["info_seed_enabled"] and c["info_seed_reward"] > 0)):
+    seed_reward = c["info_seed_enabled"] and c["info_seed_reward"] > 0
+    if c["maxent_target_weight_entropy"] >= 0 and (c["maxent_skip_equal_groups"] != "all" or seed_reward):
         warnings.append("maxent_target_weight_entropy counts every active group, and here those whose answers are all equally good are active, with flat weights at "
                         "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out")
-    scaled = c["scale_rewards"] == "group" or (c["scale_rewards"] == "" and c["objective"] in ("grpo", "dapo", "gspo", "cispo"))
-    if c["info_seed_enabled"] and c["info_seed_reward"] > 0 and scaled and c["objective"] != "maxent":
+    scaled = c["scale_rewards"] == "group" or (c["scale_rewards"] == "" and c["objective"] in ("grpo", "dapo", "gspo", "cispo"))     # as loss.OBJECTIVES, without torch
+    if seed_reward and scaled and c["objective"] != "maxent":
         warnings.append("info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards the small seed rewards are blown up to standard deviation 1; "
                         "use scale_rewards='none'")
     reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]      # range of log q, if a reward is in 0..1

@@ -18,6 +18,7 @@ import rollout
 from checks import rows_of_a_group, warn_config
 from common import UserError
 from prompts import check_context, end_of_turn, load_model_files
+from ranks import check_tensor_parallel
 
 
 class Inputs(NamedTuple):
@@ -37,7 +38,7 @@ def load_inputs(c: dict, world: int) -> Inputs:
     R.check_names(c["reward_funcs"])
     if c["prompts_per_step"] % world:
         raise UserError(f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}")
-    rollout.check_tensor_parallel(c, world)
+    check_tensor_parallel(c, world)
     model_config, tokenizer = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
     if c["pack_sequences"]:

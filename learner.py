@@ -238,12 +238,13 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
                 whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
-        finite = finite and math.isfinite(reported + logps.detach().sum().item())       # a group without a gradient may not be in the loss
+        logps_sum, *measured = torch.stack([x.detach().sum().float() for x in (logps, entropy, kl, low, high)]).tolist()      # one wait for the device
+        finite = finite and math.isfinite(reported + logps_sum)         # a group without a gradient may not be in the loss
         if learns:
             # A NaN loss can have a finite gradient, or none: make sure it has not, then the optimizer skips the step on every rank.
             # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
             engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
-        sums += torch.tensor([reported, entropy.sum().item(), kl.item(), low.sum().item(), high.sum().item()])
+        sums += torch.tensor([reported, *measured])
     if first:
         batch["old_logps"] = old_logps
     total, entropy, kl, low, high = across_ranks(sums).tolist()

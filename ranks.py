@@ -46,9 +46,15 @@ def start_distributed():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def check_tensor_parallel(c: dict, world: int) -> None:
+    """UserError where the ranks can't be shared out among the engines."""
+    if world % c["vllm_tensor_parallel_size"]:
+        raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
+
+
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
-    rollout.check_tensor_parallel(c, dist.get_world_size())
+    check_tensor_parallel(c, dist.get_world_size())
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
     if c["rollout_engine"] == "server":       # it may hold others
         sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device), 0))

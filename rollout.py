@@ -33,11 +33,6 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
     return eager
 
 
-def check_tensor_parallel(config: dict, world: int) -> None:
-    if world % config["vllm_tensor_parallel_size"]:
-        raise UserError(f"vllm_tensor_parallel_size={config['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
-
-
 def kv_cache_bytes(config: dict) -> int:
     """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said."""
     own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")

@@ -9,6 +9,7 @@ import pytest
 
 from checks import warn_config
 from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
+from loss import OBJECTIVES
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
@@ -266,4 +267,6 @@ def test_settings_that_work_against_each_other_are_warned_about():
         assert warnings_of(100, *flags) == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags) == ""
     assert warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0") == ""
     assert "scale_rewards='group'" in warnings_of(100, *seeds, "--objective=grpo") and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
+    for objective, (_, scale) in OBJECTIVES.items():
+        assert ("scale_rewards" in warnings_of(100, *seeds, f"--objective={objective}")) == (scale == "group"), objective
     assert warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none") == warnings_of(100, *seeds, "--objective=dr_grpo") == ""
