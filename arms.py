@@ -15,4 +15,8 @@ modes_10 = {"objective": "dr_grpo", "mode_entropy_coef": 0.1}
 modes_30 = {"objective": "dr_grpo", "mode_entropy_coef": 0.3}
 modes_100 = {"objective": "dr_grpo", "mode_entropy_coef": 1.0}
 modes_300 = {"objective": "dr_grpo", "mode_entropy_coef": 3.0}
-modes_30_length = {"objective": "dr_grpo", "mode_entropy_coef": 0.3, "mode_entropy_score_norm": "length"}
+modes_30_length = {
+    "objective": "dr_grpo",
+    "mode_entropy_coef": 0.3,
+    "mode_entropy_score_norm": "length",
+}

@@ -14,6 +14,7 @@ Written to step_000100.tmp, flushed to the disk, then renamed. Which prompts com
 nothing to save. DeepSpeed's shards are pickles, which can run code when they are loaded: train.py loads them from its own output_dir only,
 unless trust_checkpoint=True, and export, which knows no output_dir, only with it.
 """
+
 import hashlib
 import json
 import os
@@ -31,31 +32,48 @@ from common import RunStopped, UserError, script
 from policy import dtype_of, named_weights, seed_classes
 
 
-def save(folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> Path:
+def save(
+    folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict
+) -> Path:
     """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and returns the path. All ranks call it together.
     RunStopped if it can't be written; what was saved before stays as it is."""
     path = Path(folder) / f"step_{step:06d}"
     try:
         write(path, step, engine, tokenizer, config, state, replay)
-    except Exception as error:      # torch, safetensors and DeepSpeed each have their own for a full disk
+    except (
+        Exception
+    ) as error:  # torch, safetensors and DeepSpeed each have their own for a full disk
         free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
-        raise RunStopped(f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
-                         f"there); the last checkpoint is {last[-1] if last else 'none'}, go on from it with --resume_from_checkpoint=latest") from error
+        raise RunStopped(
+            f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
+            f"there); the last checkpoint is {last[-1] if last else 'none'}, go on from it with --resume_from_checkpoint=latest"
+        ) from error
     return path
 
 
-def write(path: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict) -> None:
+def write(
+    path: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict
+) -> None:
     rank, tmp = dist.get_rank(), path.with_suffix(".tmp")
     if rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
     dist.barrier()
-    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})
+    engine.save_checkpoint(
+        str(tmp),
+        tag="engine",
+        save_latest=False,
+        client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}},
+    )
     torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")
     lm = engine.module.lm
     if config["checkpoint_mode"] == "full" or step == config["max_steps"]:
         own = {name for name, _ in lm.named_parameters()}
-        weights = {name: tensor.cpu() for name, tensor in named_weights(lm, config["zero_stage"]) if rank == 0 and name in own}   # all ranks gather
+        weights = {
+            name: tensor.cpu()
+            for name, tensor in named_weights(lm, config["zero_stage"])
+            if rank == 0 and name in own
+        }  # all ranks gather
         if rank == 0:
             lm.save_pretrained(tmp, state_dict=weights)
     elif rank == 0:
@@ -63,13 +81,17 @@ def write(path: Path, step: int, engine, tokenizer, config: dict, state: dict, r
         lm.generation_config.save_pretrained(tmp)
     if rank == 0:
         tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(json.dumps({"step": step, "controllers": state, "replay": replay}))
+        (tmp / "controller_state.json").write_text(
+            json.dumps({"step": step, "controllers": state, "replay": replay})
+        )
         (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
-    dist.barrier()      # the manifest lists every rank's files
+    dist.barrier()  # the manifest lists every rank's files
     if rank == 0:
         (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
         flush(tmp)
-        old = path.rename(path.with_suffix(".old")) if path.exists() else None      # this step was saved before
+        old = (
+            path.rename(path.with_suffix(".old")) if path.exists() else None
+        )  # this step was saved before
         tmp.rename(path)
         flush(path.parent, deep=False)
         if old:
@@ -100,20 +122,33 @@ def report(folder: Path, parameters: int, dtype: torch.dtype, c: dict) -> str:
             os.fsync(file.fileno())
         file_hash(trial)
     except OSError as error:
-        raise UserError(f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there ({error.strerror})") from None
+        raise UserError(
+            f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there ({error.strerror})"
+        ) from None
     finally:
         trial.unlink(missing_ok=True)
     speed = 2**24 / (time.perf_counter() - start)
-    size = parameters * (16 if c["checkpoint_mode"] == "full" else 16 - dtype.itemsize)      # weights, their float32 copy, two moments, Hugging Face file
+    size = parameters * (
+        16 if c["checkpoint_mode"] == "full" else 16 - dtype.itemsize
+    )  # weights, their float32 copy, two moments, Hugging Face file
     often = f"every {c['save_steps']} steps and at the end" if c["save_steps"] else "at the end"
-    kept = f"the newest {c['save_total_limit']} are kept" if c["save_total_limit"] else "all are kept"
-    return (f"checkpoints: {c['checkpoint_mode']}, about {size / 2**30:.2f} GiB and {size / speed:.0f} s each, {often}, in {folder}/step_*; {kept}"
-            + (f", and those of every {c['keep_every']} steps" if c["keep_every"] else "") + f"; {shutil.disk_usage(folder).free / 2**30:.0f} GiB free")
+    kept = (
+        f"the newest {c['save_total_limit']} are kept" if c["save_total_limit"] else "all are kept"
+    )
+    return (
+        f"checkpoints: {c['checkpoint_mode']}, about {size / 2**30:.2f} GiB and {size / speed:.0f} s each, {often}, in {folder}/step_*; {kept}"
+        + (f", and those of every {c['keep_every']} steps" if c["keep_every"] else "")
+        + f"; {shutil.disk_usage(folder).free / 2**30:.0f} GiB free"
+    )
 
 
 def tidy(folder: Path) -> None:
     """Removes what a process that died in the middle of a save left behind."""
-    for path in (*folder.glob("step_*.tmp"), *folder.glob("step_*.old"), *folder.glob("push_*.tmp")):
+    for path in (
+        *folder.glob("step_*.tmp"),
+        *folder.glob("step_*.old"),
+        *folder.glob("push_*.tmp"),
+    ):
         shutil.rmtree(path)
 
 
@@ -122,7 +157,11 @@ def set_aside(folder: Path, step: int) -> list[Path]:
     earlier one leaves that branch. The new paths."""
     found = []
     for path in [path for path in steps_of(folder) if number_of(path) > step]:
-        free = next(new for i in count(1) if not (new := path.with_suffix(f".abandoned{i if i > 1 else ''}")).exists())
+        free = next(
+            new
+            for i in count(1)
+            if not (new := path.with_suffix(f".abandoned{i if i > 1 else ''}")).exists()
+        )
         found.append(path.rename(free))
     return found
 
@@ -139,11 +178,14 @@ def file_hash(path: Path) -> str:
 
 
 def verify(path, rank: int = 0, world: int = 1) -> str:
-    """"" if the checkpoint is whole, else one sentence about the first thing that is missing or changed. All files must be there with their
+    """ "" if the checkpoint is whole, else one sentence about the first thing that is missing or changed. All files must be there with their
     sizes; of `world` ranks that call it together, each reads its share of the contents (world 0: nobody does)."""
     path = Path(path)
     try:
-        manifest = {name: (int(size), str(digest)) for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()}
+        manifest = {
+            name: (int(size), str(digest))
+            for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()
+        }
         for i, (name, (size, digest)) in enumerate(manifest.items()):
             file = path / name
             if not file.is_file():
@@ -167,7 +209,14 @@ def verify_together(path) -> str:
 
 def steps_of(folder) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted((p for p in Path(folder).glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal()), key=number_of)
+    return sorted(
+        (
+            p
+            for p in Path(folder).glob("step_*")
+            if p.is_dir() and p.name.removeprefix("step_").isdecimal()
+        ),
+        key=number_of,
+    )
 
 
 def number_of(path: Path) -> int:
@@ -178,7 +227,9 @@ def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
     """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no others)."""
     for old in steps_of(folder)[:-limit] if limit > 0 else []:
         if keep_every == 0 or number_of(old) % keep_every:
-            gone = old.rename(old.with_suffix(".old"))      # first out of sight: half a checkpoint is none
+            gone = old.rename(
+                old.with_suffix(".old")
+            )  # first out of sight: half a checkpoint is none
             shutil.rmtree(gone)
 
 
@@ -199,14 +250,18 @@ def check_request(resume_from: str, folder: str, trusted: bool) -> bool:
         return False
     if resume_from == "latest":
         if all(verify(path, 0, 0) for path in steps_of(folder)):
-            raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
+            raise UserError(
+                f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
+            )
         return True
     if problem := verify(resume_from, 0, 0):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     own = Path(resume_from).resolve().parent == Path(folder).resolve()
     if not own and not trusted:
-        raise UserError(f"resume_from_checkpoint={resume_from!r} lies outside of output_dir={folder!r}; its engine files can run code when they are loaded: "
-                        f"if you trust whoever made them, add --trust_checkpoint=True")
+        raise UserError(
+            f"resume_from_checkpoint={resume_from!r} lies outside of output_dir={folder!r}; its engine files can run code when they are loaded: "
+            f"if you trust whoever made them, add --trust_checkpoint=True"
+        )
     return own
 
 
@@ -218,7 +273,9 @@ def find(config: dict) -> Path | None:
         return None
     path = latest(folder, verify_together) if resume_from == "latest" else Path(resume_from)
     if path is None:
-        raise UserError(f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)")
+        raise UserError(
+            f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
+        )
     if resume_from != "latest" and (problem := verify_together(path)):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     check_fit(path, config)
@@ -227,25 +284,36 @@ def find(config: dict) -> Path | None:
 
 def check_fit(path: Path, config: dict) -> None:
     """UserError if the optimizer's state of a checkpoint is not one that this config can go on from."""
-    saved, model = (json.loads((path / name).read_text()) for name in ("train_config.json", "config.json"))
+    saved, model = (
+        json.loads((path / name).read_text()) for name in ("train_config.json", "config.json")
+    )
     saved, dtype = config | saved, str(dtype_of(config)).removeprefix("torch.")
-    for name, was, now in (("zero_stage", saved["zero_stage"], config["zero_stage"]), ("dtype", model.get("dtype", dtype), dtype),
-                           ("seeds of a trained head", seed_classes(saved), seed_classes(config))):
+    for name, was, now in (
+        ("zero_stage", saved["zero_stage"], config["zero_stage"]),
+        ("dtype", model.get("dtype", dtype), dtype),
+        ("seeds of a trained head", seed_classes(saved), seed_classes(config)),
+    ):
         if was != now:
-            raise UserError(f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
-                            f"run from its weights: --model={path} --output_dir=...")
+            raise UserError(
+                f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
+                f"run from its weights: --model={path} --output_dir=..."
+            )
 
 
 def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
     """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch. Another number of
     ranks than saved it goes through DeepSpeed's universal format: the same to rounding, no longer to the bit."""
     saved_world = len(list(path.glob("rng_*.pt")))
-    if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:       # without ZeRO every rank has everything
+    if (
+        saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0
+    ):  # without ZeRO every rank has everything
         loaded, _ = engine.load_checkpoint(str(path), tag="engine")
     else:
         loaded, _ = load_universal(path, engine, rank)
     if loaded is None:
-        raise UserError(f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}")
+        raise UserError(
+            f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
+        )
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
     return saved["step"], saved["controllers"], saved.get("replay", {})
@@ -255,10 +323,25 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
     folder = path.with_suffix(".universal.tmp")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", path / "engine", "--output_folder", folder / "engine"]
-        done = subprocess.run(convert, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+        convert = [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--input_folder",
+            path / "engine",
+            "--output_folder",
+            folder / "engine",
+        ]
+        done = subprocess.run(
+            convert,
+            capture_output=True,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        )
         if done.returncode:
-            raise RunStopped(f"{path} could not be converted for {dist.get_world_size()} rank(s): {done.stderr.strip().splitlines()[-1]}")
+            raise RunStopped(
+                f"{path} could not be converted for {dist.get_world_size()} rank(s): {done.stderr.strip().splitlines()[-1]}"
+            )
     dist.barrier()
     engine._config.load_universal_checkpoint = True
     found = engine.load_checkpoint(str(folder), tag="engine")
@@ -271,22 +354,33 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
 
 # --- without a run
 
+
 def engine_weights(path: Path, zero_stage: int) -> dict:
     """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that wrote them."""
     if zero_stage == 0:
-        weights = torch.load(path / "engine" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+        weights = torch.load(
+            path / "engine" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+        )["module"]
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
         weights = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
-    return {name.removeprefix("lm."): tensor for name, tensor in weights.items() if name.startswith("lm.")}
+    return {
+        name.removeprefix("lm."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("lm.")
+    }
 
 
 def export(path, out, trusted: bool = False) -> None:
     """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not trusted, not whole, or `out` is there already."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     path, out = Path(path), Path(out)
     if not trusted:
-        raise UserError(f"export: the engine files of {path} can run code when they are loaded: if you trust whoever made them, add --trust_checkpoint=True")
+        raise UserError(
+            f"export: the engine files of {path} can run code when they are loaded: if you trust whoever made them, add --trust_checkpoint=True"
+        )
     if problem := verify(path):
         raise UserError(f"export: {problem}")
     if out.exists():
@@ -296,19 +390,26 @@ def export(path, out, trusted: bool = False) -> None:
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     own = {name for name, _ in lm.named_parameters()}
-    weights = {name: tensor.to(dtype) for name, tensor in engine_weights(path, config["zero_stage"]).items() if name in own}
+    weights = {
+        name: tensor.to(dtype)
+        for name, tensor in engine_weights(path, config["zero_stage"]).items()
+        if name in own
+    }
     if missing := own - set(weights):
         raise UserError(f"export: {path / 'engine'} has no {min(missing)}")
     made = f"{out}: {len(weights)} tensors, {sum(t.numel() for t in weights.values()) / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
-    lm.save_pretrained(tmp, state_dict=weights)     # empties the dict
+    lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
     tmp.rename(out)
     print(made)
 
 
 def main(argv) -> None:
-    trusted, argv = "--trust_checkpoint=True" in argv, [a for a in argv if a != "--trust_checkpoint=True"]
+    trusted, argv = (
+        "--trust_checkpoint=True" in argv,
+        [a for a in argv if a != "--trust_checkpoint=True"],
+    )
     if len(argv) == 3 and argv[0] == "export":
         export(argv[1], argv[2], trusted)
     elif len(argv) == 2 and argv[0] == "verify":
@@ -316,7 +417,9 @@ def main(argv) -> None:
         print(problem or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
-        raise UserError("usage: python checkpoint.py export RUN/step_N OUT --trust_checkpoint=True   or   python checkpoint.py verify RUN/step_N")
+        raise UserError(
+            "usage: python checkpoint.py export RUN/step_N OUT --trust_checkpoint=True   or   python checkpoint.py verify RUN/step_N"
+        )
 
 
 if __name__ == "__main__":

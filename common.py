@@ -1,7 +1,8 @@
 """Configuration, and how a script ends and shows progress: what every script here shares.
 
-    config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=value
+config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=value
 """
+
 import ast
 import difflib
 import errno
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent
 # of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
 # hash of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun
 DEADLINE = timedelta(hours=3)
-ALIASES = {"init_kl_coeff": "beta"}     # older names of the research code -> ours
+ALIASES = {"init_kl_coeff": "beta"}  # older names of the research code -> ours
 
 
 class UserError(ValueError):
@@ -40,7 +41,9 @@ def leave(sentence: str, status: int) -> None:
 def script(main) -> None:
     """Runs main(argv) of a script; errors that are meant for a person come without a stack of library frames."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        return print(f"{main.__globals__['__doc__']}\nconfig/default.py lists every key with its meaning; --key=value sets one.")
+        return print(
+            f"{main.__globals__['__doc__']}\nconfig/default.py lists every key with its meaning; --key=value sets one."
+        )
     try:
         main(sys.argv[1:])
     except (UserError, RunStopped) as error:
@@ -52,10 +55,14 @@ def script(main) -> None:
     except RuntimeError as error:
         if not any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
             raise
-        leave(f"another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}", 1)
+        leave(
+            f"another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}",
+            1,
+        )
 
 
 # --- config
+
 
 def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's file runs nothing."""
@@ -64,18 +71,28 @@ def read_config_file(path) -> dict:
     except OSError as error:
         raise UserError(f"config file {path} can't be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: {error}") from None
+        raise UserError(
+            f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: {error}"
+        ) from None
     values = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue    # a docstring
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise UserError(f"{path}:{node.lineno}: expected `key = value`, found {ast.unparse(node)[:60]!r}")
+            continue  # a docstring
+        if not (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            raise UserError(
+                f"{path}:{node.lineno}: expected `key = value`, found {ast.unparse(node)[:60]!r}"
+            )
         key = node.targets[0].id
         try:
             value = ast.literal_eval(node.value)
         except (ValueError, TypeError):
-            raise UserError(f"{path}:{node.lineno}: {key} must be a plain literal, not {ast.unparse(node.value)[:60]!r}") from None
+            raise UserError(
+                f"{path}:{node.lineno}: {key} must be a plain literal, not {ast.unparse(node.value)[:60]!r}"
+            ) from None
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
         values[key] = value
@@ -91,7 +108,10 @@ def merge(config: dict, values: dict, source: str) -> dict:
             raise UserError(f"{source}: {key} is set twice, once by its older name {name}")
         if key not in config:
             near = difflib.get_close_matches(key, config, n=1)
-            raise UserError(f"{source}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"))
+            raise UserError(
+                f"{source}: unknown key {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys")
+            )
         merged[key] = coerce(value, config[key], f"{source}: {name}")
     return merged
 
@@ -103,10 +123,14 @@ def coerce(value, default, where: str):
         return math.inf
     if kind is float and type(value) is int:
         return float(value)
-    if kind is dict and type(value) is dict:        # JSON, such as a run's config.json, turns the steps of a schedule into text
+    if (
+        kind is dict and type(value) is dict
+    ):  # JSON, such as a run's config.json, turns the steps of a schedule into text
         return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
     if type(value) is not kind:
-        raise UserError(f"{where} must be of type {kind.__name__} like {default!r}, not {type(value).__name__} {value!r}")
+        raise UserError(
+            f"{where} must be of type {kind.__name__} like {default!r}, not {type(value).__name__} {value!r}"
+        )
     if kind is float and math.isnan(value):
         raise UserError(f"{where} is not a number")
     return value
@@ -116,20 +140,24 @@ def read_flag(argument: str, defaults: dict) -> dict:
     """{key: value} of one --key=value; strings need no quotes."""
     key, equals, text = argument[2:].partition("=")
     if not equals or not argument.startswith("--"):
-        raise UserError(f"{argument}: write --key=value, in one word: --{argument.lstrip('-').partition('=')[0] or 'key'}=...")
+        raise UserError(
+            f"{argument}: write --key=value, in one word: --{argument.lstrip('-').partition('=')[0] or 'key'}=..."
+        )
     if isinstance(defaults.get(ALIASES.get(key, key)), str):
         return {key: text}
     try:
         return {key: ast.literal_eval(text)}
     except (ValueError, SyntaxError, TypeError):
-        return {key: text}      # merge() says which type was expected
+        return {key: text}  # merge() says which type was expected
 
 
 def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its --key=value, whatever their order."""
     defaults = read_config_file(ROOT / "config" / "default.py")
     config = dict(defaults)
-    flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]     # before the files: in "--seed 3" the 3 is no file
+    flags = [
+        read_flag(a, defaults) for a in argv if a.startswith("-")
+    ]  # before the files: in "--seed 3" the 3 is no file
     for path in [a for a in argv if not a.startswith("-")]:
         config = merge(config, read_config_file(path), path)
     for flag in flags:
@@ -148,7 +176,9 @@ def check_config(c: dict) -> None:
 def refuse_missing_folder(model: str) -> None:
     """A path is no hub id: where it leads nowhere the hub need not be asked."""
     if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():
-        raise UserError(f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how")
+        raise UserError(
+            f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how"
+        )
 
 
 def progress(**settings) -> tqdm:

@@ -11,6 +11,7 @@ to all runs. A finished run is not repeated and an interrupted one is continued:
 Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last checkpoint on every held-out problem under 3 evaluation seeds),
 results.md and comparison.png; results.py says what the figures there mean.
 """
+
 import fcntl
 import json
 import os
@@ -23,7 +24,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, RunStopped, UserError, load_config, merge, progress, read_config_file, read_flag, refuse_missing_folder, script
+from common import (
+    ROOT,
+    RunStopped,
+    UserError,
+    load_config,
+    merge,
+    progress,
+    read_config_file,
+    read_flag,
+    refuse_missing_folder,
+    script,
+)
 from journal import check_run_folder
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 
@@ -42,8 +54,13 @@ def read_own(argv) -> tuple[dict, list[str]]:
     for key in [key for key in ("seeds", "ranks", "jobs") if own[key] < 1]:
         raise UserError(f"--{key}={own[key]} must be at least 1")
     if not own["arms"]:
-        raise UserError('--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is the baseline')
-    output = Path(own["output"] or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))]))
+        raise UserError(
+            '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is the baseline'
+        )
+    output = Path(
+        own["output"]
+        or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))])
+    )
     check_run_folder({"output_dir": str(output)}, resuming=True)
     return own | {"output": output}, shared
 
@@ -54,35 +71,64 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
     for arm, overrides in read_config_file(own["arms"]).items():
         where = f"{own['arms']}: {arm}"
         if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
-            raise UserError(f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}')
-        merge(DEFAULTS, overrides, where)       # types are checked here: as flags they are all text
+            raise UserError(
+                f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}'
+            )
+        merge(DEFAULTS, overrides, where)  # types are checked here: as flags they are all text
         flags = [*shared, *(f"--{key}={value}" for key, value in overrides.items())]
-        for flag in [flag for flag in flags if flag.startswith(tuple(f"--{key}=" for key in SET_HERE))]:
+        for flag in [
+            flag for flag in flags if flag.startswith(tuple(f"--{key}=" for key in SET_HERE))
+        ]:
             raise UserError(f"{flag}: compare.py itself sets {', '.join(SET_HERE)}")
         try:
             c = load_config(flags)
         except UserError as error:
             raise UserError(f"{error} (arm {arm})") from None
-        measures.append([c["reward_funcs"][0], *((key, c[key]) for key in c if key.startswith("eval_"))])
+        measures.append(
+            [c["reward_funcs"][0], *((key, c[key]) for key in c if key.startswith("eval_"))]
+        )
         if measures[-1] != measures[0] or c["eval_steps"] == 0:
-            raise UserError(f"{where}: all arms need the same eval_* and the same first of reward_funcs, and eval_steps above 0, such as --eval_steps=25")
+            raise UserError(
+                f"{where}: all arms need the same eval_* and the same first of reward_funcs, and eval_steps above 0, such as --eval_steps=25"
+            )
         for seed in range(1, own["seeds"] + 1):
-            folder, save_steps = own["output"] / arm / f"seed_{seed}", c["save_steps"] if c["save_steps"] > 0 else c["eval_steps"]
-            more = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}      # an interrupted run goes on from its last evaluation
-            runs.append({"arm": arm, "seed": seed, "folder": folder, "last": folder / f"step_{c['max_steps']:06d}", "config": c | more,
-                         "flags": [*flags, *(f"--{key}={value}" for key, value in more.items())]})
+            folder, save_steps = (
+                own["output"] / arm / f"seed_{seed}",
+                c["save_steps"] if c["save_steps"] > 0 else c["eval_steps"],
+            )
+            more = {
+                "seed": seed,
+                "output_dir": str(folder),
+                "save_steps": save_steps,
+            }  # an interrupted run goes on from its last evaluation
+            runs.append(
+                {
+                    "arm": arm,
+                    "seed": seed,
+                    "folder": folder,
+                    "last": folder / f"step_{c['max_steps']:06d}",
+                    "config": c | more,
+                    "flags": [*flags, *(f"--{key}={value}" for key, value in more.items())],
+                }
+            )
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])
 
 
 def state_of(run: dict) -> str:
-    """"new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another config."""
+    """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another config."""
     if not (run["folder"] / "config.json").exists():
         return "new"
-    there = DEFAULTS | json.loads((run["folder"] / "config.json").read_text())      # a key that is younger than the run had its default
-    for key in [key for key, value in run["config"].items() if key not in SET_HERE and there[key] != value]:
-        raise UserError(f"{run['folder']} holds a run with {key}={there[key]!r} instead of {run['config'][key]!r}: delete it, or choose another --output")
+    there = DEFAULTS | json.loads(
+        (run["folder"] / "config.json").read_text()
+    )  # a key that is younger than the run had its default
+    for key in [
+        key for key, value in run["config"].items() if key not in SET_HERE and there[key] != value
+    ]:
+        raise UserError(
+            f"{run['folder']} holds a run with {key}={there[key]!r} instead of {run['config'][key]!r}: delete it, or choose another --output"
+        )
     if (run["folder"] / "eval.jsonl").exists():
         return "done"
     latest = checkpoint.latest(run["folder"])
@@ -94,49 +140,88 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
     program, *more = {
         "new": ["train.py", "--overwrite_output_dir=True"],
         "interrupted": ["train.py", "--resume_from_checkpoint=latest"],
-        "trained": ["evaluate.py", f"--model={run['last']}", f"--eval_seeds={EVAL_SEEDS}", f"--eval_output={run['folder'] / 'eval.jsonl'}"]}[state_of(run)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), ROOT / program]
+        "trained": [
+            "evaluate.py",
+            f"--model={run['last']}",
+            f"--eval_seeds={EVAL_SEEDS}",
+            f"--eval_output={run['folder'] / 'eval.jsonl'}",
+        ],
+    }[state_of(run)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        ROOT / program,
+    ]
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
-    with open(run["folder"].with_suffix(".log"), "a") as log:       # a session of its own: Ctrl-C reaches it through us only
-        return subprocess.Popen([*launch, *run["flags"], *more], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                                pass_fds=[locked.fileno()], env={"OMP_NUM_THREADS": "1", **os.environ})
+    with open(
+        run["folder"].with_suffix(".log"), "a"
+    ) as log:  # a session of its own: Ctrl-C reaches it through us only
+        return subprocess.Popen(
+            [*launch, *run["flags"], *more],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[locked.fileno()],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
 
 
 def carry_out(runs: list[dict], own: dict) -> None:
     """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and the others go on. Leaves no process behind."""
     own["output"].mkdir(parents=True, exist_ok=True)
-    locked, live, stop = open(own["output"] / ".lock", "w"), [], []     # held by us, and by the runs as long as they live
+    locked, live, stop = (
+        open(own["output"] / ".lock", "w"),
+        [],
+        [],
+    )  # held by us, and by the runs as long as they live
     try:
         fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another compare.py is at work in {own['output']}, or a run that it left behind; --report_only=True shows what is finished") from None
+        raise UserError(
+            f"another compare.py is at work in {own['output']}, or a run that it left behind; --report_only=True shows what is finished"
+        ) from None
     waiting = [run for run in runs if state_of(run) != "done"]
-    print(f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} rank(s) each, into {own['output']}", flush=True)
+    print(
+        f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} rank(s) each, into {own['output']}",
+        flush=True,
+    )
     bar = progress(total=len(waiting), unit="run", disable=not waiting)
     for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(s) != signal.SIG_IGN:       # as nohup does
+        if signal.getsignal(s) != signal.SIG_IGN:  # as nohup does
             signal.signal(s, lambda number, frame: stop.append(signal.Signals(number).name))
     try:
         while (waiting or live) and not stop:
             if waiting and len(live) < own["jobs"]:
                 live.append((waiting[0], start(waiting.pop(0), own["ranks"], locked)))
             time.sleep(0.1)
-            for run, process in [(run, process) for run, process in live if process.poll() is not None]:
+            for run, process in [
+                (run, process) for run, process in live if process.poll() is not None
+            ]:
                 live.remove((run, process))
                 if process.returncode == 0 and state_of(run) == "trained":
                     waiting.insert(0, run)
                     continue
                 bar.update()
                 if process.returncode:
-                    tqdm.write(f"failed: {run['folder']}, see {run['folder'].with_suffix('.log')}", file=sys.stderr)
+                    tqdm.write(
+                        f"failed: {run['folder']}, see {run['folder'].with_suffix('.log')}",
+                        file=sys.stderr,
+                    )
     finally:
         for _, process in live:
-            process.terminate()     # torchrun takes its ranks with it
+            process.terminate()  # torchrun takes its ranks with it
         for _, process in live:
             process.wait()
     bar.close()
     if stop:
-        raise RunStopped(f"stopped by {stop[0]}: the same command goes on from the last checkpoints")
+        raise RunStopped(
+            f"stopped by {stop[0]}: the same command goes on from the last checkpoints"
+        )
 
 
 def main(argv) -> None:
@@ -149,11 +234,15 @@ def main(argv) -> None:
     done, baseline = [run for run in runs if state_of(run) == "done"], runs[0]["arm"]
     missing = [run for run in runs if run not in done]
     if baseline not in [run["arm"] for run in done]:
-        raise RunStopped(f"{len(done)} of {len(runs)} runs are finished, none of them of the baseline {baseline}: nothing to compare yet")
+        raise RunStopped(
+            f"{len(done)} of {len(runs)} runs are finished, none of them of the baseline {baseline}: nothing to compare yet"
+        )
     print(write_results(done, baseline, output, missing), flush=True)
     print(f"results: {output / 'results.md'}\npicture: {draw(done, output)}", flush=True)
     if missing and not own["report_only"]:
-        raise RunStopped(f"{len(missing)} of {len(runs)} runs failed; the first: {missing[0]['folder']}, see {missing[0]['folder'].with_suffix('.log')}")
+        raise RunStopped(
+            f"{len(missing)} of {len(runs)} runs failed; the first: {missing[0]['folder']}, see {missing[0]['folder'].with_suffix('.log')}"
+        )
 
 
 if __name__ == "__main__":

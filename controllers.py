@@ -9,30 +9,44 @@ tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). More ta
 beta: multiplied by 1 + clip(kl/target - 1, +-kl_ctl_step_size) / kl_horizon, the adaptive controller of Ziegler et al. 2019 (arXiv:1909.08593).
 meta: both descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, H the weights' mean entropy, K the mean KL from policy to reference over the group.
 """
+
 import math
 
 import torch
 
-EMA = 0.9      # share of the past in the smoothed entropy
+EMA = 0.9  # share of the past in the smoothed entropy
 ADAM = (0.9, 0.999, 1e-8)
 
 
 def steers_tau(config: dict) -> bool:
-    return not config["controller_meta_enabled"] and (config["maxent_target_weight_entropy"] >= 0 or config["maxent_target_excess_entropy"] >= 0)
+    return not config["controller_meta_enabled"] and (
+        config["maxent_target_weight_entropy"] >= 0 or config["maxent_target_excess_entropy"] >= 0
+    )
 
 
 def steers_beta(config: dict) -> bool:
-    return not config["controller_meta_enabled"] and config["kl_target"] > 0 and config["kl_horizon"] > 0 and config["kl_ctl_step_size"] > 0
+    return (
+        not config["controller_meta_enabled"]
+        and config["kl_target"] > 0
+        and config["kl_horizon"] > 0
+        and config["kl_ctl_step_size"] > 0
+    )
 
 
 def steering_entropy(config: dict) -> str:
     """The metric that update_tau is to be given: the one that has a target."""
-    return "weights/excess_entropy" if config["maxent_target_excess_entropy"] >= 0 else "weights/entropy"
+    return (
+        "weights/excess_entropy"
+        if config["maxent_target_excess_entropy"] >= 0
+        else "weights/entropy"
+    )
 
 
 def entropy_target(step: int, config: dict) -> float:
     """H* at a step: constant, or on the straight line to maxent_target_final over maxent_target_horizon steps."""
-    start = max(config["maxent_target_excess_entropy"], config["maxent_target_weight_entropy"])     # the other one is off, -1
+    start = max(
+        config["maxent_target_excess_entropy"], config["maxent_target_weight_entropy"]
+    )  # the other one is off, -1
     if config["maxent_target_final"] < 0:
         return start
     done = min(1.0, step / config["maxent_target_horizon"])
@@ -42,8 +56,15 @@ def entropy_target(step: int, config: dict) -> float:
 def init_state(config: dict) -> dict:
     """The state of a fresh run: tau and beta from the config, nothing measured yet (None until the first finite entropy), the
     meta-optimizer's number of updates and its two moments of the gradient by (log tau, log beta)."""
-    return {"step": 0, "tau": config["maxent_tau"], "beta": config["beta"], "entropy": None, "steering": steering_entropy(config), "skipped": 0,
-            "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]}}
+    return {
+        "step": 0,
+        "tau": config["maxent_tau"],
+        "beta": config["beta"],
+        "entropy": None,
+        "steering": steering_entropy(config),
+        "skipped": 0,
+        "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
+    }
 
 
 def resume_state(state: dict, config: dict) -> dict:
@@ -81,11 +102,17 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
     if not is_measured(entropy):
         return skipped(state)
     smooth = entropy if state["entropy"] is None else EMA * state["entropy"] + (1 - EMA) * entropy
-    warmup = config["maxent_tau_warmup_steps"] if config["maxent_tau_warmup_steps"] >= 0 else config["warmup_steps"]
+    warmup = (
+        config["maxent_tau_warmup_steps"]
+        if config["maxent_tau_warmup_steps"] >= 0
+        else config["warmup_steps"]
+    )
     tau = state["tau"]
     if state["step"] >= warmup:
         move = config["maxent_tau_lr"] * (entropy_target(state["step"], config) - smooth)
-        tau = clip(tau * math.exp(clip(move, -50, 50)), config["maxent_tau_min"], config["maxent_tau_max"])
+        tau = clip(
+            tau * math.exp(clip(move, -50, 50)), config["maxent_tau_min"], config["maxent_tau_max"]
+        )
     return {**state, "step": state["step"] + 1, "tau": tau, "entropy": smooth}
 
 
@@ -96,13 +123,31 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
         return dict(state)
     if not is_measured(kl):
         return {**state, "skipped": state["skipped"] + 1}
-    error = clip(kl / config["kl_target"] - 1, -config["kl_ctl_step_size"], config["kl_ctl_step_size"])
-    return {**state, "beta": clip(state["beta"] * (1 + error / config["kl_horizon"]), config["beta_min"], config["beta_max"])}
+    error = clip(
+        kl / config["kl_target"] - 1, -config["kl_ctl_step_size"], config["kl_ctl_step_size"]
+    )
+    return {
+        **state,
+        "beta": clip(
+            state["beta"] * (1 + error / config["kl_horizon"]),
+            config["beta_min"],
+            config["beta_max"],
+        ),
+    }
 
 
 # --- the meta-controller
 
-def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual_steps: int, virtual_lr: float, use_hessian: bool) -> tuple:
+
+def potential(
+    log_tau,
+    log_beta,
+    batch: dict,
+    targets: tuple,
+    virtual_steps: int,
+    virtual_lr: float,
+    use_hessian: bool,
+) -> tuple:
     """(Phi, H, K), differentiable by log_tau and log_beta. batch: "utilities" u, "scores" s, "ref_scores" l, each (groups, G).
 
     H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)), K the mean KL(softmax(s) || softmax(l)) after `virtual_steps` steps
@@ -123,9 +168,23 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[float, list[f
     """Phi and what descends it in (log tau, log beta): its gradient through one or controller_meta_truncation_steps virtual steps, or for
     "analytic" the residuals themselves, (H - H*, KL* - K), which need no differentiation."""
     targets = (entropy_target(state["step"], config), config["kl_target"])
-    steps = {"analytic": 0, "first_order": 1, "truncated_backprop": config["controller_meta_truncation_steps"]}[config["controller_meta_method"]]
-    logs = [torch.tensor(math.log(state[name]), dtype=torch.float64, requires_grad=steps > 0) for name in ("tau", "beta")]
-    phi, H, K = potential(*logs, batch, targets, steps, config["controller_meta_virtual_lr"], config["controller_meta_use_hessian"])
+    steps = {
+        "analytic": 0,
+        "first_order": 1,
+        "truncated_backprop": config["controller_meta_truncation_steps"],
+    }[config["controller_meta_method"]]
+    logs = [
+        torch.tensor(math.log(state[name]), dtype=torch.float64, requires_grad=steps > 0)
+        for name in ("tau", "beta")
+    ]
+    phi, H, K = potential(
+        *logs,
+        batch,
+        targets,
+        steps,
+        config["controller_meta_virtual_lr"],
+        config["controller_meta_use_hessian"],
+    )
     gradient = torch.autograd.grad(phi, logs) if steps else (H - targets[0], targets[1] - K)
     return phi.item(), [g.item() for g in gradient]
 
@@ -136,18 +195,45 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
     update; without any, or with a non-finite gradient, nothing changes but the counts."""
     if state["step"] % config["controller_meta_update_interval"]:
         return {**state, "step": state["step"] + 1}, {}
-    phi, gradient = meta_gradient(state, batch, config) if len(batch["utilities"]) else (math.nan, [math.nan] * 2)
+    phi, gradient = (
+        meta_gradient(state, batch, config)
+        if len(batch["utilities"])
+        else (math.nan, [math.nan] * 2)
+    )
     if not all(map(is_measured, (phi, *gradient))):
         return skipped(state), {}
     if config["controller_meta_beta_grad_clip"] > 0:
-        gradient[1] = clip(gradient[1], -config["controller_meta_beta_grad_clip"], config["controller_meta_beta_grad_clip"])
+        gradient[1] = clip(
+            gradient[1],
+            -config["controller_meta_beta_grad_clip"],
+            config["controller_meta_beta_grad_clip"],
+        )
     meta, moves = descend(state["meta"], gradient, config["controller_meta_optimizer"])
-    rates = [own if own >= 0 else config["controller_meta_lr"] for own in (config["controller_meta_tau_lr"], config["controller_meta_beta_lr"])]
-    free = [state[name] * math.exp(clip(-rate * move, -50, 50)) for name, rate, move in zip(("tau", "beta"), rates, moves)]
-    tau, beta = (clip(x, config[low], config[high]) for x, low, high in zip(free, ("maxent_tau_min", "beta_min"), ("maxent_tau_max", "beta_max")))
-    metrics = {"loss": phi, "tau_grad": gradient[0], "beta_grad": gradient[1], "grad_norm": math.hypot(*gradient),
-               "tau_projected": float(tau != free[0]), "beta_projected": float(beta != free[1])}
-    return {**state, "step": state["step"] + 1, "tau": tau, "beta": beta, "meta": meta}, {f"meta/{k}": v for k, v in metrics.items()}
+    rates = [
+        own if own >= 0 else config["controller_meta_lr"]
+        for own in (config["controller_meta_tau_lr"], config["controller_meta_beta_lr"])
+    ]
+    free = [
+        state[name] * math.exp(clip(-rate * move, -50, 50))
+        for name, rate, move in zip(("tau", "beta"), rates, moves)
+    ]
+    tau, beta = (
+        clip(x, config[low], config[high])
+        for x, low, high in zip(
+            free, ("maxent_tau_min", "beta_min"), ("maxent_tau_max", "beta_max")
+        )
+    )
+    metrics = {
+        "loss": phi,
+        "tau_grad": gradient[0],
+        "beta_grad": gradient[1],
+        "grad_norm": math.hypot(*gradient),
+        "tau_projected": float(tau != free[0]),
+        "beta_projected": float(beta != free[1]),
+    }
+    return {**state, "step": state["step"] + 1, "tau": tau, "beta": beta, "meta": meta}, {
+        f"meta/{k}": v for k, v in metrics.items()
+    }
 
 
 def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, list[float]]:
@@ -157,5 +243,5 @@ def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, li
         return {**meta, "updates": updates}, gradient
     m = [b1 * old + (1 - b1) * g for old, g in zip(meta["m"], gradient)]
     v = [b2 * old + (1 - b2) * g * g for old, g in zip(meta["v"], gradient)]
-    moves = [a / (1 - b1 ** updates) / (math.sqrt(b / (1 - b2 ** updates)) + eps) for a, b in zip(m, v)]
+    moves = [a / (1 - b1**updates) / (math.sqrt(b / (1 - b2**updates)) + eps) for a, b in zip(m, v)]
     return {"updates": updates, "m": m, "v": v}, moves

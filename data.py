@@ -3,6 +3,7 @@
 A row is a dict {"id", "task", "prompt", "answer", ...}; prompts.py adds "prompt_ids". Which rows a step takes is a pure
 function of (seed, step, rank, world): there is no cursor to save, and another number of ranks sees the same prompts.
 """
+
 import inspect
 import json
 import random
@@ -14,21 +15,39 @@ from common import UserError
 from prompts import encode_prompts, seed_prompts
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
-OURS = ("id", "task", "solutions", "num_modes", "enumeration")      # columns that mean something here, read where a dataset has them
-BLOCK = 1000        # prompts over which a mixture keeps its weights to the row
+OURS = (
+    "id",
+    "task",
+    "solutions",
+    "num_modes",
+    "enumeration",
+)  # columns that mean something here, read where a dataset has them
+BLOCK = 1000  # prompts over which a mixture keeps its weights to the row
 
 
 # --- where rows come from
 
-def load_rows(name: str, config: str, split: str, prompt_column: str, answer_column: str, seed: int, task: str = "", more: tuple = (),
-              also: tuple = ()) -> list[dict]:
+
+def load_rows(
+    name: str,
+    config: str,
+    split: str,
+    prompt_column: str,
+    answer_column: str,
+    seed: int,
+    task: str = "",
+    more: tuple = (),
+    also: tuple = (),
+) -> list[dict]:
     """All rows of a task, a .jsonl or .parquet file, a folder of save_to_disk or a Hugging Face dataset; never an empty list. Rows without
     prompt or answer are left out with a printed count. What can't be found or read is a UserError that names it.
 
     task: of rows without one; a row may name a reward of graders.REWARDS there, not a function. more: further columns of a dataset that rewards
     want to see; also: the same, where it has them (a .jsonl file brings all of its own)."""
     if not name:
-        raise UserError(f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset")
+        raise UserError(
+            f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset"
+        )
     if name in tasks.NAMES:
         rows = tasks.module(name).rows
         if config and "config" not in inspect.signature(rows).parameters:
@@ -37,20 +56,39 @@ def load_rows(name: str, config: str, split: str, prompt_column: str, answer_col
             return rows(split, -1, seed, **({"config": config} if config else {}))
         except ValueError as error:
             raise UserError(f"dataset_name={name!r}: {error}") from None
-    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
-    rows = [{**row, "id": str(row.get("id", i)), "task": own_task(row) or task, "prompt": row[prompt_column], "answer": row[answer_column]}
-            for i, row in enumerate(found) if row.get(prompt_column) and row.get(answer_column) not in (None, "")]
+    found = (
+        read_jsonl(name)
+        if name.endswith(".jsonl")
+        else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
+    )
+    rows = [
+        {
+            **row,
+            "id": str(row.get("id", i)),
+            "task": own_task(row) or task,
+            "prompt": row[prompt_column],
+            "answer": row[answer_column],
+        }
+        for i, row in enumerate(found)
+        if row.get(prompt_column) and row.get(answer_column) not in (None, "")
+    ]
     if not rows:
         columns = ", ".join(found[0]) if len(found) else "none"
-        raise UserError(f"dataset_name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
-                        f"and an answer (column {answer_column!r}); its columns are: {columns}")
+        raise UserError(
+            f"dataset_name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
+            f"and an answer (column {answer_column!r}); its columns are: {columns}"
+        )
     for row in rows:
         if not isinstance(row["prompt"], str):
-            raise UserError(f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
-                            f"not a {type(row['prompt']).__name__}")
-        row.pop("completion", None)     # a reward's own argument
+            raise UserError(
+                f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
+                f"not a {type(row['prompt']).__name__}"
+            )
+        row.pop("completion", None)  # a reward's own argument
     if len(rows) < len(found):
-        print(f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out")
+        print(
+            f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out"
+        )
     return rows
 
 
@@ -63,12 +101,14 @@ def own_task(row: dict) -> str:
 def read_jsonl(path: str) -> list[dict]:
     rows = []
     try:
-        with open(path, "rb") as file:      # as text it would be decoded ahead of its lines
+        with open(path, "rb") as file:  # as text it would be decoded ahead of its lines
             for number, line in enumerate(file, 1):
                 if line := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise UserError(f"{path}:{number}: a row must be a JSON object, not {line[:40]!r}")
+                        raise UserError(
+                            f"{path}:{number}: a row must be a JSON object, not {line[:40]!r}"
+                        )
                     rows.append(row)
     except OSError as error:
         raise UserError(f"dataset_name={path!r} can't be read: {error.strerror}") from None
@@ -76,66 +116,121 @@ def read_jsonl(path: str) -> list[dict]:
         raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
-    except (ValueError, RecursionError) as error:       # also a number of thousands of digits, and thousands of brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also a number of thousands of digits, and thousands of brackets
         raise UserError(f"{path}:{number}: not JSON: {error}") from None
     return rows
 
 
-def read_dataset(name: str, config: str, split: str, columns: tuple, also: tuple = ()) -> list[dict]:
+def read_dataset(
+    name: str, config: str, split: str, columns: tuple, also: tuple = ()
+) -> list[dict]:
     """Rows, with `columns` and as many of `also` and OURS as there are, of a .parquet file, a folder written by save_to_disk, or a dataset of the hub,
     which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy or out of reach."""
     import datasets
+
     here = name.endswith(".parquet") or Path(name).is_dir()
-    known = "" if here else f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk, and "
+    known = (
+        ""
+        if here
+        else f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk, and "
+    )
     try:
         if name.endswith(".parquet"):
             dataset = datasets.load_dataset("parquet", data_files=name, split="train")
-        elif Path(name).is_dir() and any((Path(name) / file).exists() for file in ("dataset_info.json", "dataset_dict.json")):
+        elif Path(name).is_dir() and any(
+            (Path(name) / file).exists() for file in ("dataset_info.json", "dataset_dict.json")
+        ):
             dataset = datasets.load_from_disk(name)
         else:
             dataset = datasets.load_dataset(name, config or None, split=split)
     except ConnectionError as error:
-        raise UserError(f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
-                        f"no copy of it in the cache: {str(error).splitlines()[0]}") from None
-    except Exception as error:      # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
+        raise UserError(
+            f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
+            f"no copy of it in the cache: {str(error).splitlines()[0]}"
+        ) from None
+    except (
+        Exception
+    ) as error:  # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
         reason = error.__cause__ or error
-        raise UserError(f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
-                        f"dataset: {type(reason).__name__}: {' '.join(str(reason).split())}") from None
+        raise UserError(
+            f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
+            f"dataset: {type(reason).__name__}: {' '.join(str(reason).split())}"
+        ) from None
     if isinstance(dataset, dict):
         if split not in dataset:
-            raise UserError(f"dataset_name={name!r} has no split {split!r}; it has {', '.join(dataset)}")
+            raise UserError(
+                f"dataset_name={name!r} has no split {split!r}; it has {', '.join(dataset)}"
+            )
         dataset = dataset[split]
     missing = [c for c in columns if c not in dataset.column_names]
     if missing:
-        raise UserError(f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}")
-    wanted = dict.fromkeys([*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)])
-    return dataset.select_columns(list(wanted)).to_list()     # the rest may be gigabytes of other people's rollouts
+        raise UserError(
+            f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}"
+        )
+    wanted = dict.fromkeys(
+        [*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)]
+    )
+    return dataset.select_columns(
+        list(wanted)
+    ).to_list()  # the rest may be gigabytes of other people's rollouts
 
 
 def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     """Rows and weight of every source of dataset_mixture, or of the one dataset_name with weight 1."""
     columns = {"prompt": c["dataset_prompt_column"], "answer": c["dataset_answer_column"]}
     if not c["dataset_mixture"]:
-        return [load_rows(c["dataset_name"], c["dataset_config"], c["dataset_split"], *columns.values(), c["seed"], more=tuple(c["dataset_more_columns"]))], [1.0]
+        return [
+            load_rows(
+                c["dataset_name"],
+                c["dataset_config"],
+                c["dataset_split"],
+                *columns.values(),
+                c["seed"],
+                more=tuple(c["dataset_more_columns"]),
+            )
+        ], [1.0]
     sources, weights = [], []
     for i, entry in enumerate(c["dataset_mixture"]):
         where = f"dataset_mixture[{i}]"
         if not isinstance(entry, dict) or not {"id"} <= set(entry) <= set(MIXTURE_KEYS):
-            raise UserError(f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}, not {entry!r}")
+            raise UserError(
+                f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}, not {entry!r}"
+            )
         for key in set(entry) - {"columns", "weight"}:
             if not isinstance(entry[key], str):
                 raise UserError(f"{where}: {key}={entry[key]!r} must be text")
         weight, named = entry.get("weight", 1.0), entry.get("columns", {})
         if type(weight) not in (int, float) or not 0 < weight < float("inf"):
             raise UserError(f"{where}: weight={weight!r} must be a number above 0")
-        if not isinstance(named, dict) or not set(named) <= {"prompt", "answer", "more"} or not isinstance(named.get("more", []), (list, tuple)):
-            raise UserError(f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)")
+        if (
+            not isinstance(named, dict)
+            or not set(named) <= {"prompt", "answer", "more"}
+            or not isinstance(named.get("more", []), (list, tuple))
+        ):
+            raise UserError(
+                f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)"
+            )
         own = columns | {key: named[key] for key in columns if key in named}
-        sources.append(load_rows(entry["id"], entry.get("config", ""), entry.get("split", c["dataset_split"]), own["prompt"], own["answer"],
-                                 c["seed"], entry.get("task", ""), tuple(named.get("more", c["dataset_more_columns"]))))
+        sources.append(
+            load_rows(
+                entry["id"],
+                entry.get("config", ""),
+                entry.get("split", c["dataset_split"]),
+                own["prompt"],
+                own["answer"],
+                c["seed"],
+                entry.get("task", ""),
+                tuple(named.get("more", c["dataset_more_columns"])),
+            )
+        )
         weights.append(float(weight))
     if (least := min(weights)) * BLOCK < sum(weights):
-        raise UserError(f"dataset_mixture[{weights.index(least)}]: weight={least} is less than one in {BLOCK} of all weights together: it would never be drawn")
+        raise UserError(
+            f"dataset_mixture[{weights.index(least)}]: weight={least} is less than one in {BLOCK} of all weights together: it would never be drawn"
+        )
     return sources, weights
 
 
@@ -146,14 +241,18 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
     if leaked:
         sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {leaked[0]['id']!r}"
         if not allowed:
-            raise UserError(f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True")
+            raise UserError(
+                f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True"
+            )
         print(f"warning: {sentence} (allow_leakage=True)")
 
 
 def encode(rows: list[dict], tokenizer, c: dict) -> list[dict]:
     """Training rows with "prompt_ids", none too long with any of InfoSeed's seeds either."""
     seeded = (lambda row: seed_prompts(row, tokenizer, c)) if c["info_seed_enabled"] else None
-    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"], seeded)
+    return encode_prompts(
+        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"], seeded
+    )
 
 
 def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
@@ -166,12 +265,20 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
     """The encoded rows of easy_dataset_name; an empty list without one."""
     if not c["easy_dataset_name"]:
         return []
-    rows = load_rows(c["easy_dataset_name"], c["easy_dataset_config"], c["dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"], c["seed"],
-                     also=tuple(c["dataset_more_columns"]))
+    rows = load_rows(
+        c["easy_dataset_name"],
+        c["easy_dataset_config"],
+        c["dataset_split"],
+        c["dataset_prompt_column"],
+        c["dataset_answer_column"],
+        c["seed"],
+        also=tuple(c["dataset_more_columns"]),
+    )
     return encode(rows, tokenizer, c)
 
 
 # --- which rows a step takes
+
 
 @lru_cache(maxsize=64)
 def epoch_order(count: int, seed, epoch: int) -> list[int]:
@@ -184,7 +291,7 @@ def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[
     how often each source comes in every block: its share of the weights, to the row."""
     exact = [BLOCK * w / sum(weights) for w in weights]
     quota = [int(x) for x in exact]
-    for s in sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])[:BLOCK - sum(quota)]:
+    for s in sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])[: BLOCK - sum(quota)]:
         quota[s] += 1
     chosen = [s for s, n in enumerate(quota) for _ in range(n)]
     random.Random(f"mixture/{seed}/{block}").shuffle(chosen)
@@ -208,7 +315,9 @@ def pick(rows: list, i: int, seed, weights) -> dict:
     return rows[epoch_order(len(rows), seed, i // len(rows))[i % len(rows)]]
 
 
-def prompts_for_step(rows: list, step: int, prompts_per_step: int, seed, rank: int, world: int, weights=None) -> list[dict]:
+def prompts_for_step(
+    rows: list, step: int, prompts_per_step: int, seed, rank: int, world: int, weights=None
+) -> list[dict]:
     """This rank's share of the step's prompts, prompts_per_step / world rows. rows: a list of rows, or with `weights` a list of such lists,
     one for each source of a mixture."""
     share = prompts_per_step // world
@@ -222,8 +331,14 @@ def scheduled(schedule: dict, step: int, otherwise: float) -> float:
     return schedule[max(begun)] if begun else otherwise
 
 
-def with_easy_prompts(batch: list[dict], easy: list[dict], step: int, probability: float, seed) -> list[dict]:
+def with_easy_prompts(
+    batch: list[dict], easy: list[dict], step: int, probability: float, seed
+) -> list[dict]:
     """The whole step's rows, each replaced by a random one of `easy` with that probability; a pure function, like the stream itself."""
     rng = random.Random(f"easy/{seed}/{step}")
     draws = [(rng.random(), rng.randrange(len(easy))) for _ in batch] if easy else []
-    return [easy[i] if x < probability else row for row, (x, i) in zip(batch, draws)] if easy else batch
+    return (
+        [easy[i] if x < probability else row for row, (x, i) in zip(batch, draws)]
+        if easy
+        else batch
+    )

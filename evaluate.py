@@ -7,6 +7,7 @@
 mean@k     share of correct answers                           pass@k      share of problems with a correct answer among k
 distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
 """
+
 import json
 import math
 import os
@@ -29,14 +30,32 @@ from ranks import across_ranks, leave_together, start_distributed, start_sampler
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
     """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
     if c["eval_dataset_name"]:
-        source = (c["eval_dataset_name"], c["eval_dataset_config"], c["eval_dataset_split"], c["eval_prompt_column"], c["eval_answer_column"])
+        source = (
+            c["eval_dataset_name"],
+            c["eval_dataset_config"],
+            c["eval_dataset_split"],
+            c["eval_prompt_column"],
+            c["eval_answer_column"],
+        )
     elif c["dataset_mixture"]:
-        raise UserError("dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0")
+        raise UserError(
+            "dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0"
+        )
     else:
-        source = (c["dataset_name"], c["dataset_config"], c["eval_dataset_split"], c["dataset_prompt_column"], c["dataset_answer_column"])
-    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[:c["eval_max_prompts"]]
+        source = (
+            c["dataset_name"],
+            c["dataset_config"],
+            c["eval_dataset_split"],
+            c["dataset_prompt_column"],
+            c["dataset_answer_column"],
+        )
+    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[
+        : c["eval_max_prompts"]
+    ]
     R.check_answers(deciding(rows, c), rows, source[0], c)
-    return encode_prompts(rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"])
+    return encode_prompts(
+        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]
+    )
 
 
 def deciding(rows: list[dict], c: dict) -> list:
@@ -49,20 +68,48 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate_problems(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int, seed: int = 0) -> list[dict]:
+def evaluate_problems(
+    sampler,
+    tokenizer,
+    rows: list[dict],
+    stop_ids: list[int],
+    c: dict,
+    rank: int,
+    world: int,
+    seed: int = 0,
+) -> list[dict]:
     """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this rank's problems; distinct and num_modes None where the
     task doesn't know its answers. Sampling seeds depend on problem and `seed` only: evaluations of different models are paired."""
     k, own = c["eval_num_generations"], range(rank, len(rows), world)
     mine = [rows[i] for i in own]
     columns = deciding(rows, c)
-    rollouts = rollout.generate(sampler, tokenizer, [r["prompt_ids"] for r in mine], k, {
-        "temperature": c["eval_temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": stop_ids,
-        "seeds": [rollout.prompt_seed("eval", seed, i) for i in own]}, lambda i, group: R.begin(group, mine[i], columns, c))
+    rollouts = rollout.generate(
+        sampler,
+        tokenizer,
+        [r["prompt_ids"] for r in mine],
+        k,
+        {
+            "temperature": c["eval_temperature"],
+            "max_tokens": c["max_completion_length"],
+            "stop_token_ids": stop_ids,
+            "seeds": [rollout.prompt_seed("eval", seed, i) for i in own],
+        },
+        lambda i, group: R.begin(group, mine[i], columns, c),
+    )
     values, _ = R.measure(rollouts, mine, columns, c)
     failures = values.isinf().any(-1).sum(1).tolist() if mine else []
     found = zip(mine, R.correct_modes(rollouts, mine, R.correct(values, columns), c), failures)
-    return [{"id": row["id"], "seed": seed, "correct": right, "failures": failed, "distinct": None if modes is None else len(modes),
-             "num_modes": None if modes is None else row.get("num_modes")} for row, (right, modes), failed in found]
+    return [
+        {
+            "id": row["id"],
+            "seed": seed,
+            "correct": right,
+            "failures": failed,
+            "distinct": None if modes is None else len(modes),
+            "num_modes": None if modes is None else row.get("num_modes"),
+        }
+        for row, (right, modes), failed in found
+    ]
 
 
 def summarize(records: list[dict], k: int) -> dict:
@@ -72,25 +119,62 @@ def summarize(records: list[dict], k: int) -> dict:
     for r in records:
         modes = r["num_modes"] or 0
         distinct = r["distinct"] if modes else 0
-        sums += torch.tensor([1, r["correct"] / k, pass_at_k(k, r["correct"], k), modes > 0, distinct, distinct / max(1, modes), r["failures"]])
+        sums += torch.tensor(
+            [
+                1,
+                r["correct"] / k,
+                pass_at_k(k, r["correct"], k),
+                modes > 0,
+                distinct,
+                distinct / max(1, modes),
+                r["failures"],
+            ]
+        )
     problems, mean, passed, with_modes, distinct, coverage, failures = across_ranks(sums).tolist()
-    metrics = {f"eval/mean@{k}": mean / problems, f"eval/pass@{k}": passed / problems, "eval/pass@1": mean / problems}
+    metrics = {
+        f"eval/mean@{k}": mean / problems,
+        f"eval/pass@{k}": passed / problems,
+        "eval/pass@1": mean / problems,
+    }
     if with_modes:
-        metrics |= {f"eval/distinct@{k}": distinct / with_modes, f"eval/coverage@{k}": coverage / with_modes}
+        metrics |= {
+            f"eval/distinct@{k}": distinct / with_modes,
+            f"eval/coverage@{k}": coverage / with_modes,
+        }
     return metrics | ({"eval/reward_failures": failures} if failures else {})
 
 
-def evaluate(sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int) -> dict:
+def evaluate(
+    sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int
+) -> dict:
     """The summary over all rows, each rank sampling its share."""
-    return summarize(evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world), c["eval_num_generations"])
+    return summarize(
+        evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world),
+        c["eval_num_generations"],
+    )
 
 
 def start_command(command: str, checkpoint: Path) -> None:
     """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that is a line of the log, not the end of the run."""
-    words = [word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)]      # checks.py has tried to split it
-    ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")      # it is no rank of this run
+    words = [
+        word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)
+    ]  # checks.py has tried to split it
+    ours = (
+        "RANK",
+        "LOCAL_",
+        "WORLD_SIZE",
+        "MASTER_",
+        "GROUP_",
+        "ROLE_",
+        "TORCHELASTIC_",
+    )  # it is no rank of this run
     try:
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env={k: v for k, v in os.environ.items() if not k.startswith(ours)})
+        subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith(ours)},
+        )
     except OSError as error:
         print(f"warning: eval_command {words} could not be started: {error}", flush=True)
 
@@ -101,32 +185,55 @@ def report(folder: Path) -> None:
     evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
     if evals:
         first, last = evals[0], evals[-1]
-        print(f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} {'step ' + str(last['step']):>10} {'change':>10}")
-        for key in [key for key in first if key.startswith("eval/") and key in last]:       # reward_failures: only where there were some
-            print(f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} {last[key] - first[key]:>+10.3f}")
+        print(
+            f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} {'step ' + str(last['step']):>10} {'change':>10}"
+        )
+        for key in [
+            key for key in first if key.startswith("eval/") and key in last
+        ]:  # reward_failures: only where there were some
+            print(
+                f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} {last[key] - first[key]:>+10.3f}"
+            )
     draw_curves(lines, folder / "curves.png")
     print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
 
 
 def draw_curves(lines: list[dict], path: Path) -> None:
     import matplotlib
-    matplotlib.use("Agg")       # a file, no window
+
+    matplotlib.use("Agg")  # a file, no window
     import matplotlib.pyplot as plt
-    panels = {"training reward": ("reward",), "held-out accuracy": ("eval/mean@", "eval/pass@"),
-              "different correct answers": ("eval/distinct@", "eval/coverage@"),
-              "entropy per token (nats)": ("entropy",), "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
-              "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean")}
+
+    panels = {
+        "training reward": ("reward",),
+        "held-out accuracy": ("eval/mean@", "eval/pass@"),
+        "different correct answers": ("eval/distinct@", "eval/coverage@"),
+        "entropy per token (nats)": ("entropy",),
+        "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
+        "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean"),
+    }
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for axis, (title, wanted) in zip(axes.flat, panels.items()):
-        seen = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None and key != "eval/pass@1")
-        names = [key for key in seen if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)]
+        seen = dict.fromkeys(
+            key
+            for line in lines
+            for key, value in line.items()
+            if value is not None and key != "eval/pass@1"
+        )
+        names = [
+            key
+            for key in seen
+            if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)
+        ]
         for name in names:
-            steps, values = zip(*[(line["step"], line[name]) for line in lines if line.get(name) is not None])
+            steps, values = zip(
+                *[(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            )
             if name.startswith("eval/"):
                 axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
-            else:       # single steps are noisy: faint, under their running mean
+            else:  # single steps are noisy: faint, under their running mean
                 mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
-                line, = axis.plot(steps, mean, label=name)
+                (line,) = axis.plot(steps, mean, label=name)
                 axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
@@ -141,22 +248,30 @@ def main(argv) -> None:
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
-    if c["eval_output"]:        # now, not after an hour of sampling
+    if c["eval_output"]:  # now, not after an hour of sampling
         try:
             Path(c["eval_output"]).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"eval_output={c['eval_output']!r}: its folder can't be made: {error.strerror}") from None
+            raise UserError(
+                f"eval_output={c['eval_output']!r}: its folder can't be made: {error.strerror}"
+            ) from None
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
-    records = [r for seed in range(c["eval_seeds"]) for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)]
+    records = [
+        r
+        for seed in range(c["eval_seeds"])
+        for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)
+    ]
     metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world
     dist.all_gather_object(shares, records)
     if rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
         if c["eval_output"]:
-            unfinished = Path(c["eval_output"] + ".tmp")        # so that the file is whole or not there
-            unfinished.write_text("".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8")
+            unfinished = Path(c["eval_output"] + ".tmp")  # so that the file is whole or not there
+            unfinished.write_text(
+                "".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8"
+            )
             unfinished.rename(c["eval_output"])
     leave_together(sampler)
 

@@ -7,6 +7,7 @@ num_generations lines a prompt, prompts in the order of the dataset: {"id", "tas
 "rewards": {name: value, null where it failed or does not apply}, "finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command
 again goes on where it was interrupted; OUT.config.json holds the settings that the lines were made with.
 """
+
 import json
 import math
 import os
@@ -21,25 +22,42 @@ from common import UserError, load_config, progress, script
 from prompts import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
-FREE = ("output_dir", "generate_output", "generate_max_prompts", "reward_workers", "rollout_server", "rollout_timeout", "rollout_concurrency", "weight_sync_dir",
-        "client_tag")       # may change half-way: the lines stay the same
+FREE = (
+    "output_dir",
+    "generate_output",
+    "generate_max_prompts",
+    "reward_workers",
+    "rollout_server",
+    "rollout_timeout",
+    "rollout_concurrency",
+    "weight_sync_dir",
+    "client_tag",
+)  # may change half-way: the lines stay the same
 
 
 def finished_prompts(path: Path, config: dict) -> int:
     """How many prompts the file holds whole; what comes after them, part of a group or of a line, is cut off. A UserError if its lines
     were made with other settings."""
     beside = Path(f"{path}.config.json")
-    settings = json.loads(json.dumps({key: value for key, value in config.items() if key not in FREE}))     # as it is read back
+    settings = json.loads(
+        json.dumps({key: value for key, value in config.items() if key not in FREE})
+    )  # as it is read back
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(settings, indent=1))
         path.touch()
     if not beside.exists():
-        raise UserError(f"generate_output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it")
-    made_with = load_config([]) | json.loads(beside.read_text())       # a key that is younger than the file had its default
+        raise UserError(
+            f"generate_output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it"
+        )
+    made_with = load_config([]) | json.loads(
+        beside.read_text()
+    )  # a key that is younger than the file had its default
     for key in settings:
         if made_with.get(key) != settings[key]:
-            raise UserError(f"generate_output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it")
+            raise UserError(
+                f"generate_output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it"
+            )
     with open(path, "rb") as file:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     whole = len(lengths) // config["num_generations"] * config["num_generations"]
@@ -51,11 +69,30 @@ def lines_of(rollouts: list[dict], row: dict, values, rewards, columns: list) ->
     """The JSON lines of one prompt. values (G, F), rewards (G,)."""
     found = []
     for i, r in enumerate(rollouts):
-        each = {column.name: v if math.isfinite(v) else None for column, v in zip(columns, values[i].tolist())}
-        found.append(json.dumps({
-            "id": row["id"], "task": row["task"], "prompt": row["prompt"], "answer": row["answer"], "sample": i, "completion": r["text"],
-            "reward": rewards[i].item(), "rewards": each, "finish_reason": r["finish_reason"],
-            "prompt_ids": list(r["prompt_ids"]), "completion_ids": r["completion_ids"], "logprobs": list(r["logprobs"])}, default=str) + "\n")
+        each = {
+            column.name: v if math.isfinite(v) else None
+            for column, v in zip(columns, values[i].tolist())
+        }
+        found.append(
+            json.dumps(
+                {
+                    "id": row["id"],
+                    "task": row["task"],
+                    "prompt": row["prompt"],
+                    "answer": row["answer"],
+                    "sample": i,
+                    "completion": r["text"],
+                    "reward": rewards[i].item(),
+                    "rewards": each,
+                    "finish_reason": r["finish_reason"],
+                    "prompt_ids": list(r["prompt_ids"]),
+                    "completion_ids": r["completion_ids"],
+                    "logprobs": list(r["logprobs"]),
+                },
+                default=str,
+            )
+            + "\n"
+        )
     return found
 
 
@@ -66,28 +103,45 @@ def main(argv) -> None:
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
-    rows = rows[:c["generate_max_prompts"] or len(rows)]
-    columns, path = R.columns_of(c["reward_funcs"], c["reward_weights"], rows), Path(c["generate_output"])
+    rows = rows[: c["generate_max_prompts"] or len(rows)]
+    columns, path = (
+        R.columns_of(c["reward_funcs"], c["reward_weights"], rows),
+        Path(c["generate_output"]),
+    )
     R.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
 
     rank, world, device = start_distributed()
     shared = [finished_prompts(path, c) if rank == 0 else None]
     dist.broadcast_object_list(shared)
     sampler, G = start_sampler(c, device), c["num_generations"]
-    sampling = {"temperature": c["temperature"], "max_tokens": c["max_completion_length"], "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer)}
-    bar = progress(total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt")
+    sampling = {
+        "temperature": c["temperature"],
+        "max_tokens": c["max_completion_length"],
+        "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer),
+    }
+    bar = progress(
+        total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt"
+    )
     for first in range(shared[0], len(rows), c["prompts_per_step"]):
         own = range(first + rank, min(first + c["prompts_per_step"], len(rows)), world)
         mine = [rows[i] for i in own]
-        rollouts = rollout.generate(sampler, tokenizer, [row["prompt_ids"] for row in mine], G,
-                                    sampling | {"seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in own]},
-                                    lambda i, group, mine=mine: R.begin(group, mine[i], columns, c))
+        rollouts = rollout.generate(
+            sampler,
+            tokenizer,
+            [row["prompt_ids"] for row in mine],
+            G,
+            sampling | {"seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in own]},
+            lambda i, group, mine=mine: R.begin(group, mine[i], columns, c),
+        )
         values, _ = R.measure(rollouts, mine, columns, c)
         totals, _ = R.combine(values, columns)
-        own_lines = {i: lines_of(rollouts[n * G:(n + 1) * G], row, values[n], totals[n], columns) for n, (i, row) in enumerate(zip(own, mine))}
+        own_lines = {
+            i: lines_of(rollouts[n * G : (n + 1) * G], row, values[n], totals[n], columns)
+            for n, (i, row) in enumerate(zip(own, mine))
+        }
         shares = [None] * world if rank == 0 else None
         dist.gather_object(own_lines, shares)
-        if rank == 0:       # a part of it that a dying process leaves behind is cut off the next time
+        if rank == 0:  # a part of it that a dying process leaves behind is cut off the next time
             everyone = {i: lines for share in shares for i, lines in share.items()}
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(line for i in sorted(everyone) for line in everyone[i])

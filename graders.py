@@ -5,6 +5,7 @@ A reward is a plain function (completion: str, answer, **row) -> float: the comp
 of your own and name it "module:function" in reward_funcs. It runs in a worker process (workers.py), which imports this file and no torch.
 The text comes from a model: treat it as hostile, never eval it.
 """
+
 import importlib
 import logging
 import re
@@ -14,23 +15,45 @@ from functools import lru_cache
 import tasks
 from tasks import countdown, crossword, graph_coloring, rush_hour
 
-SPACES = r"(?<![0-9])\s+|\s+(?![0-9])"      # all but those between two digits
-LONGEST = 1000      # characters of an answer; a longer one is no answer, and none of the work below grows beyond it
-SYMBOLS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "π": "\\pi", "∞": "\\infty", "×": "\\times", "·": "\\cdot", "÷": "/", "≤": "\\le", "≥": "\\ge",
-                         "≠": "\\ne", "°": "^\\circ", "²": "^2", "³": "^3", "θ": "\\theta", "α": "\\alpha", "β": "\\beta"})
+SPACES = r"(?<![0-9])\s+|\s+(?![0-9])"  # all but those between two digits
+LONGEST = 1000  # characters of an answer; a longer one is no answer, and none of the work below grows beyond it
+SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\uff0d": "-",
+        "π": "\\pi",
+        "∞": "\\infty",
+        "×": "\\times",
+        "·": "\\cdot",
+        "÷": "/",
+        "≤": "\\le",
+        "≥": "\\ge",
+        "≠": "\\ne",
+        "°": "^\\circ",
+        "²": "^2",
+        "³": "^3",
+        "θ": "\\theta",
+        "α": "\\alpha",
+        "β": "\\beta",
+    }
+)
 
 
 # --- finding the answer
 
+
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete \boxed{...}, braces matched; None without one."""
     found = last_box(text)
-    return text[found[0]:found[1]] if found else None
+    return text[found[0] : found[1]] if found else None
 
 
 def last_box(text: str) -> tuple[int, int] | None:
     open_braces, start, end = [], -1, -1
-    for i, character in enumerate(text):        # one pass: a completion may be nothing but boxes that never close
+    for i, character in enumerate(
+        text
+    ):  # one pass: a completion may be nothing but boxes that never close
         if character == "{":
             open_braces.append(i)
         elif character == "}" and open_braces:
@@ -49,7 +72,7 @@ def answer_block(text: str) -> tuple[int, int] | None:
 
 def stated_answer(text: str) -> str | None:
     r"""What the text gives as its answer: the last \boxed{} or <answer> block, whichever closes later; a box inside the block stands for it."""
-    text = text[-10_000:]       # an answer comes last; a completion may be a megabyte
+    text = text[-10_000:]  # an answer comes last; a completion may be a megabyte
     box, block = last_box(text), answer_block(text)
     if block and (not box or box[1] < block[1]):
         inner = text[slice(*block)]
@@ -59,25 +82,38 @@ def stated_answer(text: str) -> str | None:
 
 # --- mathematics
 
-@lru_cache(maxsize=4096)        # a group shares its gold answer
+
+@lru_cache(maxsize=4096)  # a group shares its gold answer
 def parse_math(text: str) -> list:
     import math_verify
-    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns that its own time limits are off: the worker has a better one
+
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own time limits are off: the worker has a better one
     return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
 
 def gold_text(answer) -> str:
     if not isinstance(answer, (str, int, float)):
-        raise TypeError(f"the right answer must be a text or a number, not a {type(answer).__name__}")
-    return str(answer).rpartition("#### ")[2]       # GSM8K writes its working before it
+        raise TypeError(
+            f"the right answer must be a text or a number, not a {type(answer).__name__}"
+        )
+    return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
 
 
 def rational(text: str) -> Fraction | None:
     r"""The value of 12, -3.50, 3/4, \frac{3}{4}; None for anything else."""
-    found = re.fullmatch(r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)|(-?)(?:\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}|(-?[0-9]{1,18})/([0-9]{1,18}))", text)
+    found = re.fullmatch(
+        r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)|(-?)(?:\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}|(-?[0-9]{1,18})/([0-9]{1,18}))",
+        text,
+    )
     if not found or not int(found[4] or found[6] or 1):
         return None
-    value = Fraction(found[1]) if found[1] else Fraction(int(found[3] or found[5]), int(found[4] or found[6]))
+    value = (
+        Fraction(found[1])
+        if found[1]
+        else Fraction(int(found[3] or found[5]), int(found[4] or found[6]))
+    )
     return -value if found[2] else value
 
 
@@ -87,17 +123,24 @@ def plainly_equal(gold: str, found: str) -> bool | None:
     if re.sub(SPACES, "", gold) == re.sub(SPACES, "", found):
         return True
     a, b = rational(gold), rational(found)
-    if a is None or b is None or (a != b and abs(a - b) <= max(1, abs(a)) / 1000 and "." in gold + found):
+    if (
+        a is None
+        or b is None
+        or (a != b and abs(a - b) <= max(1, abs(a)) / 1000 and "." in gold + found)
+    ):
         return None
     return a == b
 
 
-@lru_cache(maxsize=4096)        # and often its answers, where algebra takes milliseconds
+@lru_cache(maxsize=4096)  # and often its answers, where algebra takes milliseconds
 def same_answer(gold: str, found: str) -> bool:
     equal = plainly_equal(gold, found)
     if equal is None:
         import math_verify
-        equal = bool(parse_math(gold)) and math_verify.verify(parse_math(gold), parse_math(found), timeout_seconds=None)
+
+        equal = bool(parse_math(gold)) and math_verify.verify(
+            parse_math(gold), parse_math(found), timeout_seconds=None
+        )
     return equal
 
 
@@ -106,10 +149,15 @@ def math_reward(completion: str, answer: str, **row) -> float:
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
     Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says; so does one of over 1,000 characters."""
-    found, gold = (stated_answer(completion) or "").translate(SYMBOLS).strip(), gold_text(answer).translate(SYMBOLS).strip()
+    found, gold = (
+        (stated_answer(completion) or "").translate(SYMBOLS).strip(),
+        gold_text(answer).translate(SYMBOLS).strip(),
+    )
     if not found or len(found) > LONGEST:
         return 0.0
-    if re.search("[0-9]_", found):      # 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
+    if re.search(
+        "[0-9]_", found
+    ):  # 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
         return float(canonical_math(found) == canonical_math(gold))
     return float(same_answer(gold, found))
 
@@ -120,7 +168,7 @@ def canonical_math(text: str) -> str:
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text.translate(SYMBOLS))
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)
-    for _ in range(20):     # the innermost first; deeper ones stay as they are
+    for _ in range(20):  # the innermost first; deeper ones stay as they are
         text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", fraction, text)
         if not changed:
             break
@@ -134,8 +182,12 @@ def fraction(found: re.Match) -> str:
     r"""a/b; in parentheses where a, b or a neighbour would make another number of it: 2\frac{1}{2} is not 21/2."""
     a = found[1] if re.fullmatch(r"(\\?[0-9a-zA-Z.])*", found[1]) else f"({found[1]})"
     b = found[2] if re.fullmatch(r"[0-9.]+|[a-zA-Z]|\\[a-z]+", found[2]) else f"({found[2]})"
-    before, after = found.string[:found.start()][-1:], found.string[found.end():][:1]
-    return f"({a}/{b})" if re.match("[0-9a-zA-Z.^_/]", before) or re.match("[0-9.^_!]", after) else f"{a}/{b}"
+    before, after = found.string[: found.start()][-1:], found.string[found.end() :][:1]
+    return (
+        f"({a}/{b})"
+        if re.match("[0-9a-zA-Z.^_/]", before) or re.match("[0-9.^_!]", after)
+        else f"{a}/{b}"
+    )
 
 
 def pairs_up(text: str) -> bool:
@@ -171,7 +223,9 @@ def format_reward(completion: str, answer=None, **row) -> float:
     if any(text.count(tag) != 1 for tag in TAGS):
         return 0.0
     a, b, c, d = map(text.find, TAGS)
-    return float(a == 0 < b < c < d == len(text) - len(TAGS[3]) and not text[b + len(TAGS[1]):c].strip())
+    return float(
+        a == 0 < b < c < d == len(text) - len(TAGS[3]) and not text[b + len(TAGS[1]) : c].strip()
+    )
 
 
 def tag_count(completion: str, answer=None, **row) -> float:
@@ -179,15 +233,28 @@ def tag_count(completion: str, answer=None, **row) -> float:
     return sum(completion.count(tag) == 1 for tag in TAGS) / 4
 
 
-def length(completion: str, answer=None, *, tokens: int, max_completion_length: int, **row) -> float:
+def length(
+    completion: str, answer=None, *, tokens: int, max_completion_length: int, **row
+) -> float:
     """-tokens / max_completion_length: 0 for nothing, -1 for all that is allowed. A negative weight asks for long completions."""
     return -min(1.0, tokens / max_completion_length)
 
 
-def soft_overlong(completion: str, answer=None, *, tokens: int, max_completion_length: int, soft_overlong_buffer: int, **row) -> float:
+def soft_overlong(
+    completion: str,
+    answer=None,
+    *,
+    tokens: int,
+    max_completion_length: int,
+    soft_overlong_buffer: int,
+    **row,
+) -> float:
     """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to -1 at max_completion_length.
     Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13"""
-    return -min(1.0, max(0.0, (tokens - max_completion_length + soft_overlong_buffer) / soft_overlong_buffer))
+    return -min(
+        1.0,
+        max(0.0, (tokens - max_completion_length + soft_overlong_buffer) / soft_overlong_buffer),
+    )
 
 
 def repetition(completion: str, answer=None, **row) -> float:
@@ -198,10 +265,19 @@ def repetition(completion: str, answer=None, **row) -> float:
 
 
 REWARDS = {
-    "countdown": countdown.reward, "graph_coloring": graph_coloring.reward, "crossword": crossword.reward,
-    "rush_hour": rush_hour.reward, "rush_hour_exact": rush_hour.rush_hour_exact, "rush_hour_shaped": rush_hour.rush_hour_shaped,
-    "math": math_reward, "math_exact": math_exact,
-    "format": format_reward, "tag_count": tag_count, "length": length, "soft_overlong": soft_overlong, "repetition": repetition,
+    "countdown": countdown.reward,
+    "graph_coloring": graph_coloring.reward,
+    "crossword": crossword.reward,
+    "rush_hour": rush_hour.reward,
+    "rush_hour_exact": rush_hour.rush_hour_exact,
+    "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "math": math_reward,
+    "math_exact": math_exact,
+    "format": format_reward,
+    "tag_count": tag_count,
+    "length": length,
+    "soft_overlong": soft_overlong,
+    "repetition": repetition,
 }
 
 
@@ -210,8 +286,10 @@ def imported(name: str):
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:        # whatever somebody's module does
-        raise ValueError(f"reward_funcs: {name!r} can't be imported: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever somebody's module does
+        raise ValueError(
+            f"reward_funcs: {name!r} can't be imported: {type(error).__name__}: {error}"
+        ) from None
     if not callable(found):
         raise ValueError(f"reward_funcs: {name!r} is not a function")
     return found
@@ -223,8 +301,10 @@ def resolve(name: str):
         return REWARDS[name]
     if ":" in name:
         return imported(name)
-    raise ValueError(f"reward_funcs: {name!r} is not registered in graders.REWARDS, which has {', '.join(REWARDS)}; "
-                    f"one of your own is written module:function")
+    raise ValueError(
+        f"reward_funcs: {name!r} is not registered in graders.REWARDS, which has {', '.join(REWARDS)}; "
+        f"one of your own is written module:function"
+    )
 
 
 def mode(completion: str, answer, task: str, **row) -> str | None:

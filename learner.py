@@ -6,6 +6,7 @@
 
 P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a micro-batch; T tokens of a completion.
 """
+
 import math
 
 import torch
@@ -21,17 +22,24 @@ from ranks import across_ranks, gather_groups
 
 # --- micro-batches
 
+
 def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
     """Of every `unit` neighbouring rows: the tokens they cost alone, padded or packed, and how many fewer, packed, behind the unit before them:
     those of a prompt that both have."""
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)
     if not pack:
         return (total.amax(1) * unit).tolist(), [0] * len(total)
-    again = (batch["prompt_lengths"] * packing.continues(batch["ids"], batch["prompt_lengths"])).cpu().view(-1, unit)
+    again = (
+        (batch["prompt_lengths"] * packing.continues(batch["ids"], batch["prompt_lengths"]))
+        .cpu()
+        .view(-1, unit)
+    )
     return (total.sum(1) - again[:, 1:].sum(1)).tolist(), again[:, 0].tolist()
 
 
-def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None) -> list:
+def plan_micro_batches(
+    batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None
+) -> list:
     """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart. Packed rows keep
     their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number.
     idle (N,) bool: rows without a gradient; they get micro-batches of their own, the first ones."""
@@ -40,9 +48,11 @@ def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least
     bins, used = [], 0
     for u in sorted(range(len(alone)), key=lambda u: (not rests[u], 0 if pack else -alone[u])):
         if pack:
-            more = alone[u] - saved[u] * (bool(bins) and bins[-1][-1] == u - 1)     # the prompt is shared with its neighbour only
+            more = alone[u] - saved[u] * (
+                bool(bins) and bins[-1][-1] == u - 1
+            )  # the prompt is shared with its neighbour only
         else:
-            more = alone[bins[-1][0]] if bins else 0        # padded to the longest, which came first
+            more = alone[bins[-1][0]] if bins else 0  # padded to the longest, which came first
         if bins and used + more <= budget and rests[u] == rests[bins[-1][0]]:
             bins[-1].append(u)
             used += more
@@ -52,7 +62,7 @@ def plan_micro_batches(batch: dict, budget: int, unit: int, pack: bool, at_least
     while len(bins) < at_least:
         i = max(range(len(bins)), key=lambda i: len(bins[i]))
         half = len(bins[i]) // 2
-        bins[i:i + 1] = [bins[i][:half], bins[i][half:]]
+        bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
     return [(torch.tensor(b)[:, None] * unit + torch.arange(unit)).flatten() for b in bins]
 
 
@@ -61,10 +71,14 @@ def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, boo
     on any rank, exceeds the budget."""
     budget, pack = c["max_tokens_per_micro_batch"], c["pack_sequences"]
     cut = max(unit_tokens(batch, unit, pack)[0]) > budget
-    mine = torch.tensor([cut, *(len(plan_micro_batches(batch, budget, u, pack, idle=idle)) for u in (unit, 1))])
+    mine = torch.tensor(
+        [cut, *(len(plan_micro_batches(batch, budget, u, pack, idle=idle)) for u in (unit, 1))]
+    )
     agreed = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     cut = unit > 1 and bool(agreed[0])
-    return plan_micro_batches(batch, budget, 1 if cut else unit, pack, agreed[2 if cut else 1], idle), cut
+    return plan_micro_batches(
+        batch, budget, 1 if cut else unit, pack, agreed[2 if cut else 1], idle
+    ), cut
 
 
 @torch.no_grad()
@@ -73,18 +87,25 @@ def score_rows(model, batch: dict, plan: list, entropy: bool = False):
     found = torch.zeros_like(batch["sampler_logps"])
     for rows in plan:
         part = rollout.take(batch, rows)
-        values = model(part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy)[int(entropy)]
-        found[rows, :values.shape[1]] = values
+        values = model(part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy)[
+            int(entropy)
+        ]
+        found[rows, : values.shape[1]] = values
     return found
 
 
 # --- the step's loss
 
-def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, right, c: dict) -> dict:
+
+def measure_groups(
+    engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, right, c: dict
+) -> dict:
     """What group_targets needs of the whole step, all ranks: "rewards", "lengths" and what this config asks for. Sets batch["ref_logps"].
     right (p, G): which of this rank's rollouts are correct."""
+
     def gather(values):
         return gather_groups(values.view(len(rows), -1))
+
     group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan, _ = agree_on_plan(batch, 1, c)
@@ -94,9 +115,18 @@ def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: l
         batch["ref_logps"] = score_rows(reference, batch, plan)
         if c["reference_placement"] == "cpu":
             reference.to("cpu")
-        group["ref_scores"] = gather(L.sequence_scores(batch["ref_logps"], batch["lengths"], c["maxent_score_norm"], c["max_completion_length"]))
+        group["ref_scores"] = gather(
+            L.sequence_scores(
+                batch["ref_logps"],
+                batch["lengths"],
+                c["maxent_score_norm"],
+                c["max_completion_length"],
+            )
+        )
     if c["policy_entropy_bonus_coef"] > 0:
-        group["entropies"] = gather(score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"])
+        group["entropies"] = gather(
+            score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"]
+        )
     if c["objective"] == "seed_grpo":
         group["clusters"] = gather(R.answer_clusters(rollouts, rows, right, c))
         group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
@@ -108,7 +138,12 @@ def measure_groups(engine, reference, batch: dict, rollouts: list[dict], rows: l
 
 def step_counts(targets: dict, lengths) -> dict:
     """The normalisers of the step, all ranks: rows, prompts, completion tokens, active groups (at least 1)."""
-    return {"rows": lengths.numel(), "prompts": len(lengths), "tokens": int(lengths.sum()), "active": max(1, int(targets["active"].sum()))}
+    return {
+        "rows": lengths.numel(),
+        "prompts": len(lengths),
+        "tokens": int(lengths.sum()),
+        "active": max(1, int(targets["active"].sum())),
+    }
 
 
 def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
@@ -118,21 +153,43 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters", "mean_logps" (P, G) and "correct_modes" (P,)."""
     rewards, (P, G) = group["rewards"], group["rewards"].shape
     task_rewards = group.get("task_rewards", rewards)
-    shaped = rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"]) if "entropies" in group else rewards
+    shaped = (
+        rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
+        if "entropies" in group
+        else rewards
+    )
     if c["objective"] == "maxent":
         utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
         weights = L.maxent_weights(utilities, group.get("ref_scores"), tau, beta)
         active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
         # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
         advantages = (G * (weights - 1 / G)).masked_fill(~active[:, None], 0.0)
-        return {"rewards": task_rewards, "weights": weights, "active": active, "advantages": advantages, "utilities": utilities}
+        return {
+            "rewards": task_rewards,
+            "weights": weights,
+            "active": active,
+            "advantages": advantages,
+            "utilities": utilities,
+        }
     advantages = L.group_advantages(shaped, c["scale_rewards"] or L.OBJECTIVES[c["objective"]][1])
-    targets = {"rewards": task_rewards, "active": ~L.equal_groups(rewards), "advantages": advantages}
+    targets = {
+        "rewards": task_rewards,
+        "active": ~L.equal_groups(rewards),
+        "advantages": advantages,
+    }
     if c["objective"] == "xdr":
-        utilities = L.xdr_utilities(advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"])
-        taus = L.mode_adaptive_tau(tau, group["correct_modes"]) if c["xdr_mode_adaptive_tau"] else [tau] * P
-        targets["weights"] = L.xdr_weights(utilities, group.get("ref_scores"), taus, beta if c["xdr_ref_tilt"] else 0.0)
-        if not math.isinf(tau):         # infinite: the dr_grpo path, to the bit
+        utilities = L.xdr_utilities(
+            advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"]
+        )
+        taus = (
+            L.mode_adaptive_tau(tau, group["correct_modes"])
+            if c["xdr_mode_adaptive_tau"]
+            else [tau] * P
+        )
+        targets["weights"] = L.xdr_weights(
+            utilities, group.get("ref_scores"), taus, beta if c["xdr_ref_tilt"] else 0.0
+        )
+        if not math.isinf(tau):  # infinite: the dr_grpo path, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
     if c["objective"] == "seed_grpo":
         entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])
@@ -142,13 +199,20 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
 
 def couples_rows(c: dict) -> bool:
     """Whether part of the loss is a function of a whole group's scores."""
-    return (c["objective"] == "maxent" and c["maxent_loss"] != "policy_gradient") or c["mode_entropy_coef"] > 0
+    return (c["objective"] == "maxent" and c["maxent_loss"] != "policy_gradient") or c[
+        "mode_entropy_coef"
+    ] > 0
 
 
 def scores_of(logps, lengths, c: dict):
     """Sequence scores (n,) for group_loss, in the norm that its loss asks for."""
     maxent_norm = "length" if c["maxent_loss"] == "mle" else c["maxent_score_norm"]
-    return L.sequence_scores(logps, lengths, maxent_norm if c["objective"] == "maxent" else c["mode_entropy_score_norm"], c["max_completion_length"])
+    return L.sequence_scores(
+        logps,
+        lengths,
+        maxent_norm if c["objective"] == "maxent" else c["mode_entropy_score_norm"],
+        c["max_completion_length"],
+    )
 
 
 def group_loss(scores, targets: dict, c: dict, norm: dict):
@@ -156,8 +220,12 @@ def group_loss(scores, targets: dict, c: dict, norm: dict):
     if c["objective"] == "maxent":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
         return loss(scores, targets["weights"], targets["active"], norm["active"])
-    longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1       # the other scores are per token already
-    return c["mode_entropy_coef"] * L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * longest)
+    longest = (
+        c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
+    )  # the other scores are per token already
+    return c["mode_entropy_coef"] * L.mode_entropy_loss(
+        scores, targets["rewards"], norm["prompts"] * longest
+    )
 
 
 def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
@@ -179,18 +247,37 @@ def adds_kl(c: dict) -> bool:
 def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, norm: dict) -> tuple:
     """The part of the loss that is a sum over tokens: surrogate, KL, entropy. (loss, clipped below, clipped above, KL sum)."""
     mask = completion_mask(part["lengths"])
-    share = L.token_weights(L.OBJECTIVES[c["objective"]][0], mask, norm["rows"], norm["tokens"], c["max_completion_length"])     # (n, T)
+    share = L.token_weights(
+        L.OBJECTIVES[c["objective"]][0],
+        mask,
+        norm["rows"],
+        norm["tokens"],
+        c["max_completion_length"],
+    )  # (n, T)
     total, low, high, kl_sum = logps.new_zeros(()), mask & False, mask & False, logps.new_zeros(())
     if c["objective"] != "maxent" or c["maxent_loss"] == "policy_gradient":
         gain, low, high = surrogate(logps, part, advantages, c)
-        correction = L.importance_ratio(part["old_logps"], part["sampler_logps"], part["lengths"], c["importance_sampling"], c["importance_sampling_cap"])
+        correction = L.importance_ratio(
+            part["old_logps"],
+            part["sampler_logps"],
+            part["lengths"],
+            c["importance_sampling"],
+            c["importance_sampling_cap"],
+        )
         total = total - (share * correction * gain).sum()
     if c["objective"] == "token_entropy":
         total = total - c["token_entropy_coef"] * (share * entropy).sum()
     if "ref_logps" in part:
         kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
         if adds_kl(c):
-            total = total + beta * (share * {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]](logps, part["ref_logps"])).sum()
+            total = (
+                total
+                + beta
+                * (
+                    share
+                    * {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]](logps, part["ref_logps"])
+                ).sum()
+            )
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
@@ -202,7 +289,9 @@ def idle_rows(targets: dict, beta: float, c: dict):
     return idle.repeat_interleave(targets["rewards"].shape[1])
 
 
-def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dict, norm: dict) -> dict:
+def accumulate_gradients(
+    engine, batch: dict, targets: dict, beta: float, c: dict, norm: dict
+) -> dict:
     """Forward over all micro-batches of one update, backward where there is a gradient; the metrics of the step, over all ranks.
 
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
@@ -211,9 +300,16 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
     idle = idle_rows(targets, beta, c)
     plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c, idle)
     # The last ones go backward: as many on every rank, and one at least, for the optimizer to step on
-    backwards = max(1, int(across_ranks(torch.tensor(sum(not idle[rows].all() for rows in plan)), dist.ReduceOp.MAX)))
+    backwards = max(
+        1,
+        int(
+            across_ranks(
+                torch.tensor(sum(not idle[rows].all() for rows in plan)), dist.ReduceOp.MAX
+            )
+        ),
+    )
     coefficients, value, first, finite = None, 0.0, "old_logps" not in batch, True
-    if cut:     # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
+    if cut:  # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
         scores = scores_of(score_rows(engine, batch, plan), batch["lengths"], c).requires_grad_()
         value = group_loss(scores.view(-1, G), targets, c, norm)
         coefficients, value = torch.autograd.grad(value, scores)[0], value.item()
@@ -224,11 +320,13 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
         part = rollout.take(batch, rows)
         learns = i >= len(plan) - backwards
         with torch.set_grad_enabled(learns):
-            logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])        # (n, T)
+            logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
         if first:
             part["old_logps"] = logps.detach()
-            old_logps[rows, :logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(logps, entropy, part, targets["advantages"].flatten()[rows], beta, c, norm)
+            old_logps[rows, : logps.shape[1]] = part["old_logps"]
+        loss, low, high, kl = token_loss(
+            logps, entropy, part, targets["advantages"].flatten()[rows], beta, c, norm
+        )
         reported = loss.item()
         if couples_rows(c):
             scores = scores_of(logps, part["lengths"], c)
@@ -238,8 +336,12 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
                 whole = {k: v[rows[::G] // G] for k, v in targets.items()}
                 coupled = group_loss(scores.view(-1, G), whole, c, norm)
                 loss, reported = loss + coupled, reported + coupled.item()
-        logps_sum, *measured = torch.stack([x.detach().sum().float() for x in (logps, entropy, kl, low, high)]).tolist()      # one wait for the device
-        finite = finite and math.isfinite(reported + logps_sum)         # a group without a gradient may not be in the loss
+        logps_sum, *measured = torch.stack(
+            [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
+        ).tolist()  # one wait for the device
+        finite = finite and math.isfinite(
+            reported + logps_sum
+        )  # a group without a gradient may not be in the loss
         if learns:
             # A NaN loss can have a finite gradient, or none: make sure it has not, then the optimizer skips the step on every rank.
             # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
@@ -249,14 +351,24 @@ def accumulate_gradients(engine, batch: dict, targets: dict, beta: float, c: dic
         batch["old_logps"] = old_logps
     total, entropy, kl, low, high = across_ranks(sums).tolist()
     tokens = norm["tokens"]
-    metrics = {"loss": total, "entropy": entropy / tokens, "clip_ratio/low": low / tokens, "clip_ratio/high": high / tokens}
+    metrics = {
+        "loss": total,
+        "entropy": entropy / tokens,
+        "clip_ratio/low": low / tokens,
+        "clip_ratio/high": high / tokens,
+    }
     return metrics | ({"kl": kl / tokens} if "ref_logps" in batch else {})
 
 
 def group_metrics(rewards, lengths) -> dict:
     """What the groups of the step were worth and how long their completions were; rewards and lengths (P, G)."""
-    return {"reward": rewards.mean().item(), "reward_std": rewards.std(1).mean().item(), "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
-            "completions/mean_length": lengths.mean().item(), "completions/max_length": lengths.max().item()}
+    return {
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(1).mean().item(),
+        "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/max_length": lengths.max().item(),
+    }
 
 
 def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:
@@ -266,11 +378,20 @@ def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:
     d = (batch["old_logps"] - batch["sampler_logps"])[mask]
     ratio = d.clamp(max=20).exp()
     mean, ratio_mean = (across_ranks(torch.stack([d.abs().sum(), ratio.sum()])) / tokens).tolist()
-    largest, ratio_max, ratio_min = across_ranks(torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX).tolist()
+    largest, ratio_max, ratio_min = across_ranks(
+        torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX
+    ).tolist()
     if limit >= 0 and mean > limit:
-        raise RunStopped(f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), "
-                         f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights, or the limit is too low for this dtype "
-                         f"(bfloat16 alone makes about 0.01)")
-    found = {"sampling_logp_difference/mean": mean, "sampling_logp_difference/max": largest, "importance_sampling_ratio/mean": ratio_mean,
-             "importance_sampling_ratio/min": -ratio_min, "importance_sampling_ratio/max": ratio_max}
+        raise RunStopped(
+            f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), "
+            f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights, or the limit is too low for this dtype "
+            f"(bfloat16 alone makes about 0.01)"
+        )
+    found = {
+        "sampling_logp_difference/mean": mean,
+        "sampling_logp_difference/max": largest,
+        "importance_sampling_ratio/mean": ratio_mean,
+        "importance_sampling_ratio/min": -ratio_min,
+        "importance_sampling_ratio/max": ratio_max,
+    }
     return {f"sampling/{name}": value for name, value in found.items()}

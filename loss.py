@@ -16,6 +16,7 @@ knows before the first backward: so any split into micro-batches or ranks gives 
 and two that exist to be compared with: seed_grpo (dr_grpo, advantages shrunk where the answers of a group differ, Chen et al. 2025,
 arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the entropy of every token).
 """
+
 import math
 
 import torch
@@ -23,12 +24,20 @@ from torch import Tensor
 
 # objective: (how its tokens are aggregated, its own scale_rewards)
 OBJECTIVES = {
-    "maxent": ("constant", "none"), "xdr": ("constant", "none"), "grpo": ("row_mean", "group"), "dapo": ("token_mean", "group"),
-    "dr_grpo": ("constant", "none"), "gspo": ("row_mean", "group"), "cispo": ("token_mean", "group"),
-    "seed_grpo": ("constant", "none"), "token_entropy": ("constant", "none")}
+    "maxent": ("constant", "none"),
+    "xdr": ("constant", "none"),
+    "grpo": ("row_mean", "group"),
+    "dapo": ("token_mean", "group"),
+    "dr_grpo": ("constant", "none"),
+    "gspo": ("row_mean", "group"),
+    "cispo": ("token_mean", "group"),
+    "seed_grpo": ("constant", "none"),
+    "token_entropy": ("constant", "none"),
+}
 
 
 # --- rewards to advantages and weights, (P, G) in, (P, G) out
+
 
 def equal_groups(rewards: Tensor) -> Tensor:
     """(P,) bool: groups whose rewards are all the same. Compared directly: in fp32 the mean of equal numbers is not exact."""
@@ -53,7 +62,9 @@ def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> T
     G = rewards.shape[1]
     if not 0 <= epsilon * G <= 1 + 1e-6:
         raise ValueError(f"maxent_q_epsilon={epsilon} must lie between 0 and 1/G = {1 / G:.4f}")
-    best = rewards.amax(1, keepdim=True)        # subtracted before dividing, so that a constant added to a group changes nothing
+    best = rewards.amax(
+        1, keepdim=True
+    )  # subtracted before dividing, so that a constant added to a group changes nothing
     log_softmax = ((rewards - best) / temperature).log_softmax(1)
     if epsilon == 0:
         return log_softmax
@@ -82,8 +93,10 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
     if math.isinf(beta):
         return ref_scores.detach().softmax(1)
     z = utilities.detach() + (beta * ref_scores.detach() if beta > 0 else 0.0)
-    z = z - z.amax(1, keepdim=True)     # before dividing: a tiny tau + beta must not lose the differences
-    if tau + beta < torch.finfo(z.dtype).tiny:      # 0, also after rounding to the dtype of z
+    z = z - z.amax(
+        1, keepdim=True
+    )  # before dividing: a tiny tau + beta must not lose the differences
+    if tau + beta < torch.finfo(z.dtype).tiny:  # 0, also after rounding to the dtype of z
         best = (z == 0).to(z.dtype)
         return best / best.sum(1, keepdim=True)
     return (z / (tau + beta)).softmax(1)
@@ -109,18 +122,29 @@ def mode_adaptive_tau(tau: float, correct_modes: Tensor) -> list[float]:
     return [tau * math.log(2) / math.log1p(max(1.0, k)) for k in correct_modes.tolist()]
 
 
-def xdr_weights(utilities: Tensor, ref_scores: Tensor | None, taus: list[float], beta: float) -> Tensor:
+def xdr_weights(
+    utilities: Tensor, ref_scores: Tensor | None, taus: list[float], beta: float
+) -> Tensor:
     """a = softmax((U + beta * l) / (tau_x + beta)), (P, G), one tau for each group."""
-    return torch.cat([maxent_weights(utilities[x:x + 1], None if ref_scores is None else ref_scores[x:x + 1], tau, beta)
-                      for x, tau in enumerate(taus)])
+    return torch.cat(
+        [
+            maxent_weights(
+                utilities[x : x + 1],
+                None if ref_scores is None else ref_scores[x : x + 1],
+                tau,
+                beta,
+            )
+            for x, tau in enumerate(taus)
+        ]
+    )
 
 
 def semantic_entropy(clusters: Tensor, mean_logps: Tensor) -> Tensor:
     """H_sem, (P,), nats: the entropy over the answers of a group. clusters (P, G): rows of one number gave the same answer; the mass of
     a cluster is that of its rows under the softmax over the group of their mean log-probs (P, G)."""
     p = mean_logps.softmax(1)
-    same = clusters[:, :, None] == clusters[:, None, :]         # (P, G, G)
-    mass = (same * p[:, None, :]).sum(2)                        # of the row's own cluster
+    same = clusters[:, :, None] == clusters[:, None, :]  # (P, G, G)
+    mass = (same * p[:, None, :]).sum(2)  # of the row's own cluster
     return -torch.xlogy(p, mass).sum(1)
 
 
@@ -133,7 +157,11 @@ def active_groups(rewards: Tensor, skip: str) -> Tensor:
     """(P,) bool: groups that maxent learns from. skip "all": not those with equal rewards; "wrong": not those that are equal
     and at the lowest reward of the step; "none": every group. `rewards` are those of the whole step."""
     equal = equal_groups(rewards)
-    return ~{"all": equal, "wrong": equal & (rewards[:, 0] == rewards.min()), "none": equal & False}[skip]
+    return ~{
+        "all": equal,
+        "wrong": equal & (rewards[:, 0] == rewards.min()),
+        "none": equal & False,
+    }[skip]
 
 
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
@@ -144,14 +172,26 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
         return {}
     w, r = weights[active], rewards[active]
     H, G, top = torch.special.entr(w).sum(1), w.shape[1], r == r.amax(1, keepdim=True)
-    spread = top.sum(1) < G         # where all rows are best there is no room above ln n_top
+    spread = top.sum(1) < G  # where all rows are best there is no room above ln n_top
     excess = ((H - top.sum(1).log()) / (math.log(G) - top.sum(1).log()))[spread]
-    return {"weights/entropy": H.mean().item(), "weights/entropy_norm": (H / math.log(G)).mean().item(),
-            "weights/effective_rollouts": H.exp().mean().item(), "weights/max": w.amax(1).mean().item(),
-            **({"weights/incorrect_mass": (w * ~top).sum(1)[spread].mean().item(), "weights/excess_entropy": excess.mean().item()} if spread.any() else {})}
+    return {
+        "weights/entropy": H.mean().item(),
+        "weights/entropy_norm": (H / math.log(G)).mean().item(),
+        "weights/effective_rollouts": H.exp().mean().item(),
+        "weights/max": w.amax(1).mean().item(),
+        **(
+            {
+                "weights/incorrect_mass": (w * ~top).sum(1)[spread].mean().item(),
+                "weights/excess_entropy": excess.mean().item(),
+            }
+            if spread.any()
+            else {}
+        ),
+    }
 
 
 # --- losses
+
 
 def sequence_scores(logps: Tensor, lengths: Tensor, norm: str, max_length: int) -> Tensor:
     """s = sum_t logp / divisor, (N,): T_i ("length"), L ("constant") or 1 ("sum"). `logps` (N, T) are 0 outside the completion."""
@@ -159,11 +199,15 @@ def sequence_scores(logps: Tensor, lengths: Tensor, norm: str, max_length: int) 
     return logps.sum(1) / divisor
 
 
-def listwise_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float | None = None) -> Tensor:
+def listwise_loss(
+    scores: Tensor, weights: Tensor, active: Tensor, norm: float | None = None
+) -> Tensor:
     """L = -sum_active sum_i w_i * log softmax_i(s) / norm; scores, weights (P, G), active (P,). norm None: max(1, active groups).
     Gradient per group sum_i (p_i - w_i) * ds_i, p = softmax(s): zero exactly when the policy's p equals w."""
-    cross_entropy = -(weights * scores.log_softmax(1)).sum(1)       # (P,)
-    return cross_entropy.masked_fill(~active, 0.0).sum() / (norm if norm is not None else max(1, int(active.sum())))
+    cross_entropy = -(weights * scores.log_softmax(1)).sum(1)  # (P,)
+    return cross_entropy.masked_fill(~active, 0.0).sum() / (
+        norm if norm is not None else max(1, int(active.sum()))
+    )
 
 
 def mle_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float) -> Tensor:
@@ -176,7 +220,7 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     """L = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax over C of S_i: a pull towards equally likely correct answers.
     C: rows at the best reward of a group that is not all equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L for sums S, P for means.
     Row gradient (p_i - 1/n_c) * dS_i / norm; wrong rows are never touched."""
-    best = (rewards == rewards.amax(1, keepdim=True)) & ~equal_groups(rewards)[:, None]     # C, (P, G)
+    best = (rewards == rewards.amax(1, keepdim=True)) & ~equal_groups(rewards)[:, None]  # C, (P, G)
     count = best.sum(1)
     use = count >= 2
     if not use.any():
@@ -186,11 +230,15 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     return -((log_p * best).sum(1) / count[use]).sum() / norm
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0):
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0
+):
     """PPO's min(c*A, clip(c, 1-low, 1+high)*A), (n, T), with c = exp(log_ratio), and the two masks of what is clipped (below with
     A < 0, above with A > 0). delta > 0 caps c in the unclipped branch (two-sided clip). log_ratio (n, T), or (n, 1) of gspo; advantages (n,)."""
     A = advantages[:, None]
-    ratio = log_ratio.clamp(max=20).exp()       # an infinite ratio would make clipped tokens and A = 0 NaN
+    ratio = log_ratio.clamp(
+        max=20
+    ).exp()  # an infinite ratio would make clipped tokens and A = 0 NaN
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
     surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
     return surrogate, (ratio < 1 - low) & (A < 0), (ratio > 1 + high) & (A > 0)
@@ -200,13 +248,23 @@ def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: f
     """min(c, cap) * A * logp per token, (n, T), the ratio detached: clipped tokens keep their gradient. Nothing is clipped below."""
     A = advantages[:, None]
     ratio = log_ratio.detach().clamp(max=20).exp()
-    return ratio.clamp(max=cap) * A * logps, torch.zeros_like(ratio, dtype=torch.bool), (ratio > cap) & (A > 0)
+    return (
+        ratio.clamp(max=cap) * A * logps,
+        torch.zeros_like(ratio, dtype=torch.bool),
+        (ratio > cap) & (A > 0),
+    )
 
 
-def token_weights(aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int) -> Tensor:
+def token_weights(
+    aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int
+) -> Tensor:
     """The share of every token in the loss, (n, T): "row_mean" m / (T_i * N), "token_mean" m / tokens of the step,
     "constant" m / (N * L). rows N and tokens count the whole step, all ranks."""
-    divisor = {"row_mean": mask.sum(1, keepdim=True).clamp(min=1) * rows, "token_mean": tokens, "constant": rows * max_length}[aggregation]
+    divisor = {
+        "row_mean": mask.sum(1, keepdim=True).clamp(min=1) * rows,
+        "token_mean": tokens,
+        "constant": rows * max_length,
+    }[aggregation]
     return mask / divisor
 
 
@@ -222,14 +280,16 @@ def k2_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
     return (logps - ref_logps).clamp(-20, 20) ** 2 / 2
 
 
-def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, lengths: Tensor, kind: str, cap: float) -> Tensor:
+def importance_ratio(
+    old_logps: Tensor, sampler_logps: Tensor, lengths: Tensor, kind: str, cap: float
+) -> Tensor:
     """Weight for the mismatch between trainer and sampler, detached: exp(old_logp - sampler_logp) of every token, (n, T), or exp of the
     row's sum, (n, 1), capped ("token_truncate", "sequence_truncate") or 0 above the cap ("token_mask", "sequence_mask").
     "sequence_geometric" is exp of the row's mean, capped: biased, but it does not explode with length. "none": 1.
     Both log-probs are 0 outside completions; lengths (n,)."""
     if kind == "none":
         return torch.ones_like(old_logps)
-    d = old_logps.detach() - sampler_logps      # (n, T)
+    d = old_logps.detach() - sampler_logps  # (n, T)
     if kind.startswith("sequence"):
         d = d.sum(1, keepdim=True)
     if kind == "sequence_geometric":
@@ -240,7 +300,9 @@ def importance_ratio(old_logps: Tensor, sampler_logps: Tensor, lengths: Tensor, 
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)
 
-KEPT_BYTES = 2**28      # softmaxes of a forward that are kept for its backward; the others are computed again
+KEPT_BYTES = (
+    2**28
+)  # softmaxes of a forward that are kept for its backward; the others are computed again
 
 
 class ChunkedLogps(torch.autograd.Function):
@@ -249,11 +311,13 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, keep):
-        logps, entropy, log_z = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        logps, entropy, log_z = (
+            hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3)
+        )
         ctx.kept, room = {}, KEPT_BYTES if keep else 0
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logits = head_logits(hidden[part], weight, temperature)             # (chunk, V)
+            logits = head_logits(hidden[part], weight, temperature)  # (chunk, V)
             top = logits.amax(1)
             p = logits.sub_(top[:, None]).exp()
             z = p.sum(1)
@@ -273,27 +337,47 @@ class ChunkedLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         with_entropy = ctx.want_entropy and grad_entropy is not None and bool(grad_entropy.any())
         wanted = (grad_logps != 0) | (grad_entropy != 0) if with_entropy else grad_logps != 0
-        wanted = wanted.cpu()           # groups with equal rewards ask for nothing
+        wanted = wanted.cpu()  # groups with equal rewards ask for nothing
         for i in range(0, len(targets), ctx.chunk):
             part, p = slice(i, i + ctx.chunk), ctx.kept.pop(i, None)
             if not wanted[part].any():
                 continue
             if p is None:
-                p = head_logits(hidden[part], weight, ctx.temperature).sub_(log_z[part, None]).exp_()       # (chunk, V)
-            more = grad_entropy[part, None] * (torch.special.entr(p) - p * entropy[part, None]) if with_entropy else None
+                p = (
+                    head_logits(hidden[part], weight, ctx.temperature)
+                    .sub_(log_z[part, None])
+                    .exp_()
+                )  # (chunk, V)
+            more = (
+                grad_entropy[part, None] * (torch.special.entr(p) - p * entropy[part, None])
+                if with_entropy
+                else None
+            )
             grad = p.mul_(-grad_logps[part, None])
             grad.scatter_add_(1, targets[part, None], grad_logps[part, None])
-            grad = (grad if more is None else grad.add_(more)).div_(ctx.temperature).to(hidden.dtype)
+            grad = (
+                (grad if more is None else grad.add_(more)).div_(ctx.temperature).to(hidden.dtype)
+            )
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 if grad.dtype == torch.float32:
                     grad_weight.addmm_(grad.T, hidden[part])
                 else:
                     grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -302,11 +386,20 @@ def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, want_entropy: bool = True):
+def token_logps(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    want_entropy: bool = True,
+):
     """(logps (n,), entropy (n,) or None) of `targets` (n,) under softmax(hidden @ head_weight.T / temperature), float32, nats.
     hidden (n, H), head_weight (V, H). Memory: about 4 float32 buffers of `chunk` * V at a time and KEPT_BYTES, whatever n is. On a CPU a chunk
     has at most 128 tokens, whose buffers stay in its cache."""
     chunk = chunk if hidden.is_cuda else min(chunk, 128)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, want_entropy, keep)
+    logps, entropy = ChunkedLogps.apply(
+        hidden, head_weight, targets, temperature, chunk, want_entropy, keep
+    )
     return logps, entropy if want_entropy else None

@@ -5,6 +5,7 @@
 
 n rows; T tokens of the longest completion; S of the longest row; M of all of them; H hidden size.
 """
+
 import deepspeed
 import torch
 
@@ -19,10 +20,12 @@ class Policy(torch.nn.Module):
     def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
         head = lm.get_output_embeddings()
-        if lm.config._attn_implementation != packing.NAME:      # else it is in a Policy already
+        if lm.config._attn_implementation != packing.NAME:  # else it is in a Policy already
             check_head(lm)
         self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
-        self.seed_head = torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None      # InfoSeed, "ce"
+        self.seed_head = (
+            torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None
+        )  # InfoSeed, "ce"
         if pack:
             packing.prepare(lm)
 
@@ -31,23 +34,43 @@ class Policy(torch.nn.Module):
         if self.pack:
             return packing.states(self.lm, ids, prompt_lengths, lengths, row, t)
         own = row * ids.shape[1] + prompt_lengths[row] + t
-        return self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), own - 1, own
+        return (
+            self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1),
+            own - 1,
+            own,
+        )
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
         With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
-        row, t = completion_mask(lengths).nonzero(as_tuple=True)                             # the tokens of all completions, flat
-        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)              # (M, H)
+        row, t = completion_mask(lengths).nonzero(
+            as_tuple=True
+        )  # the tokens of all completions, flat
+        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)  # (M, H)
         if pool:
-            last = hidden[own[t == lengths[row] - 1]].float()                                # (n, H)
+            last = hidden[own[t == lengths[row] - 1]].float()  # (n, H)
             sums = torch.zeros_like(last).index_add(0, row, hidden[own].float())
             pooled = last if pool == "last" else sums / lengths[:, None]
-            return pooled, None if self.seed_head is None else self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
+            return pooled, None if self.seed_head is None else self.seed_head(
+                pooled.to(self.seed_head.weight.dtype)
+            ).float()
         head, targets = self.lm.get_output_embeddings().weight, ids[row, prompt_lengths[row] + t]
-        flat = L.token_logps(hidden.index_select(0, before), head, targets, self.temperature, self.chunk, want_entropy)
-        if self.seed_head is not None:      # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
+        flat = L.token_logps(
+            hidden.index_select(0, before),
+            head,
+            targets,
+            self.temperature,
+            self.chunk,
+            want_entropy,
+        )
+        if (
+            self.seed_head is not None
+        ):  # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
             flat = (flat[0] + 0.0 * self.seed_head(hidden[:1]).sum(), flat[1])
-        return tuple(x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x) for x in flat)
+        return tuple(
+            x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x)
+            for x in flat
+        )
 
 
 @torch.no_grad()
@@ -56,12 +79,24 @@ def check_head(lm) -> None:
     head, trains = lm.get_output_embeddings(), lm.training
     ids = torch.arange(5, 13, device=lm.device)[None] % lm.config.get_text_config().vocab_size
     lm.eval()
-    plain, logits = (lm.base_model(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T).float(), lm(input_ids=ids, use_cache=False).logits.float()
+    plain, logits = (
+        (lm.base_model(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T).float(),
+        lm(input_ids=ids, use_cache=False).logits.float(),
+    )
     lm.train(trains)
-    gap, most = (logits - plain).abs().max() / plain.abs().max(), 1e-3 if lm.dtype == torch.float32 else 0.02
+    gap, most = (
+        (logits - plain).abs().max() / plain.abs().max(),
+        1e-3 if lm.dtype == torch.float32 else 0.02,
+    )
     # a small bias does not show among eight tokens, nor does a cap at small logits
-    if gap > most or getattr(head, "bias", None) is not None or getattr(lm.config, "final_logit_softcapping", None):
-        raise UserError(f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported")
+    if (
+        gap > most
+        or getattr(head, "bias", None) is not None
+        or getattr(lm.config, "final_logit_softcapping", None)
+    ):
+        raise UserError(
+            f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported"
+        )
 
 
 class CheckedAdamW(torch.optim.AdamW):
@@ -85,11 +120,17 @@ class CheckedAdamW(torch.optim.AdamW):
 
 def seed_classes(c: dict) -> int:
     """Classes of the head that InfoSeed's "ce" trains with the policy; 0: there is none."""
-    return c["info_seed_num_seeds"] if c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce" else 0
+    return (
+        c["info_seed_num_seeds"]
+        if c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce"
+        else 0
+    )
 
 
 def dtype_of(c: dict) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
+        c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    )
 
 
 def completion_mask(lengths):

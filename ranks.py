@@ -1,7 +1,8 @@
 """The processes of a run: how they start, agree and leave together. gloo on a CPU, NCCL on GPUs; one process is a world of one.
 
-    rank, world, device = start_distributed()
+rank, world, device = start_distributed()
 """
+
 import os
 import socket
 from pathlib import Path
@@ -16,17 +17,29 @@ from common import DEADLINE, UserError
 from policy import dtype_of, named_weights
 
 if not torch.cuda.is_available():
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
+    )
 
 
 def refuse_idle_gpu() -> None:
     """UserError where a GPU is there or asked for that this torch can't use: the run would take weeks on the CPU without a word."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.is_available() or asked in ("", "-1", "NoDevFiles") or (asked is None and not Path("/dev/nvidia0").exists()):
+    if (
+        torch.cuda.is_available()
+        or asked in ("", "-1", "NoDevFiles")
+        or (asked is None and not Path("/dev/nvidia0").exists())
+    ):
         return
-    why = "there is a GPU, /dev/nvidia0" if asked is None else f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
-    raise UserError(f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` on a machine with a GPU), a driver that is too old, "
-                    f"or a GPU that this job was not given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing")
+    why = (
+        "there is a GPU, /dev/nvidia0"
+        if asked is None
+        else f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
+    )
+    raise UserError(
+        f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` on a machine with a GPU), a driver that is too old, "
+        f"or a GPU that this job was not given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing"
+    )
 
 
 def start_distributed():
@@ -34,30 +47,47 @@ def start_distributed():
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+            os.environ.update(
+                RANK="0",
+                LOCAL_RANK="0",
+                WORLD_SIZE="1",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(probe.getsockname()[1]),
+            )
     refuse_idle_gpu()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     deepspeed.utils.logger.setLevel("ERROR")
-    transformers.utils.logging.disable_progress_bar()       # of files that load in a blink, once per rank
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False)
+    transformers.utils.logging.disable_progress_bar()  # of files that load in a blink, once per rank
+    deepspeed.init_distributed(
+        dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False
+    )
     return dist.get_rank(), dist.get_world_size(), device
 
 
 def check_tensor_parallel(c: dict, world: int) -> None:
     """UserError where the ranks can't be shared out among the engines."""
     if world % c["vllm_tensor_parallel_size"]:
-        raise UserError(f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}")
+        raise UserError(
+            f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}"
+        )
 
 
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
     check_tensor_parallel(c, dist.get_world_size())
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
-    if c["rollout_engine"] == "server":       # it may hold others
-        sampler.sync(named_weights(transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device), 0))
+    if c["rollout_engine"] == "server":  # it may hold others
+        sampler.sync(
+            named_weights(
+                transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(
+                    device
+                ),
+                0,
+            )
+        )
     return sampler
 
 
@@ -65,7 +95,7 @@ def leave_together(sampler) -> None:
     """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
     dist.barrier()
     sampler.close()
-    if dist.is_initialized():       # vLLM takes it down itself
+    if dist.is_initialized():  # vLLM takes it down itself
         dist.destroy_process_group()
 
 

@@ -8,13 +8,16 @@ What a group can teach is the gap between its best and its mean reward: 0 where 
 mean gap + C * sqrt(ln n_total / n_prompt), the upper confidence bound of Auer et al. 2002 (UCB1): prompts that have taught much, and now
 and then one that was hardly tried. Every rank keeps the same buffer from the same rewards, so nothing is exchanged.
 """
+
 import hashlib
 import math
 
 
 def prompt_key(row: dict) -> str:
     """The same for prompts that differ in spaces and case only."""
-    return hashlib.sha256(" ".join(row["prompt"].lower().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(
+        " ".join(row["prompt"].lower().split()).encode("utf-8", "surrogatepass")
+    ).hexdigest()[:16]
 
 
 class Replay:
@@ -24,7 +27,9 @@ class Replay:
         self.size, self.ucb, self.rows = size, ucb, {}
         for row in rows:
             self.rows.setdefault(prompt_key(row), row)
-        kept = {key: tuple(value) for key, value in state.get("prompts", {}).items() if key in self.rows}
+        kept = {
+            key: tuple(value) for key, value in state.get("prompts", {}).items() if key in self.rows
+        }
         self.state = {"total": state.get("total", 0), "prompts": kept}
 
     def score(self, key: str) -> float:
@@ -41,11 +46,18 @@ class Replay:
         highest scores of the buffer, as far as there are any that the step does not have already."""
         wanted = round(fraction * len(batch))
         if 0 < fraction < 1:
-            wanted = min(max(1, wanted), len(batch) - 1)        # all of them again and again would let nothing new in
-        fresh = batch[:len(batch) - wanted]
-        there = {prompt_key(row) for row in batch}      # also those that give way: they may stay if too few are remembered
-        best = sorted((key for key in self.state["prompts"] if key not in there), key=lambda key: (-self.score(key), key))[:wanted]
-        return fresh + [self.rows[key] for key in best] + batch[len(fresh) + len(best):]
+            wanted = min(
+                max(1, wanted), len(batch) - 1
+            )  # all of them again and again would let nothing new in
+        fresh = batch[: len(batch) - wanted]
+        there = {
+            prompt_key(row) for row in batch
+        }  # also those that give way: they may stay if too few are remembered
+        best = sorted(
+            (key for key in self.state["prompts"] if key not in there),
+            key=lambda key: (-self.score(key), key),
+        )[:wanted]
+        return fresh + [self.rows[key] for key in best] + batch[len(fresh) + len(best) :]
 
     def update(self, batch: list[dict], rewards) -> None:
         """Takes in rewards (P, G) of the whole step's rows. Welford's running mean and variance; then the least promising go."""
@@ -53,11 +65,13 @@ class Replay:
         gaps = (rewards.amax(1) - rewards.mean(1)).tolist()
         for row, gap in zip(batch, gaps):
             key = prompt_key(row)
-            if key in self.rows:        # not one of the easy pool
+            if key in self.rows:  # not one of the easy pool
                 visits, mean, squares = prompts.get(key, (0, 0.0, 0.0))
                 change = gap - mean
                 mean += change / (visits + 1)
                 prompts[key] = (visits + 1, mean, squares + change * (gap - mean))
         self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
-        for key in sorted(prompts, key=lambda key: (self.promise(key), key))[:max(0, len(prompts) - self.size)]:
+        for key in sorted(prompts, key=lambda key: (self.promise(key), key))[
+            : max(0, len(prompts) - self.size)
+        ]:
             del prompts[key]

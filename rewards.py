@@ -7,6 +7,7 @@
 
 The functions are in graders.py and in tasks/, and run in the processes of workers.py: reward_workers=0 runs them here, without limits.
 """
+
 import atexit
 import json
 import math
@@ -23,13 +24,17 @@ from graders import LONGEST, REWARDS, resolve, stated_answer
 from tasks import countdown
 from workers import Failure
 
-TIMEOUT, ERROR = -math.inf, math.inf        # in the place of a value, which is always finite; NaN: not asked
+TIMEOUT, ERROR = (
+    -math.inf,
+    math.inf,
+)  # in the place of a value, which is always finite; NaN: not asked
 SAVED_PER_STEP, SAVED_CHARACTERS = 20, 100_000
 
 
 class Column(NamedTuple):
     """A reward function of reward_funcs; "auto" becomes one for each task. task: the rows it scores, None for all of them.
     decides: it is the one whose value of at least 1 counts as a correct answer."""
+
     name: str
     weight: float
     task: str | None
@@ -54,13 +59,18 @@ def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list
         for task in names_of_tasks:
             if task not in REWARDS and ":" not in task:
                 row = next(row for row in rows if row["task"] == task)
-                raise UserError(f"reward_funcs=['auto'] takes the reward from a row's task; row {row['id']!r} has task {task!r}, and graders.REWARDS "
-                                f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs")
-        found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [Column(name, weight, None, i == 0)]
+                raise UserError(
+                    f"reward_funcs=['auto'] takes the reward from a row's task; row {row['id']!r} has task {task!r}, and graders.REWARDS "
+                    f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs"
+                )
+        found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [
+            Column(name, weight, None, i == 0)
+        ]
     return found
 
 
 # --- asking the workers
+
 
 @cache
 def make_pool(count: int, timeout: float, memory_gib: float, names: tuple) -> workers.Pool:
@@ -73,7 +83,9 @@ def pool_of(c: dict) -> workers.Pool | None:
     """The worker processes of this config, started at the first call and kept; None where it wants none."""
     if not c.get("reward_workers"):
         return None
-    names = [name for entry in c["reward_funcs"] for name in (REWARDS if entry == "auto" else [entry])]
+    names = [
+        name for entry in c["reward_funcs"] for name in (REWARDS if entry == "auto" else [entry])
+    ]
     return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(names))
 
 
@@ -82,10 +94,13 @@ def answers(jobs: dict, c: dict) -> dict:
     if pool := pool_of(c):
         try:
             return pool.answers(jobs)
-        except ValueError as error:     # a worker could not load a function
+        except ValueError as error:  # a worker could not load a function
             raise UserError(str(error)) from None
     found = {key: workers.answer(*job) for key, job in jobs.items()}
-    return {key: Failure("error", value["error"]) if isinstance(value, dict) else value for key, value in found.items()}
+    return {
+        key: Failure("error", value["error"]) if isinstance(value, dict) else value
+        for key, value in found.items()
+    }
 
 
 def key_of(column: Column, row: dict, r: dict) -> tuple:
@@ -98,8 +113,11 @@ def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> 
     seen = {name: value for name, value in row.items() if name != "prompt_ids"}
     jobs = {}
     for r in rollouts:
-        more = {"tokens": len(r.get("completion_ids", ())), "max_completion_length": c.get("max_completion_length"),
-                "soft_overlong_buffer": c.get("soft_overlong_buffer")}
+        more = {
+            "tokens": len(r.get("completion_ids", ())),
+            "max_completion_length": c.get("max_completion_length"),
+            "soft_overlong_buffer": c.get("soft_overlong_buffer"),
+        }
         for column in columns:
             if column.task in (None, row["task"]):
                 jobs[key_of(column, row, r)] = (column.name, r["text"], seen | more)
@@ -112,20 +130,37 @@ def begin(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> No
         pool.ask(jobs_of(rollouts, row, columns, c))
 
 
-def measure(rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict) -> tuple[torch.Tensor, list[dict]]:
+def measure(
+    rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict
+) -> tuple[torch.Tensor, list[dict]]:
     """(P, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it failed; and a record of each failure.
 
     rollouts: N = P * G, prompt-major, with "text" and "completion_ids"; rows: P."""
     G = len(rollouts) // max(1, len(rows))
-    groups = [rollouts[i * G:(i + 1) * G] for i in range(len(rows))]
-    found = answers({key: job for group, row in zip(groups, rows) for key, job in jobs_of(group, row, columns, c).items()}, c)
+    groups = [rollouts[i * G : (i + 1) * G] for i in range(len(rows))]
+    found = answers(
+        {
+            key: job
+            for group, row in zip(groups, rows)
+            for key, job in jobs_of(group, row, columns, c).items()
+        },
+        c,
+    )
     values, failed = torch.full((len(rows), G, len(columns)), math.nan), []
     for i, (group, row) in enumerate(zip(groups, rows)):
         for j, r in enumerate(group):
             for f, column in enumerate(columns):
                 value = found.get(key_of(column, row, r), math.nan)
                 if isinstance(value, Failure):
-                    failed.append({"reward": column.name, "id": row["id"], "kind": value.kind, "reason": value.reason, "completion": r["text"]})
+                    failed.append(
+                        {
+                            "reward": column.name,
+                            "id": row["id"],
+                            "kind": value.kind,
+                            "reason": value.reason,
+                            "completion": r["text"],
+                        }
+                    )
                     value = TIMEOUT if value.kind == "timeout" else ERROR
                 values[i, j, f] = value
     return values, failed
@@ -136,8 +171,11 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
     "reward/failures", the completions on which at least one function failed. A function that failed adds 0."""
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for value, column in zip(values.unbind(-1), columns):
-        metrics |= {f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
-                    f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()), f"reward/{column.name}/errors": int((value == ERROR).sum())}
+        metrics |= {
+            f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
+            f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()),
+            f"reward/{column.name}/errors": int((value == ERROR).sum()),
+        }
     weights = torch.tensor([column.weight for column in columns])
     return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
 
@@ -145,9 +183,15 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
     """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward; metrics: combine()'s."""
     if metrics["reward/failures"] > limit * completions:
-        kinds = ", ".join(f"{name} {n}" for name, n in metrics.items() if n and name.endswith(("/timeouts", "/errors")))
-        raise RunStopped(f"rewards failed on {metrics['reward/failures']} of a step's {completions} completions (max_reward_failures={limit}): "
-                         f"{kinds}; reward_failures.rank_*.jsonl in output_dir have reasons and texts")
+        kinds = ", ".join(
+            f"{name} {n}"
+            for name, n in metrics.items()
+            if n and name.endswith(("/timeouts", "/errors"))
+        )
+        raise RunStopped(
+            f"rewards failed on {metrics['reward/failures']} of a step's {completions} completions (max_reward_failures={limit}): "
+            f"{kinds}; reward_failures.rank_*.jsonl in output_dir have reasons and texts"
+        )
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
@@ -159,13 +203,19 @@ def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.T
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
     """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
     first_of_task = {row["task"]: row for row in reversed(rows)}
-    some = list(first_of_task.values())[:20]        # somebody's own column "task" may hold as many values as there are rows
-    for column, row in [(column, row) for column in columns for row in some if column.task in (None, row["task"])]:
+    some = list(first_of_task.values())[
+        :20
+    ]  # somebody's own column "task" may hold as many values as there are rows
+    for column, row in [
+        (column, row) for column in columns for row in some if column.task in (None, row["task"])
+    ]:
         examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
         _, failed = measure(examples, [row], [column], c)
         if failed:
-            raise UserError(f"reward_funcs: {column.name!r} can't score row {row['id']!r} of dataset_name={dataset!r}, answer {str(row['answer'])[:60]!r} "
-                            f"({failed[0]['reason']})")
+            raise UserError(
+                f"reward_funcs: {column.name!r} can't score row {row['id']!r} of dataset_name={dataset!r}, answer {str(row['answer'])[:60]!r} "
+                f"({failed[0]['reason']})"
+            )
 
 
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
@@ -173,13 +223,21 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
     path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
     with open(path, "a", encoding="utf-8") as file:
         for record in failed[:SAVED_PER_STEP]:
-            file.write(json.dumps({"step": step, **record, "completion": record["completion"][:SAVED_CHARACTERS]}) + "\n")
+            file.write(
+                json.dumps(
+                    {"step": step, **record, "completion": record["completion"][:SAVED_CHARACTERS]}
+                )
+                + "\n"
+            )
     first = failed[0]
-    return (f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {first['reward']!r} on row {first['id']!r}: {first['reason']}; "
-            f"the text is in {path}")
+    return (
+        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {first['reward']!r} on row {first['id']!r}: {first['reason']}; "
+        f"the text is in {path}"
+    )
 
 
 # --- which completions are right, and whether they differ
+
 
 def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
     """(P, G) bool: the first of reward_funcs gave at least 1."""
@@ -190,28 +248,62 @@ def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
     """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where the task has no modes."""
     G = right.shape[1]
-    texts = [[r["text"] if right[i, j] and tasks.module(row["task"]) else None for j, r in enumerate(rollouts[i * G:(i + 1) * G])]
-             for i, row in enumerate(rows)]
-    jobs = {("mode", id(row), text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
-            for i, row in enumerate(rows) for text in texts[i] if text is not None}
-    found = {key: None if isinstance(value, Failure) else value for key, value in answers(jobs, c).items()}
-    return [[found.get(("mode", id(row), text)) for text in group] for row, group in zip(rows, texts)]
+    texts = [
+        [
+            r["text"] if right[i, j] and tasks.module(row["task"]) else None
+            for j, r in enumerate(rollouts[i * G : (i + 1) * G])
+        ]
+        for i, row in enumerate(rows)
+    ]
+    jobs = {
+        ("mode", id(row), text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
+        for i, row in enumerate(rows)
+        for text in texts[i]
+        if text is not None
+    }
+    found = {
+        key: None if isinstance(value, Failure) else value
+        for key, value in answers(jobs, c).items()
+    }
+    return [
+        [found.get(("mode", id(row), text)) for text in group] for row, group in zip(rows, texts)
+    ]
 
 
-def answer_clusters(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> torch.Tensor:
+def answer_clusters(
+    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
+) -> torch.Tensor:
     """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
     the text of their answer, which may be the bare text unless the task is a reward that reads tags, as math does; one without any answer is a cluster of its own."""
     G, result = right.shape[1], []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
         task = rows[i]["task"]
-        seen, bare = {}, (lambda text: "") if task in REWARDS and task not in tasks.NAMES else countdown.last_answer
-        for j, r in enumerate(rollouts[i * G:(i + 1) * G]):
-            key = (modes[j] or "") if right[i, j] else (stated_answer(r["text"]) or bare(r["text"])).strip()[:LONGEST]
-            result.append(seen.setdefault((bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)))
+        seen, bare = (
+            {},
+            (lambda text: "")
+            if task in REWARDS and task not in tasks.NAMES
+            else countdown.last_answer,
+        )
+        for j, r in enumerate(rollouts[i * G : (i + 1) * G]):
+            key = (
+                (modes[j] or "")
+                if right[i, j]
+                else (stated_answer(r["text"]) or bare(r["text"])).strip()[:LONGEST]
+            )
+            result.append(
+                seen.setdefault(
+                    (bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)
+                )
+            )
     return torch.tensor(result).view(len(rows), G)
 
 
-def correct_modes(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[tuple[int, set | None]]:
+def correct_modes(
+    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
+) -> list[tuple[int, set | None]]:
     """Per row (number of correct completions, set of distinct correct answer modes or None for a task without modes)."""
     modes = modes_of(rollouts, rows, right, c)
-    return [(int(right[i].sum()), set(modes[i]) - {None} if tasks.module(row["task"]) else None) for i, row in enumerate(rows)]
+    return [
+        (int(right[i].sum()), set(modes[i]) - {None} if tasks.module(row["task"]) else None)
+        for i, row in enumerate(rows)
+    ]

@@ -9,6 +9,7 @@ An engine has generate(prompts_ids, n, sampling, finished), sync(named_parameter
 come out, with the log-prob the sampler itself gave to every token; text is decoded for the rewards and never encoded again.
 A rollout is {"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
+
 import gc
 import json
 import os
@@ -27,9 +28,13 @@ from server import ServerEngine
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
-    eager = config["vllm_enforce_eager"] == "yes" or (config["vllm_enforce_eager"] == "auto" and not on_gpu)
+    eager = config["vllm_enforce_eager"] == "yes" or (
+        config["vllm_enforce_eager"] == "auto" and not on_gpu
+    )
     if not eager and not on_gpu and not shutil.which(os.environ.get("CXX", "g++")):
-        raise UserError("vllm_enforce_eager='no' compiles C++ on a CPU and found no g++ (nor what CXX names): install it, or leave vllm_enforce_eager at 'auto'")
+        raise UserError(
+            "vllm_enforce_eager='no' compiles C++ on a CPU and found no g++ (nor what CXX names): install it, or leave vllm_enforce_eager at 'auto'"
+        )
     return eager
 
 
@@ -37,8 +42,10 @@ def kv_cache_bytes(config: dict) -> int:
     """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said."""
     own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if own:
-        print(f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
-              flush=True)
+        print(
+            f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
+            flush=True,
+        )
     return int(config["vllm_kv_cache_gib"] * 2**30)
 
 
@@ -49,48 +56,93 @@ class VllmEngine:
         # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")     # ranks share the cores: the kernel places them
-        gc.freeze()         # or the collector looks at all modules again and again while vLLM is imported and set up: two seconds
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )  # ranks share the cores: the kernel places them
+        gc.freeze()  # or the collector looks at all modules again and again while vLLM is imported and set up: two seconds
         gc.disable()
         try:
             import vllm
         except ImportError as error:
-            raise UserError(f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU machine, requirements-cpu.txt "
-                            f"on others, or choose the slow rollout_engine='hf'") from None
+            raise UserError(
+                f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU machine, requirements-cpu.txt "
+                f"on others, or choose the slow rollout_engine='hf'"
+            ) from None
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        self.vllm, self.on_gpu, self.tp = vllm, device.type == "cuda", config["vllm_tensor_parallel_size"]
+        self.vllm, self.on_gpu, self.tp = (
+            vllm,
+            device.type == "cuda",
+            config["vllm_tensor_parallel_size"],
+        )
         eager = enforce_eager(config, self.on_gpu)
-        if eager and not self.on_gpu:       # vLLM compiles one small function of its sampler even so: needs g++, costs 2 s, gains nothing
+        if (
+            eager and not self.on_gpu
+        ):  # vLLM compiles one small function of its sampler even so: needs g++, costs 2 s, gains nothing
             torch._dynamo.config.disable = True
         self.sleeps = self.on_gpu and config["vllm_enable_sleep_mode"]
         longest = config["max_prompt_length"] + config["max_completion_length"]
         self.llm = vllm.LLM(
-            model=model, dtype=str(dtype).removeprefix("torch."), seed=config["seed"], max_model_len=longest,
-            tensor_parallel_size=self.tp, distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",          # of the distribution that is sampled from: at the temperature
-            generation_config="vllm",                    # not the model's own top_p and repetition penalty, which the loss knows nothing of
-            enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest),     # vLLM's CPU sampler fails on a seeded prompt that is cut
-            enforce_eager=eager, enable_sleep_mode=self.sleeps, disable_log_stats=True,
-            **({"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]} if self.on_gpu else
-               {"kv_cache_memory_bytes": kv_cache_bytes(config)}))
+            model=model,
+            dtype=str(dtype).removeprefix("torch."),
+            seed=config["seed"],
+            max_model_len=longest,
+            tensor_parallel_size=self.tp,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: at the temperature
+            generation_config="vllm",  # not the model's own top_p and repetition penalty, which the loss knows nothing of
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(
+                8192, longest
+            ),  # vLLM's CPU sampler fails on a seeded prompt that is cut
+            enforce_eager=eager,
+            enable_sleep_mode=self.sleeps,
+            disable_log_stats=True,
+            **(
+                {"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]}
+                if self.on_gpu
+                else {"kv_cache_memory_bytes": kv_cache_bytes(config)}
+            ),
+        )
         gc.enable()
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
         self.group = dist.new_subgroups(self.tp, timeout=DEADLINE)[0] if self.tp > 1 else None
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
+    ) -> list[dict]:
         requests = list(zip(prompts_ids, sampling["seeds"]))
         everyone, first = self.pool(requests)
-        params = [self.vllm.SamplingParams(
-            n=n, temperature=sampling["temperature"], max_tokens=sampling["max_tokens"], stop_token_ids=sampling["stop_token_ids"], seed=seed,
-            logprobs=0, flat_logprobs=True, detokenize=False) for _, seed in everyone]
-        groups, start = {}, next(self.llm.request_counter) + 1 + first      # vLLM numbers its requests; ours begin here
+        params = [
+            self.vllm.SamplingParams(
+                n=n,
+                temperature=sampling["temperature"],
+                max_tokens=sampling["max_tokens"],
+                stop_token_ids=sampling["stop_token_ids"],
+                seed=seed,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for _, seed in everyone
+        ]
+        groups, start = (
+            {},
+            next(self.llm.request_counter) + 1 + first,
+        )  # vLLM numbers its requests; ours begin here
         self.llm.enqueue([{"prompt_token_ids": ids} for ids, _ in everyone], params, use_tqdm=False)
         while self.llm.llm_engine.has_unfinished_requests():
             for out in self.llm.llm_engine.step():
                 i = int(out.request_id) - start
                 if out.finished and 0 <= i < len(requests):
-                    groups[i] = [{"prompt_ids": out.prompt_token_ids, "completion_ids": list(one.token_ids), "logprobs": one.logprobs.logprobs,
-                                  "finish_reason": one.finish_reason} for one in out.outputs]
+                    groups[i] = [
+                        {
+                            "prompt_ids": out.prompt_token_ids,
+                            "completion_ids": list(one.token_ids),
+                            "logprobs": one.logprobs.logprobs,
+                            "finish_reason": one.finish_reason,
+                        }
+                        for one in out.outputs
+                    ]
                     if finished:
                         finished(i, groups[i])
         return [r for i in sorted(groups) for r in groups[i]]
@@ -101,14 +153,20 @@ class VllmEngine:
             return requests, 0
         shares = [None] * self.tp
         dist.all_gather_object(shares, requests, group=self.group)
-        return [request for share in shares for request in share], sum(len(share) for share in shares[:dist.get_rank(self.group)])
+        return [request for share in shares for request in share], sum(
+            len(share) for share in shares[: dist.get_rank(self.group)]
+        )
 
     def sync(self, named_parameters) -> None:
         """Takes over the weights of the iterator of (name, tensor); with tied embeddings it must also carry lm_head.weight."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+        self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(named_parameters)}
+        )
         if self.sleeps:
-            self.llm.wake_up(tags=["kv_cache"])     # after the weights, so that both copies of them never lie beside the cache
-        self.llm.reset_prefix_cache()               # cached keys and values belong to the old weights
+            self.llm.wake_up(
+                tags=["kv_cache"]
+            )  # after the weights, so that both copies of them never lie beside the cache
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 
     def close(self) -> None:
         """Before the process group goes: vLLM takes its own groups down."""
@@ -131,10 +189,12 @@ class SampledLogps(LogitsProcessor, StoppingCriteria):
         self.temperature, self.logps, self.steps = temperature, None, []
 
     def __call__(self, input_ids, scores):
-        if isinstance(scores, torch.Tensor):          # as LogitsProcessor: scores (n, V)
+        if isinstance(scores, torch.Tensor):  # as LogitsProcessor: scores (n, V)
             self.logps = (scores.float() / self.temperature).log_softmax(1)
             return scores
-        self.steps.append(self.logps.gather(1, input_ids[:, -1:]))      # as StoppingCriteria: the new token is the last one
+        self.steps.append(
+            self.logps.gather(1, input_ids[:, -1:])
+        )  # as StoppingCriteria: the new token is the last one
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -144,25 +204,52 @@ class HfEngine:
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-        self.model.generation_config = GenerationConfig()       # the model's own would fill in its repetition penalty, which the loss knows nothing of
+        self.model.generation_config = (
+            GenerationConfig()
+        )  # the model's own would fill in its repetition penalty, which the loss knows nothing of
 
     @torch.no_grad()
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
+    ) -> list[dict]:
         stop, device, rollouts = sampling["stop_token_ids"], self.model.device, []
-        plain = GenerationConfig(do_sample=True, temperature=sampling["temperature"], top_k=0, top_p=1.0, max_new_tokens=sampling["max_tokens"],
-                                 eos_token_id=stop, pad_token_id=stop[0])
+        plain = GenerationConfig(
+            do_sample=True,
+            temperature=sampling["temperature"],
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=sampling["max_tokens"],
+            eos_token_id=stop,
+            pad_token_id=stop[0],
+        )
         for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling["seeds"])):
             recorder = SampledLogps(sampling["temperature"])
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 ids = torch.tensor([prompt_ids] * n, device=device)
-                out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain,
-                                          logits_processor=[recorder], stopping_criteria=[recorder])
-            completions, logps = out[:, len(prompt_ids):].tolist(), torch.cat(recorder.steps, 1).tolist()
+                out = self.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=plain,
+                    logits_processor=[recorder],
+                    stopping_criteria=[recorder],
+                )
+            completions, logps = (
+                out[:, len(prompt_ids) :].tolist(),
+                torch.cat(recorder.steps, 1).tolist(),
+            )
             for tokens, values in zip(completions, logps):
-                end = next((i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens))     # what follows an EOS is padding
-                rollouts.append({"prompt_ids": prompt_ids, "completion_ids": tokens[:end], "logprobs": values[:end],
-                                 "finish_reason": "stop" if tokens[end - 1] in stop else "length"})
+                end = next(
+                    (i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens)
+                )  # what follows an EOS is padding
+                rollouts.append(
+                    {
+                        "prompt_ids": prompt_ids,
+                        "completion_ids": tokens[:end],
+                        "logprobs": values[:end],
+                        "finish_reason": "stop" if tokens[end - 1] in stop else "length",
+                    }
+                )
             if finished:
                 finished(i, rollouts[-n:])
         return rollouts
@@ -174,7 +261,7 @@ class HfEngine:
             own[name].copy_(tensor)
 
     def sleep(self) -> None:
-        pass        # its memory is too small a part to move
+        pass  # its memory is too small a part to move
 
     def wake(self) -> None:
         pass
@@ -191,12 +278,14 @@ def stop_token_ids(model: str, tokenizer) -> list[int]:
     try:
         more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
-        more = None     # a model without generation_config.json
+        more = None  # a model without generation_config.json
     ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     found = [i for i in dict.fromkeys(ids) if i is not None]
     if not found:
-        raise UserError(f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in generation_config.json: "
-                        f"completions would never end")
+        raise UserError(
+            f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in generation_config.json: "
+            f"completions would never end"
+        )
     return found
 
 
@@ -206,7 +295,10 @@ def prompt_seed(*parts) -> int:
 
 
 def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
-    for r, text in zip(rollouts, tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True)):
+    for r, text in zip(
+        rollouts,
+        tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True),
+    ):
         r["text"] = text
     return rollouts
 
@@ -216,42 +308,64 @@ def with_text(tokenizer, finished) -> tuple:
     return () if finished is None else (lambda i, group: finished(i, add_text(tokenizer, group)),)
 
 
-def generate(engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None, begun=None) -> list[dict]:
+def generate(
+    engine,
+    tokenizer,
+    prompts_ids: list[list[int]],
+    n: int,
+    sampling: dict,
+    finished=None,
+    begun=None,
+) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything but n complete rollouts a prompt,
     each with a log-prob for every token, is a RuntimeError: a missing log-prob must not pass for 0.
 
     finished(i, rollouts of prompt i) is called as soon as they are there, while the engine still has others to do. begun: what engine.begin
     has returned for the same request."""
-    rollouts = engine.result(begun) if begun else engine.generate(prompts_ids, n, sampling, *with_text(tokenizer, finished))
+    rollouts = (
+        engine.result(begun)
+        if begun
+        else engine.generate(prompts_ids, n, sampling, *with_text(tokenizer, finished))
+    )
     if len(rollouts) != n * len(prompts_ids):
-        raise RuntimeError(f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}")
+        raise RuntimeError(
+            f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}"
+        )
     for r in rollouts:
         if not r["completion_ids"] or len(r["completion_ids"]) != len(r["logprobs"]):
-            raise RuntimeError(f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs")
+            raise RuntimeError(
+                f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs"
+            )
     return rollouts if finished else add_text(tokenizer, rollouts)
 
 
 def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
     """(n, longest), zeros on the right. The zeros are never read: masks come from lengths."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=dtype) for x in lists], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
+    )
 
 
 def to_batch(rollouts: list[dict], device) -> dict:
     """Tensors of N rows: ids (N, S) prompt and completion, right-padded; prompt_lengths, lengths (N,) in tokens, EOS included;
     sampler_logps (N, T), aligned with the completion's first token. Padding on the right needs no attention mask: attention
     is causal, so no real token ever sees it."""
-    batch = {"ids": pad([r["prompt_ids"] + r["completion_ids"] for r in rollouts], torch.long),
-             "prompt_lengths": torch.tensor([len(r["prompt_ids"]) for r in rollouts]),
-             "lengths": torch.tensor([len(r["completion_ids"]) for r in rollouts]),
-             "sampler_logps": pad([r["logprobs"] for r in rollouts], torch.float32)}
+    batch = {
+        "ids": pad([r["prompt_ids"] + r["completion_ids"] for r in rollouts], torch.long),
+        "prompt_lengths": torch.tensor([len(r["prompt_ids"]) for r in rollouts]),
+        "lengths": torch.tensor([len(r["completion_ids"]) for r in rollouts]),
+        "sampler_logps": pad([r["logprobs"] for r in rollouts], torch.float32),
+    }
     return {key: value.to(device) for key, value in batch.items()}
 
 
 def take(batch: dict, rows: torch.Tensor) -> dict:
     """The given rows, cut to their own longest sequence and completion."""
     part = {key: value[rows] for key, value in batch.items()}
-    part["ids"] = part["ids"][:, :int((part["prompt_lengths"] + part["lengths"]).max())]
-    return part | {key: part[key][:, :int(part["lengths"].max())] for key in part if key.endswith("_logps")}
+    part["ids"] = part["ids"][:, : int((part["prompt_lengths"] + part["lengths"]).max())]
+    return part | {
+        key: part[key][:, : int(part["lengths"].max())] for key in part if key.endswith("_logps")
+    }
 
 
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:
@@ -259,38 +373,63 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     of the token sets of two completions; means over groups. Falling distinct and rising jaccard announce a collapse."""
     sums = torch.zeros(3, dtype=torch.float64)
     for g in range(0, len(rollouts), n):
-        group = [r["completion_ids"] for r in rollouts[g:g + n]]
+        group = [r["completion_ids"] for r in rollouts[g : g + n]]
         pairs = [list(pairwise(ids)) for ids in group]
         for k, grams in enumerate((group, pairs)):
             sums[k] += len(set().union(*grams)) / max(1, sum(map(len, grams)))
         _, column = torch.cat([torch.tensor(ids) for ids in group]).unique(return_inverse=True)
         member = torch.arange(n).repeat_interleave(torch.tensor([len(ids) for ids in group]))
-        present = torch.zeros(n, int(column.max()) + 1).index_put((member, column), torch.tensor(1.0))      # (n, different tokens)
-        shared = present @ present.T                                    # (n, n) sizes of intersections
+        present = torch.zeros(n, int(column.max()) + 1).index_put(
+            (member, column), torch.tensor(1.0)
+        )  # (n, different tokens)
+        shared = present @ present.T  # (n, n) sizes of intersections
         size = present.sum(1)
         jaccard = shared / (size[:, None] + size - shared)
         sums[2] += (jaccard.sum() - n) / (n * (n - 1))
-    return dict(zip(("completions/distinct_1", "completions/distinct_2", "completions/jaccard"), (sums / (len(rollouts) // n)).tolist()))
+    return dict(
+        zip(
+            ("completions/distinct_1", "completions/distinct_2", "completions/jaccard"),
+            (sums / (len(rollouts) // n)).tolist(),
+        )
+    )
 
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """The first prompt as the model sees it, and its best and its worst rollout, special tokens visible."""
-    group, scores = rollouts[:rewards.shape[1]], rewards[0].tolist()
-    lines = [f"prompt ({len(group[0]['prompt_ids'])} tokens): {tokenizer.decode(group[0]['prompt_ids'])!r}"]
+    group, scores = rollouts[: rewards.shape[1]], rewards[0].tolist()
+    lines = [
+        f"prompt ({len(group[0]['prompt_ids'])} tokens): {tokenizer.decode(group[0]['prompt_ids'])!r}"
+    ]
     for i in (scores.index(max(scores)), scores.index(min(scores))):
         ids = group[i]["completion_ids"]
-        lines.append(f"  reward {scores[i]:.3f}, {len(ids)} tokens ({group[i]['finish_reason']}): {tokenizer.decode(ids)!r}")
+        lines.append(
+            f"  reward {scores[i]:.3f}, {len(ids)} tokens ({group[i]['finish_reason']}): {tokenizer.decode(ids)!r}"
+        )
     return "\n".join(lines)
 
 
-def log_rollouts(folder, rollouts: list[dict], rewards: torch.Tensor, rows: list[dict], step: int, rank: int) -> None:
+def log_rollouts(
+    folder, rollouts: list[dict], rewards: torch.Tensor, rows: list[dict], step: int, rank: int
+) -> None:
     """All rollouts of this rank to rollouts/step_N.rank_r.jsonl; rewards (p, G)."""
     path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(rollouts, rewards.flatten().tolist())):
             row = rows[i // rewards.shape[1]]
-            file.write(json.dumps({
-                "step": step, "id": row["id"], "prompt": row["prompt"], "completion": r["text"], "reward": reward,
-                "finish_reason": r["finish_reason"], "tokens": len(r["completion_ids"]), "logprob": sum(r["logprobs"]),
-                **({"seed_id": r["seed_id"]} if "seed_id" in r else {})}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "step": step,
+                        "id": row["id"],
+                        "prompt": row["prompt"],
+                        "completion": r["text"],
+                        "reward": reward,
+                        "finish_reason": r["finish_reason"],
+                        "tokens": len(r["completion_ids"]),
+                        "logprob": sum(r["logprobs"]),
+                        **({"seed_id": r["seed_id"]} if "seed_id" in r else {}),
+                    }
+                )
+                + "\n"
+            )

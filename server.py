@@ -10,6 +10,7 @@ still holds the version that was synced last. A server that dies is left out and
 Requests carry X-Request-Id: <tag>-s<step>-p<prompt>, which the server repeats in the header and in the body: an answer to somebody else's request,
 as a proxy that mixes clients would deliver, is dropped and counted. What a server sends is checked like any other input.
 """
+
 import os
 import random
 import shutil
@@ -29,9 +30,9 @@ from transformers import AutoConfig
 from common import RunStopped, UserError, progress
 from vllm_http import Server, ServerError, addresses, completions_in
 
-TRIES = 6                   # of one prompt, without a usable answer in between
-STRIKES = 3                 # failures of one server, without a success in between, after which it is left out
-SHARD = 2**31               # bytes of weights in memory and in a file at a time
+TRIES = 6  # of one prompt, without a usable answer in between
+STRIKES = 3  # failures of one server, without a success in between, after which it is left out
+SHARD = 2**31  # bytes of weights in memory and in a file at a time
 
 
 class RolloutsLost(RunStopped):
@@ -43,29 +44,59 @@ class ServerEngine:
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.seconds, self.window, self.longest_prompt = config["rollout_timeout"], config["rollout_concurrency"], config["max_prompt_length"]
+        self.seconds, self.window, self.longest_prompt = (
+            config["rollout_timeout"],
+            config["rollout_concurrency"],
+            config["max_prompt_length"],
+        )
         self.vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-        self.tag = config["client_tag"] or os.environ.get("VLLM_CLIENT_TAG") or f"rank-{self.rank}-of-{world}"
+        self.tag = (
+            config["client_tag"]
+            or os.environ.get("VLLM_CLIENT_TAG")
+            or f"rank-{self.rank}-of-{world}"
+        )
         if not (self.tag.isascii() and self.tag.isprintable() and " " not in self.tag):
-            raise UserError(f"client_tag={self.tag!r} goes into HTTP headers: letters, digits and signs of ASCII, no spaces")
+            raise UserError(
+                f"client_tag={self.tag!r} goes into HTTP headers: letters, digits and signs of ASCII, no spaces"
+            )
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
-        self.live, self.missing, self.version, self.updates = [], {}, "", 0     # servers that hold `version`, the updates-th of this run; why others don't
-        self.folder = Path(config["weight_sync_dir"] or Path(config["output_dir"]) / "weights").resolve()
+        self.live, self.missing, self.version, self.updates = (
+            [],
+            {},
+            "",
+            0,
+        )  # servers that hold `version`, the updates-th of this run; why others don't
+        self.folder = Path(
+            config["weight_sync_dir"] or Path(config["output_dir"]) / "weights"
+        ).resolve()
         self.counts, self.lock, self.random = {}, threading.Lock(), random.Random(self.rank)
-        self.background = ThreadPoolExecutor(1)     # one that stays: a reward worker that it starts would die with it
-        longest, nccl = config["max_prompt_length"] + config["max_completion_length"], config["weight_sync"] == "nccl"
-        self.name, models = self.on_rank_0(lambda: (f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.start(longest, nccl)))
+        self.background = ThreadPoolExecutor(
+            1
+        )  # one that stays: a reward worker that it starts would die with it
+        longest, nccl = (
+            config["max_prompt_length"] + config["max_completion_length"],
+            config["weight_sync"] == "nccl",
+        )
+        self.name, models = self.on_rank_0(
+            lambda: (
+                f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+                self.start(longest, nccl),
+            )
+        )
         for server, served in zip(self.servers, models):
             server.model = served
         self.transfer = None
         if nccl:
             from transfer import Transfer
+
             self.transfer = Transfer(self, model, dtype)
 
     def start(self, longest: int, transfers: bool) -> list[str]:
         """Waits until all servers are there, and returns each one's name of the model. On rank 0."""
         end, waiting = time.monotonic() + self.seconds, {server: "" for server in self.servers}
-        bar = progress(total=len(self.servers), unit="server", desc="waiting for rollout servers", leave=False)
+        bar = progress(
+            total=len(self.servers), unit="server", desc="waiting for rollout servers", leave=False
+        )
         while True:
             for server in list(waiting):
                 try:
@@ -77,14 +108,20 @@ class ServerEngine:
             if not waiting:
                 break
             if time.monotonic() > end:
-                raise UserError(f"rollout_server: after {self.seconds:.0f} s {len(waiting)} of {len(self.servers)} servers are not there (rollout_timeout): "
-                                + "; ".join(waiting.values()))
+                raise UserError(
+                    f"rollout_server: after {self.seconds:.0f} s {len(waiting)} of {len(self.servers)} servers are not there (rollout_timeout): "
+                    + "; ".join(waiting.values())
+                )
             bar.set_postfix_str(next(iter(waiting.values()))[:60], refresh=False)
             bar.update(0)
             time.sleep(1)
         bar.close()
-        on_each(self.servers, lambda server: server.check(longest, transfers))      # at once: each takes seconds to list its settings
-        for old in self.folder.glob(f"{socket.gethostname()}-*-*-*"):       # of a process here that was killed
+        on_each(
+            self.servers, lambda server: server.check(longest, transfers)
+        )  # at once: each takes seconds to list its settings
+        for old in self.folder.glob(
+            f"{socket.gethostname()}-*-*-*"
+        ):  # of a process here that was killed
             if not Path(f"/proc/{old.name.split('-')[-3]}").exists():
                 shutil.rmtree(old)
         return [server.model for server in self.servers]
@@ -107,7 +144,9 @@ class ServerEngine:
 
     # --- completions
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list[dict]:
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
+    ) -> list[dict]:
         """As the other engines; RolloutsLost on all ranks if on one of them no server is left or a prompt stays without its completions."""
         return self.together(lambda: self.ask(prompts_ids, n, sampling, finished))
 
@@ -132,7 +171,9 @@ class ServerEngine:
     def ask(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> list[dict]:
         """This rank's part of generate()."""
         if (longest := max(map(len, prompts_ids), default=0)) > self.longest_prompt:
-            raise ValueError(f"a prompt of {longest} tokens must not leave: max_prompt_length={self.longest_prompt}")
+            raise ValueError(
+                f"a prompt of {longest} tokens must not leave: max_prompt_length={self.longest_prompt}"
+            )
         with self.lock:
             live = list(self.live)
         for server in live:
@@ -140,11 +181,17 @@ class ServerEngine:
                 self.check_weights(server)
             except ServerError as error:
                 self.strike(server, error)
-        names = sampling.get("names") or [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
+        names = sampling.get("names") or [
+            f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))
+        ]
         groups, pool = {}, ThreadPoolExecutor(min(self.window, max(1, len(prompts_ids))))
         try:
-            asked = {pool.submit(self.group, i, ids, n, seed, f"{self.tag}-{name}", sampling): i
-                     for i, (ids, seed, name) in enumerate(zip(prompts_ids, sampling["seeds"], names, strict=True))}
+            asked = {
+                pool.submit(self.group, i, ids, n, seed, f"{self.tag}-{name}", sampling): i
+                for i, (ids, seed, name) in enumerate(
+                    zip(prompts_ids, sampling["seeds"], names, strict=True)
+                )
+            }
             for future in as_completed(asked):
                 groups[asked[future]] = future.result()
                 if finished:
@@ -153,24 +200,50 @@ class ServerEngine:
             pool.shutdown(cancel_futures=True)
         return [r for i in sorted(groups) for r in groups[i]]
 
-    def group(self, i: int, prompt_ids: list[int], n: int, seed: int, name: str, sampling: dict) -> list[dict]:
+    def group(
+        self, i: int, prompt_ids: list[int], n: int, seed: int, name: str, sampling: dict
+    ) -> list[dict]:
         """n completions of prompt i: asked for again, on another server and with another seed, as far as they are missing."""
         group, failures, attempt = [], [], 0
         while len(group) < n:
             server = self.choose(i + attempt)
             if server is None:
-                raise RolloutsLost(f"no rollout server is left of {', '.join(s.url for s in self.servers)}: {'; '.join(self.missing.values())}")
+                raise RolloutsLost(
+                    f"no rollout server is left of {', '.join(s.url for s in self.servers)}: {'; '.join(self.missing.values())}"
+                )
             again = f"-a{attempt}" if attempt else ""
-            body = {"model": server.model, "prompt": prompt_ids, "n": n - len(group), "max_tokens": sampling["max_tokens"], "seed": (seed + attempt * 1_000_003) % 2**62,
-                    "temperature": sampling["temperature"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,     # not the server's own
-                    "stop_token_ids": sampling["stop_token_ids"], "logprobs": 0, "return_token_ids": True}
+            body = {
+                "model": server.model,
+                "prompt": prompt_ids,
+                "n": n - len(group),
+                "max_tokens": sampling["max_tokens"],
+                "seed": (seed + attempt * 1_000_003) % 2**62,
+                "temperature": sampling["temperature"],
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,  # not the server's own
+                "stop_token_ids": sampling["stop_token_ids"],
+                "logprobs": 0,
+                "return_token_ids": True,
+            }
             try:
-                answer = server.call("/v1/completions", body, {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag})
-                found = completions_in(answer, prompt_ids, n - len(group), sampling["max_tokens"], self.vocabulary)
-                self.check_weights(server)      # it may have been started again since
+                answer = server.call(
+                    "/v1/completions",
+                    body,
+                    {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag},
+                )
+                found = completions_in(
+                    answer, prompt_ids, n - len(group), sampling["max_tokens"], self.vocabulary
+                )
+                self.check_weights(server)  # it may have been started again since
                 server.strikes = 0
                 if len(found) < n - len(group):
-                    failures.append(ServerError(f"{server.url} sent {len(found)} usable completions instead of {n - len(group)}"))
+                    failures.append(
+                        ServerError(
+                            f"{server.url} sent {len(found)} usable completions instead of {n - len(group)}"
+                        )
+                    )
                     self.count("refilled", n - len(group) - len(found))
                 group += found
             except ServerError as error:
@@ -180,9 +253,11 @@ class ServerEngine:
             attempt += 1
             if len(group) < n and len(failures) >= TRIES:
                 cure = "; a proxy or cache in between mixes clients: name the servers themselves in rollout_server, or have it route by X-Request-Id"
-                raise RolloutsLost(f"request {name}: {len(group)} of {n} completions after {TRIES} tries: {failures[-1]}{cure if failures[-1].foreign else ''}")
+                raise RolloutsLost(
+                    f"request {name}: {len(group)} of {n} completions after {TRIES} tries: {failures[-1]}{cure if failures[-1].foreign else ''}"
+                )
             if len(group) < n:
-                time.sleep(0.25 * 2**len(failures) * self.random.uniform(0.5, 1.5))
+                time.sleep(0.25 * 2 ** len(failures) * self.random.uniform(0.5, 1.5))
         return group
 
     def choose(self, turn: int) -> Server | None:
@@ -193,15 +268,22 @@ class ServerEngine:
         """Leaves a server out until the next sync if it is gone or has failed too often; an answer that is not ours may be a proxy's fault."""
         with self.lock:
             server.strikes += not error.foreign
-            if server in self.live and (error.gone or (server.strikes >= STRIKES and len(self.live) > 1)):      # the last one has its TRIES
+            if server in self.live and (
+                error.gone or (server.strikes >= STRIKES and len(self.live) > 1)
+            ):  # the last one has its TRIES
                 self.live.remove(server)
                 self.missing[server.url] = str(error)
-                tqdm.write(f"rank {self.rank}: rollout server left out until the next sync: {error}")
+                tqdm.write(
+                    f"rank {self.rank}: rollout server left out until the next sync: {error}"
+                )
 
     def check_weights(self, server: Server) -> None:
         """ServerError if it does not hold the weights that were synced last."""
         if (found := server.version()) != self.version:
-            raise ServerError(f"{server.url} holds weights {found!r}, not {self.version!r}: it was started again, or another run uses it", gone=True)
+            raise ServerError(
+                f"{server.url} holds weights {found!r}, not {self.version!r}: it was started again, or another run uses it",
+                gone=True,
+            )
 
     def count(self, what: str, n: int = 1) -> None:
         with self.lock:
@@ -212,7 +294,7 @@ class ServerEngine:
     def sync(self, named_parameters) -> None:
         """The weights of the iterator of (name, tensor) to every server, also those that were left out before. All ranks together, for ZeRO-3
         gathers here. That no server has taken them shows in the next generate()."""
-        dist.barrier()      # with rollout_ahead another rank may still sample
+        dist.barrier()  # with rollout_ahead another rank may still sample
         self.updates += 1
         version = f"{self.name}-{self.updates}"
         if self.transfer:
@@ -223,12 +305,17 @@ class ServerEngine:
             missing = self.on_rank_0(lambda: self.hand_over(new, version, problem))
         self.version = version
         with self.lock:
-            self.live, self.missing = [server for server in self.servers if server.url not in missing], missing
+            self.live, self.missing = (
+                [server for server in self.servers if server.url not in missing],
+                missing,
+            )
             for server in self.live:
                 server.strikes = 0
         if self.rank == 0:
             for sentence in missing.values():
-                tqdm.write(f"rollout server without weights, left out until the next sync: {sentence}")
+                tqdm.write(
+                    f"rollout server without weights, left out until the next sync: {sentence}"
+                )
 
     def hand_over(self, folder: Path, version: str, problem: str) -> dict:
         """Has every server read the folder; {url: sentence} of those that did not. On rank 0."""
@@ -236,9 +323,15 @@ class ServerEngine:
             raise RunStopped(f"weight_sync_dir: the weights could not be written: {problem}")
 
         def reload(server: Server) -> None:
-            server.call("/health", seconds=min(10.0, self.seconds))     # a dead one must not hold up the others for long
-            server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            server.call(
+                "/health", seconds=min(10.0, self.seconds)
+            )  # a dead one must not hold up the others for long
+            server.call(
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            )
             server.seal(version)
+
         missing = on_each(self.servers, reload)
         for old in self.folder.glob(f"{self.name}-*"):
             if old != folder:
@@ -252,10 +345,12 @@ class ServerEngine:
             mine, self.counts = [self.counts.get(name, 0) for name in names], {}
         shares = [None] * dist.get_world_size()
         dist.all_gather_object(shares, [*mine, len(self.live)])
-        return {f"rollout/{name}": sum(share[i] for share in shares) for i, name in enumerate(names)} | {"rollout/servers": min(share[-1] for share in shares)}
+        return {
+            f"rollout/{name}": sum(share[i] for share in shares) for i, name in enumerate(names)
+        } | {"rollout/servers": min(share[-1] for share in shares)}
 
     def sleep(self) -> None:
-        pass        # another machine's, or another GPU's, memory
+        pass  # another machine's, or another GPU's, memory
 
     def wake(self) -> None:
         pass
@@ -293,17 +388,22 @@ def write_shards(named_parameters, folder: Path | None) -> str:
         try:
             tmp.mkdir(parents=True, exist_ok=True)
             save_file(shard, tmp / f"model-{files:05d}.safetensors")
-        except Exception as error:      # safetensors has its own for a full disk
+        except Exception as error:  # safetensors has its own for a full disk
             shutil.rmtree(tmp, ignore_errors=True)
             return f"{tmp}: {error}"
         shard, size, files = {}, 0, files + 1
         return ""
+
     for name, tensor in named_parameters:
         if folder is None or problem:
             continue
         if shard and size + tensor.nbytes > SHARD:
             problem = flush()
-        shard[name] = tensor.cpu().clone() if any(tensor is other for other in shard.values()) else tensor.cpu()
+        shard[name] = (
+            tensor.cpu().clone()
+            if any(tensor is other for other in shard.values())
+            else tensor.cpu()
+        )
         size += tensor.nbytes
     if folder and not problem and not (problem := flush()):
         tmp.rename(folder)

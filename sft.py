@@ -6,6 +6,7 @@
 model="tiny" first builds, without any download, a character-level tokenizer with a chat template and a Qwen2 of about 1M
 parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
 """
+
 import json
 import os
 import random
@@ -27,8 +28,10 @@ from ranks import across_ranks, start_distributed
 
 SEEDED = 0.6
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
-TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] == 'assistant' else '') }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] == 'assistant' else '') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
@@ -36,19 +39,48 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     A Qwen2Tokenizer without merges, because AutoTokenizer loads that class beside a Qwen2 model whatever was saved there:
     another class would come back as one that loses every space."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    byte_level = [{" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS]
-    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(special + byte_level)}, merges=[], eos_token="<|end|>", pad_token="<|end|>",
-                               unk_token="<|unknown|>", additional_special_tokens=special[2:], clean_up_tokenization_spaces=False)
+    byte_level = [
+        {" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS
+    ]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(special + byte_level)},
+        merges=[],
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        unk_token="<|unknown|>",
+        additional_special_tokens=special[2:],
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def tiny_model(vocab_size: int, seed: int, layers: int = 4, width: int = 128, tied: bool = True, positions: int = 1024) -> Qwen2ForCausalLM:
+def tiny_model(
+    vocab_size: int,
+    seed: int,
+    layers: int = 4,
+    width: int = 128,
+    tied: bool = True,
+    positions: int = 1024,
+) -> Qwen2ForCausalLM:
     """A Qwen2 with random weights, 0.8M parameters by default."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=vocab_size, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=positions, tie_word_embeddings=tied, rope_theta=10000.0, eos_token_id=0, pad_token_id=0, bos_token_id=None))
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab_size,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=positions,
+            tie_word_embeddings=tied,
+            rope_theta=10000.0,
+            eos_token_id=0,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
 
 
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
@@ -57,20 +89,40 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     given = [row.get("solutions") or [] for row in rows]
     for row, solutions in zip(rows, given):
         if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
-            raise UserError(f"dataset_name: \"solutions\" of row {row['id']!r} must be a list of texts, not {str(solutions)[:60]!r}")
+            raise UserError(
+                f'dataset_name: "solutions" of row {row["id"]!r} must be a list of texts, not {str(solutions)[:60]!r}'
+            )
     texts = [text for solutions in given for text in solutions]
     if not texts:
-        raise UserError('dataset_name: none of its rows has "solutions", a list of texts to learn from')
+        raise UserError(
+            'dataset_name: none of its rows has "solutions", a list of texts to learn from'
+        )
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    groups = [[{"prompt_ids": row["prompt_ids"], "completion_ids": [*next(encoded), tokenizer.eos_token_id], "logprobs": []}
-               for _ in solutions] for row, solutions in zip(rows, given)]
-    short = [[pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]] for group in groups]
+    groups = [
+        [
+            {
+                "prompt_ids": row["prompt_ids"],
+                "completion_ids": [*next(encoded), tokenizer.eos_token_id],
+                "logprobs": [],
+            }
+            for _ in solutions
+        ]
+        for row, solutions in zip(rows, given)
+    ]
+    short = [
+        [pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]]
+        for group in groups
+    ]
     if left_out := len(texts) - sum(map(len, short)):
         sentence = f"max_completion_length={c['max_completion_length']}: {left_out} of {len(texts)} solutions are longer"
         if left_out == len(texts):
             raise UserError(f"{sentence}: nothing is left to learn from")
         print(f"{sentence} and are left out")
-    return [(group, seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else []) for row, group in zip(rows, short) if group]
+    return [
+        (group, seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else [])
+        for row, group in zip(rows, short)
+        if group
+    ]
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
@@ -86,14 +138,18 @@ def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
     if not seed_prompts or rng.random() < 0.5:
         return rng.choice(group)
     z = rng.randrange(len(seed_prompts))
-    own = sorted(group, key=lambda pair: pair["completion_ids"])[int((z + rng.random()) / len(seed_prompts) * len(group))]
+    own = sorted(group, key=lambda pair: pair["completion_ids"])[
+        int((z + rng.random()) / len(seed_prompts) * len(group))
+    ]
     return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seed_prompts[z]}
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "sft.json").write_text(json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1))
+    (folder / "sft.json").write_text(
+        json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1)
+    )
     print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
 
 
@@ -101,9 +157,13 @@ def main(argv) -> None:
     c = load_config(argv)
     folder = Path(c["output_dir"])
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it")
+        raise UserError(
+            f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
+        )
     if c["sft_batch_size"] < (world := int(os.environ.get("WORLD_SIZE", 1))):
-        raise UserError(f"sft_batch_size={c['sft_batch_size']} must be at least the number of ranks, {world}")
+        raise UserError(
+            f"sft_batch_size={c['sft_batch_size']} must be at least the number of ranks, {world}"
+        )
     if c["model"] == "tiny":
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
@@ -112,21 +172,38 @@ def main(argv) -> None:
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
-    groups = demonstrations([row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c)
+    groups = demonstrations(
+        [row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c
+    )
     rank, world, device = start_distributed()
-    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, c["logprob_chunk_size"], pack=c["pack_sequences"]))
+    policy = DistributedDataParallel(
+        Policy(lm.to(device), 1.0, c["logprob_chunk_size"], pack=c["pack_sequences"])
+    )
     if rank == 0:
-        print(f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
-              f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}")
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01)
+        print(
+            f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
+            f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}"
+        )
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=c["sft_learning_rate"], betas=(0.9, 0.95), weight_decay=0.01
+    )
     steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1)))
-    bar, started = progress(total=c["sft_steps"], disable=rank > 0, unit="step"), time.perf_counter()
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1))
+    )
+    bar, started = (
+        progress(total=c["sft_steps"], disable=rank > 0, unit="step"),
+        time.perf_counter(),
+    )
     for step in range(steps):
         batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)
-        logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False)       # (n, T)
+        logps, _ = policy(
+            batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
+        )  # (n, T)
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
-        loss = -logps.sum() / tokens * world        # DistributedDataParallel averages over ranks what is meant to be a sum
+        loss = (
+            -logps.sum() / tokens * world
+        )  # DistributedDataParallel averages over ranks what is meant to be a sum
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()

@@ -6,6 +6,7 @@
 The file is what a scheduler uses: torchrun passes SIGTERM and SIGINT on but then returns 1, and dies of SIGUSR1 itself. A run that starts
 removes it; a run that is finished writes `done`, so `stop` without `done` means: not finished, may go on. A second signal ends the process at once.
 """
+
 import os
 import signal
 from pathlib import Path
@@ -21,7 +22,9 @@ class Stop:
 
     def hear(self, number: int, frame) -> None:
         if self.heard:
-            os._exit(128 + number)      # checkpoints are renamed when they are whole: nothing to tidy up
+            os._exit(
+                128 + number
+            )  # checkpoints are renamed when they are whole: nothing to tidy up
         self.heard = number
 
     def asked(self) -> bool:

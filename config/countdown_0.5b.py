@@ -11,6 +11,6 @@ objective = "xdr"
 maxent_tau = 0.05
 learning_rate = 2e-7
 max_steps = 1000
-max_tokens_per_micro_batch = 8192     # 13 GiB of activations
+max_tokens_per_micro_batch = 8192  # 13 GiB of activations
 eval_steps = 50
 save_steps = 100

@@ -14,10 +14,14 @@ prompts_per_step = 24
 num_generations = 8
 info_seed_enabled = True
 info_seed_num_seeds = 4
-info_seed_prompt_template = "{prompt}{seed}"    # a digit after the colon disturbs the character model least
+info_seed_prompt_template = (
+    "{prompt}{seed}"  # a digit after the colon disturbs the character model least
+)
 info_seed_loss_type = "ce"
 info_seed_lambda = 0.3
-info_seed_reward = 0.3                          # at 0.5 and more the seeds come to matter more than the answers: rewards fall to 0
+info_seed_reward = (
+    0.3  # at 0.5 and more the seeds come to matter more than the answers: rewards fall to 0
+)
 learning_rate = 3e-4
 lr_scheduler_type = "linear"
 max_steps = 150

@@ -10,13 +10,15 @@ max_completion_length = 32
 prompts_per_step = 32
 num_generations = 16
 objective = "maxent"
-maxent_tau = 0.2                      # 1 / ln(100 characters)
+maxent_tau = 0.2  # 1 / ln(100 characters)
 learning_rate = 3e-4
 lr_scheduler_type = "linear"
 max_steps = 250
 max_tokens_per_micro_batch = 8192
-dtype = "float32"                     # also on a GPU: so small a model costs nothing
-max_logp_difference = 0.01            # sampler and trainer in float32: even weights that are a few steps old show
+dtype = "float32"  # also on a GPU: so small a model costs nothing
+max_logp_difference = (
+    0.01  # sampler and trainer in float32: even weights that are a few steps old show
+)
 eval_steps = 50
 sft_steps = 800
 sft_batch_size = 128

@@ -15,8 +15,10 @@ lr_scheduler_type = "linear"
 warmup_steps = 10
 max_steps = 250
 max_tokens_per_micro_batch = 8192
-dtype = "float32"                     # also on a GPU: so small a model costs nothing
-max_logp_difference = 0.01            # sampler and trainer in float32: even weights that are a few steps old show
+dtype = "float32"  # also on a GPU: so small a model costs nothing
+max_logp_difference = (
+    0.01  # sampler and trainer in float32: even weights that are a few steps old show
+)
 eval_steps = 50
 sft_steps = 800
 sft_batch_size = 128

@@ -24,4 +24,4 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
-maxent_tau = 0.08                     # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers
+maxent_tau = 0.08  # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers

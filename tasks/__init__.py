@@ -1,4 +1,5 @@
 """Tasks: a file each, with rows(split, n, seed, config), reward(completion, answer) and mode(completion, answer)."""
+
 import importlib
 from pathlib import Path
 

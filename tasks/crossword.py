@@ -18,6 +18,7 @@ and if white space or hyphens part the completion, parts of those lengths: of "3
 "S-I-L-E-N-T" is right without an enumeration only. One's own rows may have the word alone as answer: "SILENT".
 It does not cover: the reasoning, misspellings, the word among others ("SILENT or LISTEN", "the answer is SILENT"): all 0.
 """
+
 import random
 import re
 import unicodedata
@@ -29,8 +30,10 @@ from tasks.countdown import check_choice, last_answer, take
 
 DEFAULT = "words"
 HELD_OUT = 64
-WORDS = ('Solve the crossword clue "{clue} ({enumeration})". Letters known from crossing words: {pattern}. Reason inside <think> </think>, then put '
-         "only the word or words inside <answer> </answer>.")
+WORDS = (
+    'Solve the crossword clue "{clue} ({enumeration})". Letters known from crossing words: {pattern}. Reason inside <think> </think>, then put '
+    "only the word or words inside <answer> </answer>."
+)
 CLUES = {
     "anagram": "Mix the letters of {fodder}",
     "reversed": "{fodder}, written backwards",
@@ -68,7 +71,10 @@ def canonical(text: str) -> str:
 
 def fits(text: str, enumeration) -> bool:
     """Whether the text has as many letters as "6", "3,5" or "(3-5)" says and, if it is in parts, parts of those lengths. True without a number."""
-    parts = [sum(map(int, re.findall("[0-9]+", part))) for part in re.split(r"[,\s\u2010-\u2015-]+", str(enumeration))]      # "1'5" is one of 6
+    parts = [
+        sum(map(int, re.findall("[0-9]+", part)))
+        for part in re.split(r"[,\s\u2010-\u2015-]+", str(enumeration))
+    ]  # "1'5" is one of 6
     wanted = [n for n in parts if n]
     found = [n for n in map(len, map(canonical, re.split(r"[\s\u2010-\u2015-]+", text))) if n]
     return not wanted or found in (wanted, [sum(wanted)])
@@ -80,7 +86,11 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
     gold, text = canonical(str(given["answer"])), last_answer(completion)
     if not gold:
         raise ValueError(f"crossword: the answer {given['answer']!r} has no letters")
-    right = len(text) <= 200 and canonical(text) == gold and fits(text, given.get("enumeration") or enumeration)
+    right = (
+        len(text) <= 200
+        and canonical(text) == gold
+        and fits(text, given.get("enumeration") or enumeration)
+    )
     return gold if right else None
 
 
@@ -94,7 +104,11 @@ def make_up(count: int) -> list[str]:
     rng, found = random.Random("crossword"), {}
     while len(found) < count:
         length, first = rng.randint(4, 6), rng.randrange(2)
-        found["".join(rng.choice(("AEIOU", "BCDFGHJKLMNPRSTVWZ")[(first + i) % 2]) for i in range(length))] = True
+        found[
+            "".join(
+                rng.choice(("AEIOU", "BCDFGHJKLMNPRSTVWZ")[(first + i) % 2]) for i in range(length)
+            )
+        ] = True
     return list(found)
 
 
@@ -111,9 +125,15 @@ def draw(kind: str, word: str, initials: dict) -> tuple[str, str]:
         return " ".join(rng.choice(initials[c]) for c in letters), pattern
     while True:
         noise, cut = "".join(rng.choices(ascii_uppercase, k=6)), rng.randint(1, 5)
-        fodder = noise[:cut] + letters + noise[cut:] if kind == "hidden" else "".join(rng.sample(letters, len(letters)))
+        fodder = (
+            noise[:cut] + letters + noise[cut:]
+            if kind == "hidden"
+            else "".join(rng.sample(letters, len(letters)))
+        )
         places = re.findall(f"(?={pattern.replace(' ', '').replace('_', '.')})", fodder)
-        if len(places) == (kind == "hidden"):       # one place in a hidden word's letters; none in an anagram's, which are mixed well
+        if len(places) == (
+            kind == "hidden"
+        ):  # one place in a hidden word's letters; none in an anagram's, which are mixed well
             return fodder, pattern
 
 
@@ -124,20 +144,41 @@ def problems(config: str) -> dict[str, list[tuple]]:
     for word in make_up(c["made_up"]) or [word.replace("-", " ") for word in LIST.upper().split()]:
         classes.setdefault(zlib.crc32("".join(sorted(canonical(word))).encode()), []).append(word)
     keys = sorted(classes)
-    words = {"test": [classes[key][0] for key in keys[:HELD_OUT]], "train": [word for key in keys[HELD_OUT:] for word in classes[key]]}
-    initials = {letter: [word for word in words["train"] if word[0] == letter and " " not in word] for letter in ascii_uppercase}
-    return {split: [(word, kind, *draw(kind, word, initials)) for word in words[split] for kind in c["kinds"]] for split in words}
+    words = {
+        "test": [classes[key][0] for key in keys[:HELD_OUT]],
+        "train": [word for key in keys[HELD_OUT:] for word in classes[key]],
+    }
+    initials = {
+        letter: [word for word in words["train"] if word[0] == letter and " " not in word]
+        for letter in ascii_uppercase
+    }
+    return {
+        split: [
+            (word, kind, *draw(kind, word, initials))
+            for word in words[split]
+            for kind in c["kinds"]
+        ]
+        for split in words
+    }
 
 
 def to_row(config: str, word: str, kind: str, fodder: str, pattern: str) -> dict:
     enumeration = ",".join(str(len(part)) for part in word.split())
     if CONFIGS[config]["words"]:
-        prompt = WORDS.format(clue=CLUES[kind].format(fodder=fodder), enumeration=enumeration, pattern=pattern)
+        prompt = WORDS.format(
+            clue=CLUES[kind].format(fodder=fodder), enumeration=enumeration, pattern=pattern
+        )
         solution = f"<think>{'-'.join(canonical(word))} fits {pattern} ({enumeration}).</think>\n<answer>{word}</answer>"
     else:
         prompt, solution = f"{kind} {fodder} {pattern}:", word
-    return {"id": f"crossword-{config}-{kind}-{word}", "task": "crossword", "prompt": prompt, "answer": {"answer": word, "enumeration": enumeration},
-            "solutions": [solution], "num_modes": 1}
+    return {
+        "id": f"crossword-{config}-{kind}-{word}",
+        "task": "crossword",
+        "prompt": prompt,
+        "answer": {"answer": word, "enumeration": enumeration},
+        "solutions": [solution],
+        "num_modes": 1,
+    }
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:

@@ -20,6 +20,7 @@ vertices and a prompt in words, "tiny" 6 vertices and under 50 characters, for a
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one capital letter R, G, B per vertex.
 It does not cover: the reasoning, lower case, colour names, separators between the letters, "a=R, b=G": all 0.
 """
+
 import random
 import zlib
 from functools import cache
@@ -30,12 +31,14 @@ from tasks.countdown import check_choice, last_answer, take
 DEFAULT = "small"
 COLORS = "RGB"
 HELD_OUT = 256
-WORDS = ("A graph has {n} vertices {names} and the edges {edges}. Give every vertex one of the colours R, G, B so that no edge joins "
-         "two vertices of the same colour. Already coloured: {given}. Reason inside <think> </think>, then put only the {n} colours "
-         "of {names}, in this order and without spaces, inside <answer> </answer>.")
+WORDS = (
+    "A graph has {n} vertices {names} and the edges {edges}. Give every vertex one of the colours R, G, B so that no edge joins "
+    "two vertices of the same colour. Already coloured: {given}. Reason inside <think> </think>, then put only the {n} colours "
+    "of {names}, in this order and without spaces, inside <answer> </answer>."
+)
 CONFIGS = {
     "small": dict(vertices=(6, 7, 8), max_edges=16, count=6000, words=True),
-    "tiny": dict(vertices=(6,), max_edges=9, count=6000, words=False),      # 9 edges: 43 characters
+    "tiny": dict(vertices=(6,), max_edges=9, count=6000, words=False),  # 9 edges: 43 characters
 }
 
 
@@ -44,7 +47,12 @@ def modes(answer: dict) -> set[str]:
     found = [""]
     for v, given in enumerate(answer["partial"]):
         before = [min(edge) for edge in answer["edges"] if max(edge) == v]
-        found = [s + c for s in found for c in (COLORS if given == "." else given) if all(s[u] != c for u in before)]
+        found = [
+            s + c
+            for s in found
+            for c in (COLORS if given == "." else given)
+            if all(s[u] != c for u in before)
+        ]
     return set(found)
 
 
@@ -71,7 +79,10 @@ def class_key(answer: dict) -> int:
     same = [[u for u in vertices if u != v and partial[u] == partial[v] != "."] for v in vertices]
     label = [int(partial[v] != ".") for v in vertices]
     for _ in range(3):
-        told = [(label[v], sorted(label[u] for u in near[v]), sorted(label[u] for u in same[v])) for v in vertices]
+        told = [
+            (label[v], sorted(label[u] for u in near[v]), sorted(label[u] for u in same[v]))
+            for v in vertices
+        ]
         label = [zlib.crc32(repr(t).encode()) for t in told]
     return zlib.crc32(repr(sorted(label)).encode())
 
@@ -83,7 +94,11 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
     allowed = [(u, v) for u, v in combinations(range(n), 2) if colors[u] != colors[v]]
     edges = sorted(rng.sample(allowed, min(rng.randint(n, max_edges), len(allowed))))
     shown = rng.sample(range(n), rng.randint(1, n // 2))
-    return {"n": n, "edges": edges, "partial": "".join(c if v in shown else "." for v, c in enumerate(colors))}
+    return {
+        "n": n,
+        "edges": edges,
+        "partial": "".join(c if v in shown else "." for v, c in enumerate(colors)),
+    }
 
 
 @cache
@@ -96,7 +111,10 @@ def problems(config: str) -> dict[str, list[dict]]:
             seen.add(problem_text(answer))
             classes.setdefault(class_key(answer), []).append(answer)
     keys = sorted(classes)
-    return {"test": [classes[key][0] for key in keys[:HELD_OUT]], "train": [answer for key in keys[HELD_OUT:] for answer in classes[key]]}
+    return {
+        "test": [classes[key][0] for key in keys[:HELD_OUT]],
+        "train": [answer for key in keys[HELD_OUT:] for answer in classes[key]],
+    }
 
 
 def letters(n: int) -> str:
@@ -114,10 +132,24 @@ def to_row(config: str, answer: dict) -> dict:
     prompt = short + ":"
     if CONFIGS[config]["words"]:
         given = ", ".join(f"{v[i]}={c}" for i, c in enumerate(answer["partial"]) if c != ".")
-        prompt = WORDS.format(n=answer["n"], names=", ".join(v), edges=short.split(";")[0].replace(",", ", "), given=given)
-        solutions = [f"<think>{', '.join(f'{a}={c}' for a, c in zip(v, key))}</think>\n<answer>{key}</answer>" for key in solutions]
-    return {"id": f"graph_coloring-{config}-{short}", "task": "graph_coloring", "prompt": prompt,
-            "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]}, "solutions": solutions, "num_modes": len(solutions)}
+        prompt = WORDS.format(
+            n=answer["n"],
+            names=", ".join(v),
+            edges=short.split(";")[0].replace(",", ", "),
+            given=given,
+        )
+        solutions = [
+            f"<think>{', '.join(f'{a}={c}' for a, c in zip(v, key))}</think>\n<answer>{key}</answer>"
+            for key in solutions
+        ]
+    return {
+        "id": f"graph_coloring-{config}-{short}",
+        "task": "graph_coloring",
+        "prompt": prompt,
+        "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]},
+        "solutions": solutions,
+        "num_modes": len(solutions),
+    }
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:

@@ -27,6 +27,7 @@ One's own rows may have the moves alone as answer, "BD2,AR3": without a board ex
 Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000 characters.
 They do not cover: the reasoning, lower case, "A R 3", AR03, AR100, leaving the board, a word between the moves: all 0, whatever else is right.
 """
+
 import math
 import random
 import re
@@ -41,11 +42,13 @@ from tasks.countdown import check_choice, last_answer, take
 DEFAULT = "6x6"
 HELD_OUT = 128
 MAX_MODES = 8
-MAX_STATES = 300      # a search that meets more is given up and the board with it: loose boards would take seconds
-WORDS = ("Rush Hour: the board has {size} rows and {size} columns, a letter is a car and a dot is an empty cell.\n{rows}\nA car moves only along its "
-         "own length, over empty cells. Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions "
-         "are U, D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written like "
-         "BD2,AR3, inside <answer> </answer>.")
+MAX_STATES = 300  # a search that meets more is given up and the board with it: loose boards would take seconds
+WORDS = (
+    "Rush Hour: the board has {size} rows and {size} columns, a letter is a car and a dot is an empty cell.\n{rows}\nA car moves only along its "
+    "own length, over empty cells. Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions "
+    "are U, D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written like "
+    "BD2,AR3, inside <answer> </answer>."
+)
 CONFIGS = {
     "6x6": dict(size=6, tries=(10, 30), max_moves=6, count=1000, words=True),
     "tiny": dict(size=4, tries=(4, 14), max_moves=4, count=6000, words=False),
@@ -78,20 +81,28 @@ def read_board(text: str, size: int) -> dict:
     text = "".join(text.split()).replace("o", ".")
     letters, start, lanes = "".join(sorted(set(text) & set(ascii_uppercase))), [], []
     if len(text) != size * size or "AA" not in text:
-        raise ValueError(f"rush_hour: {text!r} is not a board of {size} rows of {size} cells with a car A that lies in a row")
+        raise ValueError(
+            f"rush_hour: {text!r} is not a board of {size} rows of {size} cells with a car A that lies in a row"
+        )
     for car in letters:
         cells = [i for i, c in enumerate(text) if c == car]
-        row, column, across = cells[0] // size * size, cells[0] % size, text[cells[0]:cells[0] + 2] == 2 * car
+        row, column, across = (
+            cells[0] // size * size,
+            cells[0] % size,
+            text[cells[0] : cells[0] + 2] == 2 * car,
+        )
         lane = list(range(row, row + size) if across else range(column, size * size, size))
         first = lane.index(cells[0])
-        if len(cells) < 2 or cells != lane[first:first + len(cells)]:
-            raise ValueError(f"rush_hour: car {car} of the board {text!r} is not one straight piece of 2 or more cells")
+        if len(cells) < 2 or cells != lane[first : first + len(cells)]:
+            raise ValueError(
+                f"rush_hour: car {car} of the board {text!r} is not one straight piece of 2 or more cells"
+            )
         start.append(sum(1 << size + i for i in cells))
         lanes.append(sum(1 << size + i for i in lane if text[i] in letters + "."))
     return {"size": size, "letters": letters, "start": tuple(start), "lanes": lanes}
 
 
-@cache      # a lane has few patterns, and a search meets each of them over and over
+@cache  # a lane has few patterns, and a search meets each of them over and over
 def reach(cells: int, free: int, step: int) -> list[int]:
     """Where a car gets in 1, 2, ... steps before it leaves the free cells; a step is 1 right, -1 left, size down, -size up."""
     found = []
@@ -112,9 +123,16 @@ def slides(board: dict, state: tuple) -> Iterator[tuple]:
     """All legal moves ((car, direction, count), the state after it)."""
     full, size = sum(state), board["size"]
     for car, cells in enumerate(state):
-        for direction, step in (("L", -1), ("R", 1)) if cells & cells << 1 else (("U", -size), ("D", size)):
-            for count, after in enumerate(reach(cells, board["lanes"][car] & ~(full - cells), step), 1):
-                yield (board["letters"][car], direction, count), (*state[:car], after, *state[car + 1:])
+        for direction, step in (
+            (("L", -1), ("R", 1)) if cells & cells << 1 else (("U", -size), ("D", size))
+        ):
+            for count, after in enumerate(
+                reach(cells, board["lanes"][car] & ~(full - cells), step), 1
+            ):
+                yield (
+                    (board["letters"][car], direction, count),
+                    (*state[:car], after, *state[car + 1 :]),
+                )
 
 
 def play(board: dict, moves: list) -> tuple[tuple, bool]:
@@ -131,17 +149,33 @@ def play(board: dict, moves: list) -> tuple[tuple, bool]:
 def judge(completion: str, answer) -> dict:
     """{"moves", "gold": the known solution, "board": None without one, "exact": bool, "solve", "progress": 0 to 1} of a completion."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
-    gold, moves, text = read_moves(str(given["solution"]).strip()), read_moves(last_answer(completion)), given.get("board")
+    gold, moves, text = (
+        read_moves(str(given["solution"]).strip()),
+        read_moves(last_answer(completion)),
+        given.get("board"),
+    )
     if not gold:
-        raise ValueError(f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3")
+        raise ValueError(
+            f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
+        )
     board = read_board(text, given.get("size") or math.isqrt(len(text))) if text else None
-    found = {"moves": moves or [], "gold": gold, "board": board, "exact": moves == gold, "solve": 0.0, "progress": 0.0}
+    found = {
+        "moves": moves or [],
+        "gold": gold,
+        "board": board,
+        "exact": moves == gold,
+        "solve": 0.0,
+        "progress": 0.0,
+    }
     if not moves or not board:
         return found
     (end, legal), least = play(board, moves), int(given.get("moves") or len(gold))
     left, at_first = sum(in_the_way(board, end)), sum(in_the_way(board, board["start"]))
     if legal and left == 0:
-        found |= {"exact": moves == gold or len(moves) <= least, "solve": min(1.0, least / len(moves))}
+        found |= {
+            "exact": moves == gold or len(moves) <= least,
+            "solve": min(1.0, least / len(moves)),
+        }
     return found | {"progress": max(0.0, 1 - left / max(1, at_first))}
 
 
@@ -154,9 +188,15 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
     """0.65 exact + 0.20 solve + 0.10 prefix + 0.05 progress, each 0 to 1: see the top of this file."""
     found = judge(completion, answer)
     if found["exact"] and found["board"]:
-        return 1.0      # not 1.0000000000000002, the sum; and not less for a solution that is not the known one
-    known = [found["gold"], *filter(None, (read_moves(last_answer(text)) for text in solutions or ()))]
-    same = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found["moves"], moves))) for moves in known]
+        return 1.0  # not 1.0000000000000002, the sum; and not less for a solution that is not the known one
+    known = [
+        found["gold"],
+        *filter(None, (read_moves(last_answer(text)) for text in solutions or ())),
+    ]
+    same = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found["moves"], moves)))
+        for moves in known
+    ]
     prefix = max(n / len(moves) for n, moves in zip(same, known))
     return 0.65 * found["exact"] + 0.20 * found["solve"] + 0.10 * prefix + 0.05 * found["progress"]
 
@@ -183,8 +223,12 @@ def shortest(board: dict, max_moves: int = 10**6, max_states: int = 10**6) -> It
     level, came = [board["start"]], {board["start"]: []}
     for _ in range(max_moves):
         clear = [state for state in level if in_the_way(board, state)[1] == 0]
-        if clear:       # A's drive to the edge is always the last move: no need to look at the next level, the largest
-            return ([*moves, ("A", "R", in_the_way(board, state)[0])] for state in clear for moves in ways(came, state))
+        if clear:  # A's drive to the edge is always the last move: no need to look at the next level, the largest
+            return (
+                [*moves, ("A", "R", in_the_way(board, state)[0])]
+                for state in clear
+                for moves in ways(came, state)
+            )
         found = {}
         for state in level:
             for move, after in slides(board, state):
@@ -206,20 +250,39 @@ def modes(answer: dict) -> set[str]:
 
 def class_key(text: str, size: int) -> int:
     """Equal for boards that moves, other letters or swapping top and bottom turn into each other: the lengths of the cars in every lane."""
+
     def lengths(rows: list) -> str:
         lanes = rows + ["".join(column) for column in zip(*rows)]
-        return str([["A" if car == "A" else len(more) for car, more in re.findall(r"([A-Z])(\1+)", lane)] for lane in lanes])
-    rows = [text[i:i + size] for i in range(0, size * size, size)]
+        return str(
+            [
+                [
+                    "A" if car == "A" else len(more)
+                    for car, more in re.findall(r"([A-Z])(\1+)", lane)
+                ]
+                for lane in lanes
+            ]
+        )
+
+    rows = [text[i : i + size] for i in range(0, size * size, size)]
     return zlib.crc32(min(lengths(rows), lengths(rows[::-1])).encode())
 
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
     """A random board with car A not at the edge, the other cars named in reading order. Each try is a car that stays if it meets no other."""
-    ends = [(length, lane, first) for length in (2, 3) for lane in range(size) for first in range(size - length + 1)]
-    places = [range(lane * size + first, lane * size + first + length) for length, lane, first in ends]
-    places += [range(first * size + lane, (first + length) * size, size) for length, lane, first in ends]
+    ends = [
+        (length, lane, first)
+        for length in (2, 3)
+        for lane in range(size)
+        for first in range(size - length + 1)
+    ]
+    places = [
+        range(lane * size + first, lane * size + first + length) for length, lane, first in ends
+    ]
+    places += [
+        range(first * size + lane, (first + length) * size, size) for length, lane, first in ends
+    ]
     cells, begin = [0] * size**2, rng.randrange(size) * size + rng.randrange(size - 2)
-    cells[begin:begin + 2] = [1, 1]
+    cells[begin : begin + 2] = [1, 1]
     for car, place in enumerate(rng.sample(places, rng.randint(*tries)), 2):
         if not any(cells[i] for i in place):
             for i in place:
@@ -235,14 +298,19 @@ def problems(config: str) -> dict[str, list[tuple]]:
     while len(seen) < c["count"]:
         text = draw(rng, c["size"], c["tries"])
         board = read_board(text, c["size"])
-        if text in seen or in_the_way(board, board["start"])[1] == 0:      # one move would do
+        if text in seen or in_the_way(board, board["start"])[1] == 0:  # one move would do
             continue
         found = list(islice(shortest(board, c["max_moves"], MAX_STATES), MAX_MODES + 1))
         if 0 < len(found) <= MAX_MODES:
             seen.add(text)
-            classes.setdefault(class_key(text, c["size"]), []).append((text, sorted(map(write_moves, found))))
+            classes.setdefault(class_key(text, c["size"]), []).append(
+                (text, sorted(map(write_moves, found)))
+            )
     keys = sorted(classes)
-    return {"test": [classes[key][0] for key in keys[:HELD_OUT]], "train": [problem for key in keys[HELD_OUT:] for problem in classes[key]]}
+    return {
+        "test": [classes[key][0] for key in keys[:HELD_OUT]],
+        "train": [problem for key in keys[HELD_OUT:] for problem in classes[key]],
+    }
 
 
 def to_row(config: str, board: str, solutions: list[str]) -> dict:
@@ -251,9 +319,24 @@ def to_row(config: str, board: str, solutions: list[str]) -> dict:
     prompt = short + ":"
     if CONFIGS[config]["words"]:
         prompt = WORDS.format(size=size, rows=short.replace("/", "\n"))
-        texts = [f"<think>{text.replace(',', ', then ')} brings car A to the right edge.</think>\n<answer>{text}</answer>" for text in solutions]
-    answer = {"board": board, "size": size, "moves": len(read_moves(solutions[0])), "solution": solutions[0]}
-    return {"id": f"rush_hour-{config}-{short}", "task": "rush_hour", "prompt": prompt, "answer": answer, "solutions": texts, "num_modes": len(texts)}
+        texts = [
+            f"<think>{text.replace(',', ', then ')} brings car A to the right edge.</think>\n<answer>{text}</answer>"
+            for text in solutions
+        ]
+    answer = {
+        "board": board,
+        "size": size,
+        "moves": len(read_moves(solutions[0])),
+        "solution": solutions[0],
+    }
+    return {
+        "id": f"rush_hour-{config}-{short}",
+        "task": "rush_hour",
+        "prompt": prompt,
+        "answer": answer,
+        "solutions": texts,
+        "num_modes": len(texts),
+    }
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:

@@ -3,6 +3,7 @@
 It is forked from a server of multiprocessing's that has imported the tests and runs no Python thread. A fork of pytest's own process would be as quick, but may
 inherit a lock that another thread (a progress bar's, an HTTP server's) held at that instant, and then waits for it for ever.
 """
+
 import multiprocessing
 import os
 import subprocess
@@ -19,7 +20,9 @@ context.set_forkserver_preload(["test_resume", "test_experience", "test_server",
 def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:
     """A child that does work(*args), a function of a module with arguments that can be pickled; what it prints goes to `log`."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)        # Python 3.11's server does not take over sys.path
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        sys.path
+    )  # Python 3.11's server does not take over sys.path
     try:
         forkserver.ensure_running()
     finally:

@@ -1,4 +1,5 @@
 """What all tests share: the repository on the path, one thread, no network, and a tiny random model."""
+
 import os
 import sys
 from pathlib import Path
@@ -7,12 +8,29 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",      # before the libraries that read them once
-                  PYTHONFAULTHANDLER="1")       # a process that a library aborts says where
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",  # before the libraries that read them once
+    PYTHONFAULTHANDLER="1",
+)  # a process that a library aborts says where
 torch.set_num_threads(1)
 
 
-LONG = [f"test_{name}.py" for name in ("slurm", "server", "resume", "infoseed", "train", "rollout", "zero", "compare", "generate")]
+LONG = [
+    f"test_{name}.py"
+    for name in (
+        "slurm",
+        "server",
+        "resume",
+        "infoseed",
+        "train",
+        "rollout",
+        "zero",
+        "compare",
+        "generate",
+    )
+]
 
 
 def pytest_collection_modifyitems(items):
@@ -24,6 +42,7 @@ def pytest_collection_modifyitems(items):
 def tiny_model_dir(tmp_path_factory) -> Path:
     """A Hugging Face folder with a two-layer character model, weights random."""
     import sft
+
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = sft.tiny_tokenizer()
     sft.tiny_model(len(tokenizer), seed=0, layers=2).save_pretrained(folder)

@@ -8,6 +8,7 @@
 Needs root (slurmd starts jobs) and Debian's slurm-wlm and munge. Nothing in /etc/slurm is read or written. Every process of this Slurm and of its
 jobs carries SLURM_CONF=DIR/slurm.conf in its environment: that is how stop() finds what is left.
 """
+
 import os
 import platform
 import shutil
@@ -56,7 +57,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 
 def missing() -> str:
-    """"" if this machine can run the cluster, else the reason why not."""
+    """ "" if this machine can run the cluster, else the reason why not."""
     lost = [name for name in PROGRAMS if not find(name)]
     if lost:
         return f"{', '.join(lost)} not found (Debian: apt-get install slurm-wlm munge)"
@@ -73,9 +74,18 @@ def install(seconds: float = 300) -> None:
         return
     print("installing slurm-wlm and munge with apt-get", flush=True)
     apt, end = ["apt-get", "-o", "DPkg::Lock::Timeout=60"], time.monotonic() + seconds
-    for command in ([*apt, "update"], [*apt, "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
+    for command in (
+        [*apt, "update"],
+        [*apt, "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
+    ):
         try:
-            done = subprocess.run(command, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, timeout=end - time.monotonic())
+            done = subprocess.run(
+                command,
+                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+                capture_output=True,
+                text=True,
+                timeout=end - time.monotonic(),
+            )
         except subprocess.TimeoutExpired:
             return print(f"{' '.join(command)}: no end within {seconds:.0f} s", flush=True)
         if done.returncode:
@@ -85,7 +95,9 @@ def install(seconds: float = 300) -> None:
 def environment(folder: Path) -> dict:
     """This environment, of no other job, pointed at the cluster of `folder`."""
     outer = ("SLURM", "SBATCH", "SRUN", "SALLOC")
-    return {k: v for k, v in os.environ.items() if not k.startswith(outer)} | {"SLURM_CONF": str(folder / "slurm.conf")}
+    return {k: v for k, v in os.environ.items() if not k.startswith(outer)} | {
+        "SLURM_CONF": str(folder / "slurm.conf")
+    }
 
 
 def start(folder) -> dict:
@@ -95,17 +107,47 @@ def start(folder) -> dict:
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=platform.node().partition(".")[0], ports=free_ports(3)))
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(folder=folder, host=platform.node().partition(".")[0], ports=free_ports(3))
+    )
     env = environment(folder)
     try:
-        daemon(env, folder, "munged", "--foreground", "--force", "--num-threads=2", *(f"--{what}={folder}/munge.{end}" for what, end in (
-            ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))))
-        wait_until(lambda: (folder / "munge.socket").exists(), 20, lambda: f"munged has made no socket: {tail(folder / 'munged.out')}")
+        daemon(
+            env,
+            folder,
+            "munged",
+            "--foreground",
+            "--force",
+            "--num-threads=2",
+            *(
+                f"--{what}={folder}/munge.{end}"
+                for what, end in (
+                    ("key-file", "key"),
+                    ("socket", "socket"),
+                    ("pid-file", "pid"),
+                    ("log-file", "log"),
+                    ("seed-file", "seed"),
+                )
+            ),
+        )
+        wait_until(
+            lambda: (folder / "munge.socket").exists(),
+            20,
+            lambda: f"munged has made no socket: {tail(folder / 'munged.out')}",
+        )
         daemon(env, folder, "slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             daemon(env, folder, "slurmd", "-D", "-N", node)
-        wait_until(lambda: query(env, "sinfo", "-h", "-N", "-o", "%t") == "idle\nidle", 60, lambda: "the nodes are not idle:\n" + "\n".join(
-            f"{path.name}: {tail(path)}" for path in sorted(folder.glob("slurm*.log"))))
+        wait_until(
+            lambda: query(env, "sinfo", "-h", "-N", "-o", "%t") == "idle\nidle",
+            60,
+            lambda: (
+                "the nodes are not idle:\n"
+                + "\n".join(
+                    f"{path.name}: {tail(path)}" for path in sorted(folder.glob("slurm*.log"))
+                )
+            ),
+        )
     except BaseException:
         stop(folder)
         raise
@@ -114,13 +156,23 @@ def start(folder) -> dict:
 
 def daemon(env: dict, folder: Path, name: str, *flags) -> None:
     with open(folder / f"{name}.out", "a") as out:
-        subprocess.Popen([find(name), *flags], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=folder)
+        subprocess.Popen(
+            [find(name), *flags],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            cwd=folder,
+        )
 
 
 def query(env: dict, *command, seconds: float = 20) -> str:
     """What a Slurm command prints; "" where it fails, as all of them do before the controller is up."""
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds).stdout.strip()
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=seconds
+        ).stdout.strip()
     except subprocess.TimeoutExpired:
         return ""
 
@@ -134,7 +186,7 @@ def processes(**variables) -> list[psutil.Process]:
             if process.pid not in own and variables.items() <= process.environ().items():
                 found |= {p.pid: p for p in (process, *process.children(recursive=True))}
         except (psutil.Error, OSError):
-            continue        # gone, or not ours to look at
+            continue  # gone, or not ours to look at
     return [p for p in found.values() if alive(p)]
 
 

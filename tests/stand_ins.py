@@ -4,6 +4,7 @@ StandIn   a made-up vLLM server: nothing is sampled, the tokens of a completion 
 Proxy     a reverse proxy in front of servers, real or made up: it records, delays, and mixes up clients
 FakeWorld torch.distributed for ranks that are threads of this process
 """
+
 import json
 import pickle
 import socket
@@ -26,9 +27,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = SimpleNamespace(path=self.path, body=json.loads(data) if data else None, headers=self.headers, data=data, method=self.command)
+        request = SimpleNamespace(
+            path=self.path,
+            body=json.loads(data) if data else None,
+            headers=self.headers,
+            data=data,
+            method=self.command,
+        )
         answer = self.server.answer(request)
-        if callable(answer):        # writes by itself, badly; nothing more can come over this connection
+        if callable(answer):  # writes by itself, badly; nothing more can come over this connection
             self.close_connection = True
             return answer(self)
         status, content, headers = answer
@@ -53,7 +60,8 @@ class Listening:
             daemon_threads, request_queue_size, allow_reuse_address = True, 128, True
 
             def handle_error(self, request, address):
-                pass        # a client that went away
+                pass  # a client that went away
+
         self.http = Quiet(("127.0.0.1", port), Handler)
         self.http.answer, self.http.connections = self.answer, set()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
@@ -71,21 +79,42 @@ class Listening:
 
 def choice(body: dict, i: int, **changes) -> dict:
     """Completion i of a request: two to max_tokens tokens that begin with the prompt's first token and a piece of the seed."""
-    ids = [body["prompt"][0], (body["seed"] + i) % 89, *range(1, body["max_tokens"] - 1 - i % 3)][:body["max_tokens"]]
-    return {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop", "prompt_token_ids": body["prompt"]} | changes
+    ids = [body["prompt"][0], (body["seed"] + i) % 89, *range(1, body["max_tokens"] - 1 - i % 3)][
+        : body["max_tokens"]
+    ]
+    return {
+        "index": i,
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+        "finish_reason": "stop",
+        "prompt_token_ids": body["prompt"],
+    } | changes
 
 
 def usual(request) -> tuple:
     """What a healthy server sends."""
     name = request.headers["X-Request-Id"]
-    return 200, {"id": f"cmpl-{name}", "choices": [choice(request.body, i) for i in range(request.body["n"])]}, {"X-Request-Id": name}
+    return (
+        200,
+        {
+            "id": f"cmpl-{name}",
+            "choices": [choice(request.body, i) for i in range(request.body["n"])],
+        },
+        {"X-Request-Id": name},
+    )
 
 
 def with_choices(make):
     """A server whose choice i is make(body, i)."""
+
     def answer(request):
         status, found, headers = usual(request)
-        return status, found | {"choices": [make(request.body, i) for i in range(request.body["n"])]}, headers
+        return (
+            status,
+            found | {"choices": [make(request.body, i) for i in range(request.body["n"])]},
+            headers,
+        )
+
     return answer
 
 
@@ -95,8 +124,16 @@ class StandIn(Listening):
 
     def __init__(self, port: int = 0, completion=usual, other=(), seconds: float = 0.0):
         self.plan, self.completion, self.other, self.seconds = [], completion, dict(other), seconds
-        self.version, self.log, self.now, self.most = "default", [], 0, 0       # log: (path, body or headers) in order of arrival
-        self.settings = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": {"backend": "nccl"}}
+        self.version, self.log, self.now, self.most = (
+            "default",
+            [],
+            0,
+            0,
+        )  # log: (path, body or headers) in order of arrival
+        self.settings = {
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+            "weight_transfer_config": {"backend": "nccl"},
+        }
         super().__init__(port)
 
     def paths(self, *wanted) -> list[str]:
@@ -125,8 +162,14 @@ class StandIn(Listening):
                     self.log.append(("answered", None, {}))
         if path == "/update_weight_version":
             self.version = request.body["new_version"]
-        found = {"/weight_info": {"weight_version": self.version}, "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]}, "/get_world_size": {"world_size": 2},
-                 "/server_info": {"vllm_config": self.settings}, "/reset_prefix_cache": {"success": True}, "/health": b""}
+        found = {
+            "/weight_info": {"weight_version": self.version},
+            "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
+            "/get_world_size": {"world_size": 2},
+            "/server_info": {"vllm_config": self.settings},
+            "/reset_prefix_cache": {"success": True},
+            "/health": b"",
+        }
         return 200, found.get(path, {}), {}
 
 
@@ -136,7 +179,13 @@ class Proxy(Listening):
 
     def __init__(self, *targets: str, mixes: bool = False, seconds: float = 0.0):
         self.clients = [httpx.Client(base_url=url, timeout=60, trust_env=False) for url in targets]
-        self.mixes, self.seconds, self.log, self.answers, self.waiting = mixes, seconds, [], {}, None      # answers: {request id: bytes}
+        self.mixes, self.seconds, self.log, self.answers, self.waiting = (
+            mixes,
+            seconds,
+            [],
+            {},
+            None,
+        )  # answers: {request id: bytes}
         super().__init__()
 
     def answer(self, request):
@@ -144,9 +193,17 @@ class Proxy(Listening):
         with self.lock:
             self.log.append((request.path, request.body, dict(request.headers)))
             client = self.clients[len(self.log) % len(self.clients)]
-        headers = {key: value for key, value in request.headers.items() if key.lower() in ("content-type", "x-request-id", "x-vllm-client-tag")}
+        headers = {
+            key: value
+            for key, value in request.headers.items()
+            if key.lower() in ("content-type", "x-request-id", "x-vllm-client-tag")
+        }
         found = client.request(request.method, request.path, content=request.data, headers=headers)
-        own = found.status_code, found.content, {key: found.headers[key] for key in ("x-request-id",) if key in found.headers}
+        own = (
+            found.status_code,
+            found.content,
+            {key: found.headers[key] for key in ("x-request-id",) if key in found.headers},
+        )
         if completion:
             self.answers[request.headers["X-Request-Id"]] = found.content
             time.sleep(self.seconds)
@@ -176,7 +233,12 @@ class FakeWorld:
     """What server.py uses of torch.distributed; objects are pickled as they would be there."""
 
     def __init__(self, size: int):
-        self.size, self.here, self.meet, self.table = size, threading.local(), threading.Barrier(size), [b""] * size
+        self.size, self.here, self.meet, self.table = (
+            size,
+            threading.local(),
+            threading.Barrier(size),
+            [b""] * size,
+        )
 
     def get_rank(self) -> int:
         return getattr(self.here, "rank", 0)
@@ -200,11 +262,13 @@ class FakeWorld:
 
     def run(self, work) -> list:
         """work(rank) on all ranks at once: what each has returned, or the exception that it has raised."""
+
         def one(rank):
             self.here.rank = rank
             try:
                 return work(rank)
             except Exception as error:
                 return error
+
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(one, range(self.size)))

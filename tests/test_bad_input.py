@@ -1,4 +1,5 @@
 """What a person can get wrong: one sentence with key and value, exit status 2, nothing left behind. And the dry run, which says so first."""
+
 import json
 import os
 import shutil
@@ -31,34 +32,61 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
 
     def refused(*flags) -> str:
         with pytest.raises(UserError) as caught:
-            train.main([TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *map(str, flags)])
+            train.main(
+                [
+                    TINY,
+                    f"--model={tiny_model_dir}",
+                    f"--output_dir={tmp_path / 'run'}",
+                    *map(str, flags),
+                ]
+            )
         assert not (tmp_path / "run").exists() and "\n" not in str(caught.value)
         return str(caught.value)
+
     return refused
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
-    (["--dataset_name=nobody/nothing"], ["dataset_name='nobody/nothing'"]),
-    (["--dataset_name=tasks/countdown.py"], ["dataset_name='tasks/countdown.py'"]),
-    (["--dataset_name=nowhere.jsonl"], ["dataset_name='nowhere.jsonl'"]),
-    (["--dataset_name="], ["dataset_name"]),
-    (["--dataset_config=5"], ["dataset_name='countdown'", "'5'"]),
-    (["--dataset_split=dev"], ["dataset_name='countdown'", "'dev'"]),
-    (["--eval_dataset_name=nobody/nothing"], ["'nobody/nothing'"]),
-    (["--model=no/such/folder"], ["model='no/such/folder'"]),
-    (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
-    (["--model=nobody/nothing"], ["model='nobody/nothing'"]),
-    (["--model=runs/nothing"], ["model='runs/nothing'", "sft.py"]),
-    (["--model="], ["model is empty"]),
-    (["--num_generations=1", "--scale_rewards=group"], ["num_generations=1", "scale_rewards='group'"]),
-    (["--max_prompt_length=5"], ["max_prompt_length=5", "10489 of 10489", "tokens"]),
-    (["--max_prompt_length=5", "--long_prompts=drop"], ["max_prompt_length=5", "10489 of 10489"]),
-    (["--reward_funcs=['magic']"], ["reward_funcs", "'magic'", "countdown"]),
-    (["--max_completion_length=1000"], ["max_prompt_length=32", "max_completion_length=1000", "1024 positions", "model="]),
-    (["--vllm_tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
-    (["--resume_from_checkpoint=/no/such/step_000001"], ["resume_from_checkpoint='/no/such/step_000001'"]),
-    (["--resume_from_checkpoint=latest"], ["resume_from_checkpoint='latest'", "output_dir", "run"])])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
+        (["--dataset_name=nobody/nothing"], ["dataset_name='nobody/nothing'"]),
+        (["--dataset_name=tasks/countdown.py"], ["dataset_name='tasks/countdown.py'"]),
+        (["--dataset_name=nowhere.jsonl"], ["dataset_name='nowhere.jsonl'"]),
+        (["--dataset_name="], ["dataset_name"]),
+        (["--dataset_config=5"], ["dataset_name='countdown'", "'5'"]),
+        (["--dataset_split=dev"], ["dataset_name='countdown'", "'dev'"]),
+        (["--eval_dataset_name=nobody/nothing"], ["'nobody/nothing'"]),
+        (["--model=no/such/folder"], ["model='no/such/folder'"]),
+        (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
+        (["--model=nobody/nothing"], ["model='nobody/nothing'"]),
+        (["--model=runs/nothing"], ["model='runs/nothing'", "sft.py"]),
+        (["--model="], ["model is empty"]),
+        (
+            ["--num_generations=1", "--scale_rewards=group"],
+            ["num_generations=1", "scale_rewards='group'"],
+        ),
+        (["--max_prompt_length=5"], ["max_prompt_length=5", "10489 of 10489", "tokens"]),
+        (
+            ["--max_prompt_length=5", "--long_prompts=drop"],
+            ["max_prompt_length=5", "10489 of 10489"],
+        ),
+        (["--reward_funcs=['magic']"], ["reward_funcs", "'magic'", "countdown"]),
+        (
+            ["--max_completion_length=1000"],
+            ["max_prompt_length=32", "max_completion_length=1000", "1024 positions", "model="],
+        ),
+        (["--vllm_tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
+        (
+            ["--resume_from_checkpoint=/no/such/step_000001"],
+            ["resume_from_checkpoint='/no/such/step_000001'"],
+        ),
+        (
+            ["--resume_from_checkpoint=latest"],
+            ["resume_from_checkpoint='latest'", "output_dir", "run"],
+        ),
+    ],
+)
 def test_bad_input_is_one_sentence_with_key_and_value_and_no_run_folder(refusal, flags, words):
     message = refusal(*flags)
     assert all(word in message for word in words), message
@@ -71,18 +99,27 @@ def test_a_number_of_prompts_that_ranks_can_not_share_is_refused(refusal, monkey
 
 def test_an_empty_dataset_is_refused(refusal, tmp_path):
     path = jsonl(tmp_path / "empty.jsonl")
-    assert f"dataset_name={path!r}" in refusal(f"--dataset_name={path}") and "0 rows" in refusal(f"--dataset_name={path}")
+    assert f"dataset_name={path!r}" in refusal(f"--dataset_name={path}") and "0 rows" in refusal(
+        f"--dataset_name={path}"
+    )
 
 
 def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert f"model={str(tmp_path / 'empty')!r} is a folder without" in refusal(f"--model={tmp_path / 'empty'}")
+    assert f"model={str(tmp_path / 'empty')!r} is a folder without" in refusal(
+        f"--model={tmp_path / 'empty'}"
+    )
 
 
 def test_a_reward_that_can_not_read_the_answers_of_the_dataset_is_refused(refusal, tmp_path):
     path = jsonl(tmp_path / "mine.jsonl", {"prompt": "1+1", "answer": "2"})
-    assert all(word in refusal(f"--dataset_name={path}") for word in ("reward_funcs", "'countdown'", path))
-    assert all(word in refusal(f"--eval_dataset_name={path}") for word in ("reward_funcs", "'countdown'", path))
+    assert all(
+        word in refusal(f"--dataset_name={path}") for word in ("reward_funcs", "'countdown'", path)
+    )
+    assert all(
+        word in refusal(f"--eval_dataset_name={path}")
+        for word in ("reward_funcs", "'countdown'", path)
+    )
 
 
 @pytest.fixture
@@ -96,25 +133,46 @@ def run_folder(tmp_path):
 
 def test_a_run_folder_that_is_not_empty_is_left_alone(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}")
-    assert all(word in message for word in (f"output_dir={str(run_folder)!r}", "overwrite_output_dir", "resume_from_checkpoint"))
+    assert all(
+        word in message
+        for word in (
+            f"output_dir={str(run_folder)!r}",
+            "overwrite_output_dir",
+            "resume_from_checkpoint",
+        )
+    )
     assert (run_folder / "metrics.jsonl").read_text() == "{}\n"
 
 
-def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(refusal, run_folder, tiny_model_dir):
+def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(
+    refusal, run_folder, tiny_model_dir
+):
     message = refusal(f"--output_dir={tiny_model_dir}", "--overwrite_output_dir=True")
-    assert f"output_dir={str(tiny_model_dir)!r}" in message and (tiny_model_dir / "config.json").exists()
+    assert (
+        f"output_dir={str(tiny_model_dir)!r}" in message
+        and (tiny_model_dir / "config.json").exists()
+    )
     inside = shutil.copytree(tiny_model_dir, run_folder / "step_000001")
-    message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}")
+    message = refusal(
+        f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}"
+    )
     assert "model=" in message and f"output_dir={str(run_folder)!r}" in message and inside.exists()
 
 
 def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
     rows = run_folder / "rows.jsonl"
     rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
-    for flags in ([f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset_name=", "--eval_steps=0"], [f"--easy_dataset_name={rows}", "--easy_schedule={0: 0.5}"],
-                  [f"--chat_template={rows}"]):
+    for flags in (
+        [f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset_name=", "--eval_steps=0"],
+        [f"--easy_dataset_name={rows}", "--easy_schedule={0: 0.5}"],
+        [f"--chat_template={rows}"],
+    ):
         message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", *flags)
-        assert str(rows) in message and "overwrite_output_dir=True would delete" in message and rows.exists()
+        assert (
+            str(rows) in message
+            and "overwrite_output_dir=True would delete" in message
+            and rows.exists()
+        )
 
 
 def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):
@@ -132,30 +190,52 @@ def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):
     assert "output_dir" in refusal(f"--output_dir={tmp_path / 'file' / 'run'}")
 
 
-def test_resuming_from_another_run_does_not_write_over_a_third(refusal, run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.checkpoint, "check_request", lambda *_: False)       # a whole one, elsewhere
-    assert f"output_dir={str(run_folder)!r}" in refusal(f"--output_dir={run_folder}", "--resume_from_checkpoint=somewhere")
+def test_resuming_from_another_run_does_not_write_over_a_third(
+    refusal, run_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        train.checkpoint, "check_request", lambda *_: False
+    )  # a whole one, elsewhere
+    assert f"output_dir={str(run_folder)!r}" in refusal(
+        f"--output_dir={run_folder}", "--resume_from_checkpoint=somewhere"
+    )
 
 
 def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}", "--resume_from_checkpoint=latest")
     assert "resume_from_checkpoint='latest'" in message and str(run_folder) in message
     (run_folder / "step_000001").mkdir()
-    assert "manifest.json" in refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}")
+    assert "manifest.json" in refusal(
+        f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}"
+    )
 
 
-@pytest.mark.parametrize("asked, refused", [("0,1", True), ("GPU-5ebe9f43", True), ("", False), ("-1", False), ("NoDevFiles", False), (None, False)])
+@pytest.mark.parametrize(
+    "asked, refused",
+    [
+        ("0,1", True),
+        ("GPU-5ebe9f43", True),
+        ("", False),
+        ("-1", False),
+        ("NoDevFiles", False),
+        (None, False),
+    ],
+)
 def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeypatch):
     """No machine that runs this has one; where it has, torch is the build that can use it."""
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False) if asked is None else monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    monkeypatch.delenv(
+        "CUDA_VISIBLE_DEVICES", raising=False
+    ) if asked is None else monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
     monkeypatch.setattr(ranks, "Path", lambda path: Path("/nowhere"))
     if not refused:
         return ranks.refuse_idle_gpu()
-    with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can use none"):
+    with pytest.raises(
+        UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can use none"
+    ):
         ranks.refuse_idle_gpu()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(ranks, "Path", lambda path: Path("/"))        # the driver's device is there
+    monkeypatch.setattr(ranks, "Path", lambda path: Path("/"))  # the driver's device is there
     with pytest.raises(UserError, match="there is a GPU, /dev/nvidia0"):
         ranks.refuse_idle_gpu()
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
@@ -164,8 +244,16 @@ def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeyp
 
 # --- the script
 
+
 def script(*flags, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    return subprocess.run(
+        [sys.executable, "train.py", *map(str, flags)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
 
 
 def test_the_script_ends_with_status_2_and_one_line(tmp_path):
@@ -184,6 +272,7 @@ def test_help_says_how_to_run(flag, monkeypatch, capsys):
 
 # --- dry run
 
+
 @pytest.fixture
 def no_weights(tmp_path):
     """A model folder from which the weights were deleted."""
@@ -195,23 +284,49 @@ def no_weights(tmp_path):
 
 
 def deepspeed_of(text: str) -> dict:
-    return json.loads(next(line for line in text.splitlines() if line.startswith("deepspeed: ")).removeprefix("deepspeed: "))
+    return json.loads(
+        next(line for line in text.splitlines() if line.startswith("deepspeed: ")).removeprefix(
+            "deepspeed: "
+        )
+    )
 
 
 def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path, capsys):
-    train.main([TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}", "--dry_run=True", "--maxent_tau=0.5"])
+    train.main(
+        [
+            TINY,
+            f"--model={no_weights}",
+            f"--output_dir={tmp_path / 'run'}",
+            "--dry_run=True",
+            "--maxent_tau=0.5",
+        ]
+    )
     said = capsys.readouterr().out
     assert "'<|user|>" in said and "<|assistant|>'" in said and "GiB" in said and "512 rows" in said
-    assert "maxent_tau = 0.5" in said and "warning: maxent_q_temperature * maxent_tau = 0.500" in said
+    assert (
+        "maxent_tau = 0.5" in said and "warning: maxent_q_temperature * maxent_tau = 0.500" in said
+    )
     assert deepspeed_of(said)["zero_optimization"]["stage"] == 0
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(no_weights, tmp_path, capsys):
+def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
+    no_weights, tmp_path, capsys
+):
     problem = {"problem": "What is 1+1?", "answer": "2"}
-    path = jsonl(tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
-    train.main([str(ROOT / "config" / "math_maxent.py"), f"--model={no_weights}", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True",
-                "--allow_leakage=True"])
+    path = jsonl(
+        tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"}
+    )
+    train.main(
+        [
+            str(ROOT / "config" / "math_maxent.py"),
+            f"--model={no_weights}",
+            f"--dataset_name={path}",
+            f"--eval_dataset_name={path}",
+            "--dry_run=True",
+            "--allow_leakage=True",
+        ]
+    )
     said = capsys.readouterr().out
     assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said
     assert "1 of 3 rows have no prompt or no answer" in said
@@ -227,11 +342,27 @@ def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_p
     (cached / "snapshots").mkdir()
     no_weights.rename(cached / "snapshots" / ("0" * 40))
     config = cached / "snapshots" / ("0" * 40) / "config.json"
-    shape = dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
-                 tie_word_embeddings=True, layer_types=["full_attention"] * 28, max_window_layers=28)
+    shape = dict(
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        layer_types=["full_attention"] * 28,
+        max_window_layers=28,
+    )
     config.write_text(json.dumps(json.loads(config.read_text()) | shape))
     path = jsonl(tmp_path / "rows.jsonl", {"problem": "What is 1+1?", "answer": "2"})
-    done = script("config/math_maxent.py", f"--dataset_name={path}", f"--eval_dataset_name={path}", "--dry_run=True", "--allow_leakage=True",
-                  HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    done = script(
+        "config/math_maxent.py",
+        f"--dataset_name={path}",
+        f"--eval_dataset_name={path}",
+        "--dry_run=True",
+        "--allow_leakage=True",
+        HF_HOME=str(tmp_path / "hf"),
+        HF_HUB_OFFLINE="1",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1543.7M parameters" in done.stdout

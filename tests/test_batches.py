@@ -1,4 +1,5 @@
 """From rollouts to tensors, micro-batches and log-probs, against loops that do the same slowly."""
+
 import copy
 import itertools
 import random
@@ -18,31 +19,51 @@ from policy import Policy, completion_mask
 
 examples = settings(derandomize=True, deadline=None, max_examples=60)
 packed_or_not = pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
-EOS = 0     # also what pad() fills with
+EOS = 0  # also what pad() fills with
 
 
 def rollout_of(prompt_ids: list, completion_ids: list) -> dict:
-    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": [-0.1 * (i + 1) for i in range(len(completion_ids))]}
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": [-0.1 * (i + 1) for i in range(len(completion_ids))],
+    }
 
 
-RAGGED = [rollout_of([5, 6], [7, EOS]), rollout_of([5, 6, 7, 8, 9], [10, 11, EOS, EOS, 12, EOS]), rollout_of([EOS], [13]), rollout_of([9, 9, 9], [EOS])]
+RAGGED = [
+    rollout_of([5, 6], [7, EOS]),
+    rollout_of([5, 6, 7, 8, 9], [10, 11, EOS, EOS, 12, EOS]),
+    rollout_of([EOS], [13]),
+    rollout_of([9, 9, 9], [EOS]),
+]
 
 
 def random_rollouts(count: int, seed: int) -> list[dict]:
     """Ragged, with token id 0 anywhere."""
     rng = random.Random(seed)
-    return [rollout_of(*(rng.choices(range(100), k=rng.randint(1, 9)) for _ in range(2))) for _ in range(count)]
+    return [
+        rollout_of(*(rng.choices(range(100), k=rng.randint(1, 9)) for _ in range(2)))
+        for _ in range(count)
+    ]
 
 
 # --- tensors
 
+
 def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
     batch = rollout.to_batch(RAGGED, "cpu")
-    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3] and batch["lengths"].tolist() == [2, 6, 1, 1]
+    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3] and batch["lengths"].tolist() == [
+        2,
+        6,
+        1,
+        1,
+    ]
     for row, r in enumerate(RAGGED):
         whole = r["prompt_ids"] + r["completion_ids"]
         assert batch["ids"][row].tolist() == whole + [0] * (11 - len(whole))
-        assert batch["sampler_logps"][row, :len(r["logprobs"])].tolist() == pytest.approx(r["logprobs"])
+        assert batch["sampler_logps"][row, : len(r["logprobs"])].tolist() == pytest.approx(
+            r["logprobs"]
+        )
     assert batch["sampler_logps"].shape == (4, 6) and batch["ids"].dtype == torch.long
 
 
@@ -61,7 +82,10 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
     batch = rollout.to_batch(RAGGED, "cpu") | {"old_logps": torch.arange(24.0).view(4, 6)}
     part = rollout.take(batch, torch.tensor([3, 0]))
     assert part["ids"].tolist() == [[9, 9, 9, EOS], [5, 6, 7, EOS]]
-    assert part["sampler_logps"].shape == (2, 2) and part["old_logps"].tolist() == [[18.0, 19.0], [0.0, 1.0]]
+    assert part["sampler_logps"].shape == (2, 2) and part["old_logps"].tolist() == [
+        [18.0, 19.0],
+        [0.0, 1.0],
+    ]
     assert part["lengths"].tolist() == [1, 2] and batch["ids"].shape == (4, 11)
     one = rollout.take(batch, torch.tensor([1]))
     assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
@@ -75,35 +99,64 @@ class Fake:
 
     def generate(self, prompts_ids, n, sampling, finished=None):
         for i in reversed(range(len(prompts_ids) if finished else 0)):
-            finished(i, self.rollouts[i * n:(i + 1) * n])
+            finished(i, self.rollouts[i * n : (i + 1) * n])
         return self.rollouts
 
 
 def test_generate_decodes_without_special_tokens():
     tokenizer = sft.tiny_tokenizer()
     ids = tokenizer("2*3+4", add_special_tokens=False)["input_ids"]
-    found = rollout.generate(Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {})
-    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][-1] == EOS
+    found = rollout.generate(
+        Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {}
+    )
+    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][
+        -1
+    ] == EOS
 
 
-def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are_there(tiny_model_dir):
+def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are_there(
+    tiny_model_dir,
+):
     tokenizer = sft.tiny_tokenizer()
     ids = tokenizer("abcd", add_special_tokens=False)["input_ids"]
     told = []
-    rollout.generate(Fake(*[rollout_of([5], [i, EOS]) for i in ids]), tokenizer, [[5], [6]], 2, {}, lambda i, group: told.append((i, [r["text"] for r in group])))
+    rollout.generate(
+        Fake(*[rollout_of([5], [i, EOS]) for i in ids]),
+        tokenizer,
+        [[5], [6]],
+        2,
+        {},
+        lambda i, group: told.append((i, [r["text"] for r in group])),
+    )
     assert told == [(1, ["c", "d"]), (0, ["a", "b"])]
     told.clear()
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
     sampling = {"temperature": 1.0, "max_tokens": 3, "stop_token_ids": [0], "seeds": [1, 2]}
-    found = rollout.generate(engine, tokenizer, [[5], [6, 7]], 2, sampling, lambda i, group: told.append((i, [r["text"] for r in group])))
-    assert told == [(i, [r["text"] for r in found[2 * i:2 * i + 2]]) for i in range(2)]
-    assert rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []       # a rank with nothing to sample again
+    found = rollout.generate(
+        engine,
+        tokenizer,
+        [[5], [6, 7]],
+        2,
+        sampling,
+        lambda i, group: told.append((i, [r["text"] for r in group])),
+    )
+    assert told == [(i, [r["text"] for r in found[2 * i : 2 * i + 2]]) for i in range(2)]
+    assert (
+        rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
+    )  # a rank with nothing to sample again
 
 
-@pytest.mark.parametrize("rollouts, words", [
-    ([rollout_of([5], [6])], "1 completions for 1 prompts x 2"),
-    ([rollout_of([5], [6]), {**rollout_of([5], [6, 7]), "logprobs": [-0.1]}], "2 tokens with 1 log-probs"),
-    ([rollout_of([5], [6]), rollout_of([5], [])], "0 tokens")])
+@pytest.mark.parametrize(
+    "rollouts, words",
+    [
+        ([rollout_of([5], [6])], "1 completions for 1 prompts x 2"),
+        (
+            [rollout_of([5], [6]), {**rollout_of([5], [6, 7]), "logprobs": [-0.1]}],
+            "2 tokens with 1 log-probs",
+        ),
+        ([rollout_of([5], [6]), rollout_of([5], [])], "0 tokens"),
+    ],
+)
 def test_an_engine_that_returns_too_little_is_an_error(rollouts, words):
     with pytest.raises(RuntimeError, match=words):
         rollout.generate(Fake(*rollouts), sft.tiny_tokenizer(), [[5]], 2, {})
@@ -111,17 +164,34 @@ def test_an_engine_that_returns_too_little_is_an_error(rollouts, words):
 
 # --- micro-batches
 
-plans = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 300), st.integers(0, 9999))
+plans = st.tuples(
+    st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 300), st.integers(0, 9999)
+)
 
 
 def batch_of(units: int, unit: int, seed: int) -> dict:
     """Units of one prompt each, which now and then is that of the unit before, one row in ten with another; ids at random where rows have ended."""
     rng = random.Random(seed)
-    pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)] + [[0, 1], [0, 1, 1], [1, 1, 1]]
-    prompts = [prompt if rng.random() < 0.9 else rng.choice(pool) for prompt in rng.choices(pool, k=units) for _ in range(unit)]
-    batch = rollout.to_batch([rollout_of(prompt, rng.choices([0, 1], k=rng.randint(1, 30))) for prompt in prompts], "cpu")
-    ends, junk = batch["prompt_lengths"] + batch["lengths"], torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed))
-    return batch | {"ids": torch.where(torch.arange(junk.shape[1]) < ends[:, None], batch["ids"], junk)}
+    pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)] + [
+        [0, 1],
+        [0, 1, 1],
+        [1, 1, 1],
+    ]
+    prompts = [
+        prompt if rng.random() < 0.9 else rng.choice(pool)
+        for prompt in rng.choices(pool, k=units)
+        for _ in range(unit)
+    ]
+    batch = rollout.to_batch(
+        [rollout_of(prompt, rng.choices([0, 1], k=rng.randint(1, 30))) for prompt in prompts], "cpu"
+    )
+    ends, junk = (
+        batch["prompt_lengths"] + batch["lengths"],
+        torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed)),
+    )
+    return batch | {
+        "ids": torch.where(torch.arange(junk.shape[1]) < ends[:, None], batch["ids"], junk)
+    }
 
 
 def cost(batch: dict, rows, pack: bool) -> int:
@@ -130,7 +200,9 @@ def cost(batch: dict, rows, pack: bool) -> int:
     if not pack:
         return len(P) * max(p + t for p, t in zip(P, T))
     prompts = [batch["ids"][row, :p].tolist() for row, p in zip(rows.tolist(), P)]
-    return sum(T) + sum(len(prompt) for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1])
+    return sum(T) + sum(
+        len(prompt) for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]
+    )
 
 
 @packed_or_not
@@ -140,10 +212,15 @@ def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(pack, case):
     units, unit, budget, seed = case
     plan = learner.plan_micro_batches(batch_of(units, unit, seed), budget, unit, pack)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
-    assert not pack or torch.cat(plan).tolist() == list(range(units * unit))       # rows that share a prompt stay neighbours
+    assert not pack or torch.cat(plan).tolist() == list(
+        range(units * unit)
+    )  # rows that share a prompt stay neighbours
     for rows in plan:
         groups = rows.view(-1, unit)
-        assert torch.equal(groups, groups[:, :1] + torch.arange(unit)) and not (groups[:, 0] % unit).any()
+        assert (
+            torch.equal(groups, groups[:, :1] + torch.arange(unit))
+            and not (groups[:, 0] % unit).any()
+        )
 
 
 @packed_or_not
@@ -164,7 +241,9 @@ def test_no_two_neighbouring_micro_batches_would_fit_into_one(pack, case):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     plan = learner.plan_micro_batches(batch, budget, unit, pack)
-    assert all(cost(batch, torch.cat([a, b[:unit]]), pack) > budget for a, b in itertools.pairwise(plan))
+    assert all(
+        cost(batch, torch.cat([a, b[:unit]]), pack) > budget for a, b in itertools.pairwise(plan)
+    )
 
 
 @packed_or_not
@@ -179,7 +258,9 @@ def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case
     assert len(plan) == max(own, at_least) and all(len(rows) for rows in plan)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
     assert all(cost(batch, rows, pack) <= budget or len(rows) == unit for rows in plan)
-    assert all(torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit)) for rows in plan)
+    assert all(
+        torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit)) for rows in plan
+    )
 
 
 @packed_or_not
@@ -187,14 +268,19 @@ def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case
 @given(plans, st.data())
 def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, case, data):
     units, unit, budget, seed = case
-    batch, rests = batch_of(units, unit, seed), data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
+    batch, rests = (
+        batch_of(units, unit, seed),
+        data.draw(st.lists(st.booleans(), min_size=units, max_size=units)),
+    )
     idle = torch.tensor(rests).repeat_interleave(unit)
-    plan = learner.plan_micro_batches(batch, budget, unit, pack, data.draw(st.integers(1, units)), idle)
+    plan = learner.plan_micro_batches(
+        batch, budget, unit, pack, data.draw(st.integers(1, units)), idle
+    )
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
     assert all(cost(batch, rows, pack) <= budget or len(rows) == unit for rows in plan)
     kinds = [set(idle[rows].tolist()) for rows in plan]
     assert all(len(kind) == 1 for kind in kinds) and kinds == sorted(kinds, key=max, reverse=True)
-    if pack:        # and neighbours stay neighbours
+    if pack:  # and neighbours stay neighbours
         for rest in set(rests):
             rows = torch.cat([rows for rows in plan if idle[rows[0]] == rest]).tolist()
             assert rows == sorted(rows)
@@ -207,7 +293,9 @@ def test_plans_are_the_same_every_time_and_leave_the_batch_alone(pack, case):
     units, unit, budget, seed = case
     batch, untouched = (batch_of(units, unit, seed) for _ in range(2))
     first, second = (learner.plan_micro_batches(batch, budget, unit, pack, units) for _ in range(2))
-    assert all(map(torch.equal, first, second)) and all(torch.equal(batch[key], untouched[key]) for key in untouched)
+    assert all(map(torch.equal, first, second)) and all(
+        torch.equal(batch[key], untouched[key]) for key in untouched
+    )
 
 
 @packed_or_not
@@ -230,10 +318,14 @@ def test_a_units_tokens_are_what_it_costs_alone_and_behind_the_unit_before(pack,
     alone, saved = learner.unit_tokens(batch, unit, pack)
     rows = torch.arange(units * unit).split(unit)
     assert alone == [cost(batch, r, pack) for r in rows]
-    assert saved == [0] + [alone[i + 1] + alone[i] - cost(batch, torch.cat([a, b]), pack) if pack else 0 for i, (a, b) in enumerate(itertools.pairwise(rows))]
+    assert saved == [0] + [
+        alone[i + 1] + alone[i] - cost(batch, torch.cat([a, b]), pack) if pack else 0
+        for i, (a, b) in enumerate(itertools.pairwise(rows))
+    ]
 
 
 # --- log-probs
+
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def lm(request):
@@ -245,10 +337,17 @@ def naive_logps(lm, r: dict, temperature: float):
     ids = torch.tensor([r["prompt_ids"] + r["completion_ids"]])
     all_logps = (lm(ids).logits[0].float() / temperature).log_softmax(-1)
     at = range(len(r["prompt_ids"]), ids.shape[1])
-    return torch.stack([all_logps[t - 1, ids[0, t]] for t in at]), torch.stack([-(all_logps[t - 1].exp() * all_logps[t - 1]).sum() for t in at])
+    return torch.stack([all_logps[t - 1, ids[0, t]] for t in at]), torch.stack(
+        [-(all_logps[t - 1].exp() * all_logps[t - 1]).sum() for t in at]
+    )
 
 
-SHARED = [rollout_of([5, 6], [7, EOS]), rollout_of([5, 6], [10, 11, EOS, EOS, 12, EOS]), rollout_of([EOS], [13]), rollout_of([9, 9, 9], [EOS])]
+SHARED = [
+    rollout_of([5, 6], [7, EOS]),
+    rollout_of([5, 6], [10, 11, EOS, EOS, 12, EOS]),
+    rollout_of([EOS], [13]),
+    rollout_of([9, 9, 9], [EOS]),
+]
 
 
 def policy_of(lm, pack: bool, chunk: int = 7):
@@ -277,11 +376,14 @@ def test_gradients_equal_those_of_the_full_logits(lm, pack):
     rollouts = random_rollouts(5, seed=3) + SHARED
     coefficients = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
-    sum((naive_logps(lm, r, 0.7)[0] * coefficients[i, :len(r["completion_ids"])]).sum() for i, r in enumerate(rollouts)).backward()
+    sum(
+        (naive_logps(lm, r, 0.7)[0] * coefficients[i, : len(r["completion_ids"])]).sum()
+        for i, r in enumerate(rollouts)
+    ).backward()
     policy = policy_of(lm, pack)
     policy.lm.zero_grad()
     logps, _ = policy_logps(policy, rollouts)
-    (logps * coefficients[:, :logps.shape[1]]).sum().backward()
+    (logps * coefficients[:, : logps.shape[1]]).sum().backward()
     for (name, p), wanted in zip(policy.lm.named_parameters(), lm.parameters(), strict=True):
         torch.testing.assert_close(p.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -293,13 +395,17 @@ def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm, pack):
     reverse, _ = policy_logps(policy_of(lm, pack, chunk=1000), rollouts[::-1])
     torch.testing.assert_close(reverse.flip(0), whole, rtol=0, atol=1e-5)
     batch = rollout.to_batch(rollouts, "cpu")
-    junk = torch.where(torch.arange(batch["ids"].shape[1] + 3) < (batch["prompt_lengths"] + batch["lengths"])[:, None],
-                       torch.nn.functional.pad(batch["ids"], (0, 3)), 77)      # other and more padding
+    junk = torch.where(
+        torch.arange(batch["ids"].shape[1] + 3)
+        < (batch["prompt_lengths"] + batch["lengths"])[:, None],
+        torch.nn.functional.pad(batch["ids"], (0, 3)),
+        77,
+    )  # other and more padding
     padded, _ = policy(junk, batch["prompt_lengths"], batch["lengths"])
     torch.testing.assert_close(padded, whole, rtol=0, atol=1e-5)
     for row, r in enumerate(rollouts):
         alone, _ = policy_logps(policy, [r])
-        torch.testing.assert_close(alone[0], whole[row, :alone.shape[1]], rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone[0], whole[row, : alone.shape[1]], rtol=0, atol=1e-5)
 
 
 @packed_or_not
@@ -324,7 +430,9 @@ def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):
     total, *_ = learner.token_loss(logps, entropy, part, advantages, 0.0, c, norm)
     if learner.couples_rows(c):
         targets = {"rewards": rewards, "weights": weights, "active": torch.tensor([True, True])}
-        total = total + learner.group_loss(learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm)
+        total = total + learner.group_loss(
+            learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm
+        )
     return total
 
 
@@ -335,7 +443,12 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     c = load_config(["--num_generations=2", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    group = {"rewards": rewards, "lengths": batch["lengths"].view(2, 2), "clusters": torch.tensor([[0, 1], [0, 1]]), "mean_logps": torch.zeros(2, 2)}
+    group = {
+        "rewards": rewards,
+        "lengths": batch["lengths"].view(2, 2),
+        "clusters": torch.tensor([[0, 1], [0, 1]]),
+        "mean_logps": torch.zeros(2, 2),
+    }
     targets = learner.group_targets(group, 0.2, 0.0, c)
     policy = Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
     seen = []
@@ -343,29 +456,49 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     def hook(module, args, given, out):
         out.last_hidden_state.retain_grad()
         ids = given["input_ids"]
-        seen.append((ids, given.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids)), out.last_hidden_state))
+        seen.append(
+            (
+                ids,
+                given.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids)),
+                out.last_hidden_state,
+            )
+        )
+
     policy.lm.base_model.register_forward_hook(hook, with_kwargs=True)
     logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-    loss_of(logps, entropy, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c).backward()
-    (ids, positions, states), = seen
+    loss_of(
+        logps, entropy, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c
+    ).backward()
+    ((ids, positions, states),) = seen
     trained = states.grad.abs().sum(-1) != 0
-    wanted = [(len(r["prompt_ids"]) + t - 1, [*r["prompt_ids"], *r["completion_ids"]][len(r["prompt_ids"]) + t - 1])
-              for r in SHARED for t in range(len(r["completion_ids"]))]
+    wanted = [
+        (
+            len(r["prompt_ids"]) + t - 1,
+            [*r["prompt_ids"], *r["completion_ids"]][len(r["prompt_ids"]) + t - 1],
+        )
+        for r in SHARED
+        for t in range(len(r["completion_ids"]))
+    ]
     if pack:
-        wanted.remove((1, 6))       # the end of the prompt that two rows share predicts both their first tokens
+        wanted.remove(
+            (1, 6)
+        )  # the end of the prompt that two rows share predicts both their first tokens
     assert sorted(zip(positions[trained].tolist(), ids[trained].tolist())) == sorted(wanted)
 
 
 # --- metrics
 
+
 @examples
 @given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 9999))
 def test_diversity_equals_a_slow_loop(prompts, n, seed):
     rng = random.Random(seed)
-    rollouts = [rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))) for _ in range(prompts * n)]
+    rollouts = [
+        rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))) for _ in range(prompts * n)
+    ]
     one, two, overlap = 0.0, 0.0, 0.0
     for g in range(prompts):
-        group = [r["completion_ids"] for r in rollouts[g * n:(g + 1) * n]]
+        group = [r["completion_ids"] for r in rollouts[g * n : (g + 1) * n]]
         tokens = [t for ids in group for t in ids]
         bigrams = [(ids[i], ids[i + 1]) for ids in group for i in range(len(ids) - 1)]
         one += len(set(tokens)) / len(tokens) / prompts
@@ -373,7 +506,14 @@ def test_diversity_equals_a_slow_loop(prompts, n, seed):
         pairs = list(itertools.combinations(map(set, group), 2))
         overlap += sum(len(a & b) / len(a | b) for a, b in pairs) / len(pairs) / prompts
     found = rollout.diversity_metrics(rollouts, n)
-    assert found == pytest.approx({"completions/distinct_1": one, "completions/distinct_2": two, "completions/jaccard": overlap}, abs=1e-6)
+    assert found == pytest.approx(
+        {
+            "completions/distinct_1": one,
+            "completions/distinct_2": two,
+            "completions/jaccard": overlap,
+        },
+        abs=1e-6,
+    )
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])

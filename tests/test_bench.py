@@ -1,4 +1,5 @@
 """bench.py and bench_gpu.py: what they compute from what they have measured, and that an arm of each runs."""
+
 import json
 import subprocess
 import sys
@@ -14,12 +15,18 @@ import bench_gpu
 
 def test_a_scenario_is_read_from_its_name():
     assert bench_arms.parts("P4G8T512V2048tail") == {"P": 4, "G": 8, "T": 512, "V": 2048}
-    assert all(list(bench_arms.parts(name)) == ["P", "G", "T", "V"] for name, *_ in bench.COMPARISONS)
+    assert all(
+        list(bench_arms.parts(name)) == ["P", "G", "T", "V"] for name, *_ in bench.COMPARISONS
+    )
 
 
 def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
     ends = bench_arms.ends("P4G8T512V2048tail")
-    assert len(ends) == len(set(ends)) == 2048 // 64 and max(ends) < 2048 and bench_arms.ends("P4G8T64V2048") == [0]
+    assert (
+        len(ends) == len(set(ends)) == 2048 // 64
+        and max(ends) < 2048
+        and bench_arms.ends("P4G8T64V2048") == [0]
+    )
 
 
 def test_work_is_weighed_by_what_it_holds_at_once():
@@ -28,26 +35,38 @@ def test_work_is_weighed_by_what_it_holds_at_once():
         second = first + 1
         del first
         return second + 1
+
     result, gib = bench_arms.weighed(work)
     assert result.shape == (2**20,) and gib * 2**30 == pytest.approx(8 * 2**20, rel=1e-3)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.5])
 def test_the_slope_of_a_power_law_is_its_power(power):
-    assert bench.slope([2, 4, 8, 32], [3 * size ** power for size in (2, 4, 8, 32)]) == pytest.approx(power, abs=1e-9)
+    assert bench.slope([2, 4, 8, 32], [3 * size**power for size in (2, 4, 8, 32)]) == pytest.approx(
+        power, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("mine, theirs", [("ours", "trl"), ("ours_compiled", "trl_vllm")])
-def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(mine, theirs, monkeypatch, capsys):
+def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
+    mine, theirs, monkeypatch, capsys
+):
     calls = []
 
     def measure(arm, scenario, beta):
         calls.append(arm)
-        return dict.fromkeys(("step", "learn", "memory", "start", "rest"), (1.0 if arm == mine else 2.0) * (1 + len(calls) // 3))
+        return dict.fromkeys(
+            ("step", "learn", "memory", "start", "rest"),
+            (1.0 if arm == mine else 2.0) * (1 + len(calls) // 3),
+        )
+
     monkeypatch.setattr(bench, "measure", measure)
     row = bench.compare("P4G8T64V2048", theirs, 0.0, 4)
-    assert calls == [mine, theirs, theirs, mine] * 2      # A B B A
-    assert row.startswith(f"| P4G8T64V2048 | {theirs} | 0.0 | 0.50 (") and "4/4" in capsys.readouterr().out
+    assert calls == [mine, theirs, theirs, mine] * 2  # A B B A
+    assert (
+        row.startswith(f"| P4G8T64V2048 | {theirs} | 0.0 | 0.50 (")
+        and "4/4" in capsys.readouterr().out
+    )
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_measures_nothing(monkeypatch):
@@ -62,13 +81,32 @@ def test_a_shared_prompt_is_counted_once():
     saved = bench_gpu.products("tiny", 512, False) - bench_gpu.products("tiny", 512, True)
     assert saved == 6 * weights * bench_gpu.PROMPT * (bench_gpu.G - 1)
     batch = bench_gpu.batch_of("tiny", 512, "cpu")
-    assert batch["ids"].shape == (8, 128 + 48) and (batch["ids"][:, :128] == batch["ids"][0, :128]).all()
+    assert (
+        batch["ids"].shape == (8, 128 + 48)
+        and (batch["ids"][:, :128] == batch["ids"][0, :128]).all()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["bench.py", "P2G2T8V256", "--arm=ours", "--steps=5"], ["bench.py", "P2G2T8V256", "--arm=limits", "--steps=5"],
-                                     ["bench_gpu.py", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench.py", "P2G2T8V256", "--arm=ours", "--steps=5"],
+        ["bench.py", "P2G2T8V256", "--arm=limits", "--steps=5"],
+        ["bench_gpu.py", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"],
+    ],
+)
 def test_an_arm_runs_and_prints_one_result(command):
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    results = [json.loads(line.removeprefix("result ")) for line in done.stdout.splitlines() if line.startswith("result ")]
-    assert done.returncode == 0 and len(results) == 1 and all(value > 0 for name, value in results[0].items() if name not in ("start", "gib")), done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    results = [
+        json.loads(line.removeprefix("result "))
+        for line in done.stdout.splitlines()
+        if line.startswith("result ")
+    ]
+    assert (
+        done.returncode == 0
+        and len(results) == 1
+        and all(value > 0 for name, value in results[0].items() if name not in ("start", "gib"))
+    ), done.stderr[-2000:]

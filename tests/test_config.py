@@ -1,4 +1,5 @@
 """The config loader, the table of bad values, and the shipped config files."""
+
 import ast
 import json
 import math
@@ -31,9 +32,17 @@ def refusal(*argv) -> str:
 
 # --- merging
 
+
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
-    first, second = write(tmp_path, "max_steps = 5\nseed = 1\nmodel = 'a'", "1.py"), write(tmp_path, "max_steps = 6\nseed = 2", "2.py")
-    for argv in (["--seed=3", first, second], [first, "--seed=3", second], [first, second, "--seed=3"]):
+    first, second = (
+        write(tmp_path, "max_steps = 5\nseed = 1\nmodel = 'a'", "1.py"),
+        write(tmp_path, "max_steps = 6\nseed = 2", "2.py"),
+    )
+    for argv in (
+        ["--seed=3", first, second],
+        [first, "--seed=3", second],
+        [first, second, "--seed=3"],
+    ):
         config = load_config(argv)
         assert (config["seed"], config["max_steps"], config["model"]) == (3, 6, "a")
     assert load_config([second, first])["max_steps"] == 5
@@ -47,10 +56,19 @@ def test_merging_keeps_every_key_its_order_and_its_type(tmp_path):
     assert config["learning_rate"] == 1.0
 
 
-@pytest.mark.parametrize("flag, key, value", [
-    ("--model=runs/a=b", "model", "runs/a=b"), ("--model=3", "model", "3"), ("--system_prompt=", "system_prompt", ""),
-    ("--overwrite_output_dir=True", "overwrite_output_dir", True), ("--beta=1e-3", "beta", 0.001), ("--delta=-1", "delta", -1.0),
-    ("--reward_funcs=['math']", "reward_funcs", ["math"]), ("--dataset_config=3", "dataset_config", "3")])
+@pytest.mark.parametrize(
+    "flag, key, value",
+    [
+        ("--model=runs/a=b", "model", "runs/a=b"),
+        ("--model=3", "model", "3"),
+        ("--system_prompt=", "system_prompt", ""),
+        ("--overwrite_output_dir=True", "overwrite_output_dir", True),
+        ("--beta=1e-3", "beta", 0.001),
+        ("--delta=-1", "delta", -1.0),
+        ("--reward_funcs=['math']", "reward_funcs", ["math"]),
+        ("--dataset_config=3", "dataset_config", "3"),
+    ],
+)
 def test_flags_are_read_in_the_type_of_the_default(flag, key, value):
     found = load_config([flag])[key]
     assert found == value and type(found) is type(value)
@@ -65,10 +83,21 @@ def test_tau_takes_inf_and_nothing_else_does(tmp_path):
 
 def test_older_names_are_taken(tmp_path):
     assert ALIASES == {"init_kl_coeff": "beta"}
-    assert load_config(["--init_kl_coeff=0.25"])["beta"] == load_config([write(tmp_path, "init_kl_coeff = 0.25")])["beta"] == 0.25
+    assert (
+        load_config(["--init_kl_coeff=0.25"])["beta"]
+        == load_config([write(tmp_path, "init_kl_coeff = 0.25")])["beta"]
+        == 0.25
+    )
 
 
-@pytest.mark.parametrize("encode", [lambda s: "\ufeff" + s, lambda s: s.replace("\n", "\r\n"), lambda s: s.replace(" = ", "\t=\t")])
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda s: "\ufeff" + s,
+        lambda s: s.replace("\n", "\r\n"),
+        lambda s: s.replace(" = ", "\t=\t"),
+    ],
+)
 def test_files_of_other_editors_are_read(tmp_path, encode):
     config = load_config([write(tmp_path, encode("# a comment\nmax_steps = 5\nmodel = 'ü'\n"))])
     assert (config["max_steps"], config["model"]) == (5, "ü")
@@ -76,23 +105,59 @@ def test_files_of_other_editors_are_read(tmp_path, encode):
 
 # --- refusals
 
+
 def test_an_unknown_key_is_named_with_its_file_and_the_nearest_key(tmp_path):
     path = write(tmp_path, "seed = 1\nlearning_rat = 1e-4")
     assert all(part in refusal(path) for part in (path, "'learning_rat'", "'learning_rate'"))
-    assert all(part in refusal("--maxent_tua=1") for part in ("command line", "'maxent_tua'", "'maxent_tau'"))
+    assert all(
+        part in refusal("--maxent_tua=1")
+        for part in ("command line", "'maxent_tua'", "'maxent_tau'")
+    )
     assert "config/default.py" in refusal("--xyzzy=1")
 
 
-@pytest.mark.parametrize("line", [
-    "seed = 1.5", "max_steps = '3'", "max_steps = True", "dry_run = 1", "dry_run = 'true'", "model = 3", "model = None", "beta = '0.1'",
-    "beta = True", "reward_funcs = 'math'", "reward_funcs = ('math',)", "maxent_tau = 'nan'", "maxent_tau = '-inf'", "maxent_tau = [0.1]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed = 1.5",
+        "max_steps = '3'",
+        "max_steps = True",
+        "dry_run = 1",
+        "dry_run = 'true'",
+        "model = 3",
+        "model = None",
+        "beta = '0.1'",
+        "beta = True",
+        "reward_funcs = 'math'",
+        "reward_funcs = ('math',)",
+        "maxent_tau = 'nan'",
+        "maxent_tau = '-inf'",
+        "maxent_tau = [0.1]",
+    ],
+)
 def test_a_value_of_another_type_is_refused_with_file_key_and_value(tmp_path, line):
     path, (key, value) = write(tmp_path, line), line.split(" = ")
     assert all(part in refusal(path) for part in (path, key, value))
 
 
-@pytest.mark.parametrize("line", ["seed = print('ran')", "seed = __import__('os').getpid()", "seed = 2 ** 40", "seed = [x for x in (1,)]", "import os",
-                                  "print('ran')", "seed: int = 1", "a = b = 1", "seed += 1", "def f(): pass", "seed = {[]: 1}", "seed =", "  seed = 1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed = print('ran')",
+        "seed = __import__('os').getpid()",
+        "seed = 2 ** 40",
+        "seed = [x for x in (1,)]",
+        "import os",
+        "print('ran')",
+        "seed: int = 1",
+        "a = b = 1",
+        "seed += 1",
+        "def f(): pass",
+        "seed = {[]: 1}",
+        "seed =",
+        "  seed = 1",
+    ],
+)
 def test_config_files_run_nothing_and_the_refusal_names_file_and_line(tmp_path, capsys, line):
     path = write(tmp_path, "# one\nmax_steps = 3\n" + line)
     assert f"{path}:3" in refusal(path)
@@ -114,25 +179,93 @@ def test_files_that_can_not_be_read_are_named(tmp_path):
 
 
 def test_a_flag_without_a_value_is_named_even_before_a_stray_word():
-    assert "--max_steps" in refusal("--max_steps", "3") and "--max_steps=" in refusal("--max_steps", "3")
+    assert "--max_steps" in refusal("--max_steps", "3") and "--max_steps=" in refusal(
+        "--max_steps", "3"
+    )
     assert "--dry_run=" in refusal("--dry_run") and "--seed=" in refusal("-seed=3")
 
 
 BAD = [
-    "dtype=float16", "long_prompts=cut", "rollout_engine=sglang", "objective=ppo", "scale_rewards=std", "importance_sampling=on", "maxent_score_norm=mean",
-    "maxent_loss=mse", "maxent_skip_equal_groups=some", "lr_scheduler_type=poly", "zero_stage=4", "zero_stage=-1", "reference_placement=gpu",
-    "report_to=tensorboard", "wandb_mode=disabled",
-    "prompts_per_step=0", "max_prompt_length=0", "max_completion_length=-5", "temperature=0.0", "temperature=-1.0", "maxent_q_temperature=0.0", "max_steps=0",
-    "learning_rate=0.0", "learning_rate=-1.0", "max_tokens_per_micro_batch=0", "logprob_chunk_size=0", "max_skipped_steps=0", "importance_sampling_cap=0.0",
-    "maxent_tau_min=0.0", "beta_min=0.0", "maxent_tau_lr=0.0", "vllm_kv_cache_gib=0", "vllm_gpu_memory_utilization=0.0", "vllm_gpu_memory_utilization=1.0",
-    "vllm_tensor_parallel_size=0", "eval_max_prompts=0", "eval_num_generations=0", "eval_temperature=0.0", "sft_steps=0", "sft_batch_size=0",
-    "sft_learning_rate=0.0", "num_iterations=0",
-    "beta=-0.1", "maxent_tau=-0.2", "maxent_q_epsilon=-0.1", "mode_entropy_coef=-1.0", "epsilon=-0.2", "kl_target=-1.0", "kl_horizon=-1.0",
-    "kl_ctl_step_size=-0.1", "warmup_steps=-1", "weight_decay=-0.1", "max_grad_norm=-1.0", "eval_steps=-1", "save_total_limit=-1", "log_rollouts_steps=-1",
-    "seed=-1", "adam_beta1=1.0", "adam_beta1=-0.1", "adam_beta2=1.5", "save_steps=-2", "maxent_tau_warmup_steps=-2", "max_logp_difference=-0.5",
-    "maxent_target_weight_entropy=-0.5", "epsilon_high=-0.5", "delta=0.5", "delta=1.1", "num_generations=1", "num_generations=0", "maxent_q_epsilon=0.2",
-    "reward_funcs=[]", "reward_weights=[]", "reward_weights=[1.0, 2.0]", "reward_weights=[1e999]", "reward_weights=['1']", "reward_weights=[True]",
-    "output_dir=", "output_dir=~/run", "model=~/model", "learning_rate=1e999",
+    "dtype=float16",
+    "long_prompts=cut",
+    "rollout_engine=sglang",
+    "objective=ppo",
+    "scale_rewards=std",
+    "importance_sampling=on",
+    "maxent_score_norm=mean",
+    "maxent_loss=mse",
+    "maxent_skip_equal_groups=some",
+    "lr_scheduler_type=poly",
+    "zero_stage=4",
+    "zero_stage=-1",
+    "reference_placement=gpu",
+    "report_to=tensorboard",
+    "wandb_mode=disabled",
+    "prompts_per_step=0",
+    "max_prompt_length=0",
+    "max_completion_length=-5",
+    "temperature=0.0",
+    "temperature=-1.0",
+    "maxent_q_temperature=0.0",
+    "max_steps=0",
+    "learning_rate=0.0",
+    "learning_rate=-1.0",
+    "max_tokens_per_micro_batch=0",
+    "logprob_chunk_size=0",
+    "max_skipped_steps=0",
+    "importance_sampling_cap=0.0",
+    "maxent_tau_min=0.0",
+    "beta_min=0.0",
+    "maxent_tau_lr=0.0",
+    "vllm_kv_cache_gib=0",
+    "vllm_gpu_memory_utilization=0.0",
+    "vllm_gpu_memory_utilization=1.0",
+    "vllm_tensor_parallel_size=0",
+    "eval_max_prompts=0",
+    "eval_num_generations=0",
+    "eval_temperature=0.0",
+    "sft_steps=0",
+    "sft_batch_size=0",
+    "sft_learning_rate=0.0",
+    "num_iterations=0",
+    "beta=-0.1",
+    "maxent_tau=-0.2",
+    "maxent_q_epsilon=-0.1",
+    "mode_entropy_coef=-1.0",
+    "epsilon=-0.2",
+    "kl_target=-1.0",
+    "kl_horizon=-1.0",
+    "kl_ctl_step_size=-0.1",
+    "warmup_steps=-1",
+    "weight_decay=-0.1",
+    "max_grad_norm=-1.0",
+    "eval_steps=-1",
+    "save_total_limit=-1",
+    "log_rollouts_steps=-1",
+    "seed=-1",
+    "adam_beta1=1.0",
+    "adam_beta1=-0.1",
+    "adam_beta2=1.5",
+    "save_steps=-2",
+    "maxent_tau_warmup_steps=-2",
+    "max_logp_difference=-0.5",
+    "maxent_target_weight_entropy=-0.5",
+    "epsilon_high=-0.5",
+    "delta=0.5",
+    "delta=1.1",
+    "num_generations=1",
+    "num_generations=0",
+    "maxent_q_epsilon=0.2",
+    "reward_funcs=[]",
+    "reward_weights=[]",
+    "reward_weights=[1.0, 2.0]",
+    "reward_weights=[1e999]",
+    "reward_weights=['1']",
+    "reward_weights=[True]",
+    "output_dir=",
+    "output_dir=~/run",
+    "model=~/model",
+    "learning_rate=1e999",
 ]
 
 
@@ -143,37 +276,70 @@ def test_every_bad_value_is_one_sentence_with_key_and_value(setting):
     assert key in refusal("--" + setting) and shown in refusal("--" + setting)
 
 
-@pytest.mark.parametrize("settings, words", [
-    ("maxent_target_weight_entropy=0.5 objective=grpo", ["objective='grpo'"]),
-    ("maxent_target_weight_entropy=2.2 num_generations=8", ["2.2", "2.079"]),
-    ("maxent_target_weight_entropy=1.0 maxent_tau_max=0.01", ["maxent_tau_max=0.01", "maxent_tau_min=0.01"]),
-    ("maxent_target_weight_entropy=1.0 maxent_tau=inf", ["maxent_tau=inf"]),
-    ("maxent_target_weight_entropy=1.0 maxent_tau=0.0", ["maxent_tau=0.0"]),
-    ("kl_target=0.1", ["beta=0.0", "kl_target=0.1"]),
-    ("kl_target=0.1 beta=0.1 beta_max=1e-5", ["beta_max=1e-05", "beta_min=0.0001"]),
-    ("kl_target=0.1 beta=0.1 kl_horizon=0.1", ["kl_ctl_step_size=0.2", "kl_horizon=0.1"]),
-    ("mode_entropy_coef=0.1 objective=maxent", ["mode_entropy_coef", "objective='maxent'"]),
-    ("offload_optimizer=True zero_stage=0", ["offload_optimizer=True", "zero_stage"]),
-    ("info_seed_enabled=True info_seed_loss_type=ce info_seed_lambda=0", ["info_seed_loss_type='ce'", "info_seed_lambda"]),
-    ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]), ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
-    ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
-    ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
-    ("reward_funcs=['math','countdown'] reward_weights=[1.0]", ["reward_weights=[1.0]", "reward_funcs=['math', 'countdown']"]),
-    ("num_generations=1 scale_rewards=group", ["num_generations=1", "scale_rewards='group'"])])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ("maxent_target_weight_entropy=0.5 objective=grpo", ["objective='grpo'"]),
+        ("maxent_target_weight_entropy=2.2 num_generations=8", ["2.2", "2.079"]),
+        (
+            "maxent_target_weight_entropy=1.0 maxent_tau_max=0.01",
+            ["maxent_tau_max=0.01", "maxent_tau_min=0.01"],
+        ),
+        ("maxent_target_weight_entropy=1.0 maxent_tau=inf", ["maxent_tau=inf"]),
+        ("maxent_target_weight_entropy=1.0 maxent_tau=0.0", ["maxent_tau=0.0"]),
+        ("kl_target=0.1", ["beta=0.0", "kl_target=0.1"]),
+        ("kl_target=0.1 beta=0.1 beta_max=1e-5", ["beta_max=1e-05", "beta_min=0.0001"]),
+        ("kl_target=0.1 beta=0.1 kl_horizon=0.1", ["kl_ctl_step_size=0.2", "kl_horizon=0.1"]),
+        ("mode_entropy_coef=0.1 objective=maxent", ["mode_entropy_coef", "objective='maxent'"]),
+        ("offload_optimizer=True zero_stage=0", ["offload_optimizer=True", "zero_stage"]),
+        (
+            "info_seed_enabled=True info_seed_loss_type=ce info_seed_lambda=0",
+            ["info_seed_loss_type='ce'", "info_seed_lambda"],
+        ),
+        ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]),
+        ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
+        ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
+        ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
+        (
+            "reward_funcs=['math','countdown'] reward_weights=[1.0]",
+            ["reward_weights=[1.0]", "reward_funcs=['math', 'countdown']"],
+        ),
+        ("num_generations=1 scale_rewards=group", ["num_generations=1", "scale_rewards='group'"]),
+    ],
+)
 def test_settings_that_contradict_each_other_are_refused(settings, words):
     message = refusal(*("--" + s for s in settings.split()))
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("settings", [
-    "maxent_tau=0.0", "maxent_q_epsilon=0.125 num_generations=8", "epsilon_high=0.28 delta=1.28", "delta=1.2", "kl_target=0.1 beta=0.1 kl_horizon=0.0",
-    "mode_entropy_coef=0.1 objective=xdr", "maxent_target_weight_entropy=2.0", "maxent_target_weight_entropy=0.0", "max_grad_norm=0.0", "save_steps=-1",
-    "save_steps=0", "max_logp_difference=-1", "max_logp_difference=0.0", "reward_weights=[0]", "reward_weights=[-1]", "seed=0", "adam_beta1=0"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "maxent_tau=0.0",
+        "maxent_q_epsilon=0.125 num_generations=8",
+        "epsilon_high=0.28 delta=1.28",
+        "delta=1.2",
+        "kl_target=0.1 beta=0.1 kl_horizon=0.0",
+        "mode_entropy_coef=0.1 objective=xdr",
+        "maxent_target_weight_entropy=2.0",
+        "maxent_target_weight_entropy=0.0",
+        "max_grad_norm=0.0",
+        "save_steps=-1",
+        "save_steps=0",
+        "max_logp_difference=-1",
+        "max_logp_difference=0.0",
+        "reward_weights=[0]",
+        "reward_weights=[-1]",
+        "seed=0",
+        "adam_beta1=0",
+    ],
+)
 def test_settings_at_the_edge_are_allowed(settings):
     check_config(load_config(["--" + s for s in settings.split()]))
 
 
 # --- the shipped files
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_shipped_config_loads_and_says_how_to_launch_it(name):
@@ -185,88 +351,197 @@ def test_every_shipped_config_loads_and_says_how_to_launch_it(name):
 
 
 def test_the_math_pair_differs_in_the_keys_of_the_objective_only():
-    grpo, maxent = (load_config([str(ROOT / "config" / f"math_{name}.py")]) for name in ("grpo", "maxent"))
+    grpo, maxent = (
+        load_config([str(ROOT / "config" / f"math_{name}.py")]) for name in ("grpo", "maxent")
+    )
     differing = {key for key in grpo if grpo[key] != maxent[key]}
     assert {"objective", "output_dir"} <= differing
-    assert {key for key in differing - {"objective", "output_dir"} if not key.startswith("maxent_")} == set()
+    assert {
+        key for key in differing - {"objective", "output_dir"} if not key.startswith("maxent_")
+    } == set()
     assert (grpo["objective"], maxent["objective"]) == ("grpo", "maxent")
 
 
 def test_the_published_settings_are_those_of_the_issue():
     half = load_config([str(ROOT / "config" / "countdown_0.5b.py")])
-    assert [half[k] for k in ("model", "num_generations", "learning_rate", "lr_scheduler_type", "max_completion_length", "objective", "maxent_tau")] == [
-        "Qwen/Qwen2.5-0.5B-Instruct", 16, 2e-7, "constant", 192, "xdr", 0.05]
+    assert [
+        half[k]
+        for k in (
+            "model",
+            "num_generations",
+            "learning_rate",
+            "lr_scheduler_type",
+            "max_completion_length",
+            "objective",
+            "maxent_tau",
+        )
+    ] == ["Qwen/Qwen2.5-0.5B-Instruct", 16, 2e-7, "constant", 192, "xdr", 0.05]
     maths = load_config([str(ROOT / "config" / "math_maxent.py")])
-    assert [maths[k] for k in ("model", "dataset_name", "eval_dataset_name", "eval_dataset_split", "eval_prompt_column",
-                               "eval_answer_column", "eval_steps", "seed")] == [
-        "Qwen/Qwen2.5-1.5B-Instruct", "open-r1/OpenR1-Math-220k", "HuggingFaceH4/MATH-500", "test", "problem", "answer", 25, 42]
+    assert [
+        maths[k]
+        for k in (
+            "model",
+            "dataset_name",
+            "eval_dataset_name",
+            "eval_dataset_split",
+            "eval_prompt_column",
+            "eval_answer_column",
+            "eval_steps",
+            "seed",
+        )
+    ] == [
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "open-r1/OpenR1-Math-220k",
+        "HuggingFaceH4/MATH-500",
+        "test",
+        "problem",
+        "answer",
+        25,
+        42,
+    ]
 
 
 def used_keys(path: Path) -> set:
     """The keys that a file reads as c["key"], config["key"] or c.get("key")."""
     tree = ast.parse(path.read_text())
     read = [(node.value, node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    read += [(node.func.value, node.args[0]) for node in ast.walk(tree)
-             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args]
-    return {key.value for name, key in read if isinstance(name, ast.Name) and name.id in ("c", "config") and isinstance(key, ast.Constant)}
+    read += [
+        (node.func.value, node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+        and node.args
+    ]
+    return {
+        key.value
+        for name, key in read
+        if isinstance(name, ast.Name)
+        and name.id in ("c", "config")
+        and isinstance(key, ast.Constant)
+    }
 
 
 def test_every_key_is_used_and_every_key_that_is_used_exists():
-    used = set().union(*(used_keys(path) for path in ROOT.glob("*.py") if path.name != "checks.py"))     # to check a key is not to use it
+    used = set().union(
+        *(used_keys(path) for path in ROOT.glob("*.py") if path.name != "checks.py")
+    )  # to check a key is not to use it
     assert set(DEFAULTS) - used == set(), "keys that nothing reads"
     assert used - set(DEFAULTS) == set(), "keys that config/default.py does not list"
 
 
 SPEAK_FOR_THEMSELVES = {
-    "dataset_name", "dataset_split", "dataset_answer_column", "maxent_tau_min", "maxent_tau_max", "beta_min", "beta_max", "max_steps", "learning_rate",
-    "adam_beta1", "adam_beta2", "eval_dataset_split", "eval_prompt_column", "eval_answer_column", "eval_temperature", "eval_max_prompts", "wandb_project",
-    "sft_steps", "sft_batch_size", "sft_learning_rate"}
+    "dataset_name",
+    "dataset_split",
+    "dataset_answer_column",
+    "maxent_tau_min",
+    "maxent_tau_max",
+    "beta_min",
+    "beta_max",
+    "max_steps",
+    "learning_rate",
+    "adam_beta1",
+    "adam_beta2",
+    "eval_dataset_split",
+    "eval_prompt_column",
+    "eval_answer_column",
+    "eval_temperature",
+    "eval_max_prompts",
+    "wandb_project",
+    "sft_steps",
+    "sft_batch_size",
+    "sft_learning_rate",
+}
 
 
 def test_every_key_stands_once_in_a_group_and_says_what_it_means():
     lines = (ROOT / "config" / "default.py").read_text().splitlines()
     keys = [line for line in lines if re.match(r"\w+ = ", line)]
-    assert len(keys) == len(DEFAULTS) and lines.index(keys[0]) > next(i for i, line in enumerate(lines) if line.startswith("# --- "))
-    assert {line.split(" = ")[0] for line in keys if not re.search(r" {2}# \S", line)} <= SPEAK_FOR_THEMSELVES
+    assert len(keys) == len(DEFAULTS) and lines.index(keys[0]) > next(
+        i for i, line in enumerate(lines) if line.startswith("# --- ")
+    )
+    assert {
+        line.split(" = ")[0] for line in keys if not re.search(r" {2}# \S", line)
+    } <= SPEAK_FOR_THEMSELVES
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_resolved_config_survives_json(name):
-    config = load_config([str(ROOT / "config" / name), "--maxent_tau=inf", "--reward_funcs=['math','countdown']", "--reward_weights=[1.0,0.5]"])
+    config = load_config(
+        [
+            str(ROOT / "config" / name),
+            "--maxent_tau=inf",
+            "--reward_funcs=['math','countdown']",
+            "--reward_weights=[1.0,0.5]",
+        ]
+    )
     again = json.loads(json.dumps(config))
-    assert again == config and list(again) == list(config) and [type(v) for v in again.values()] == [type(v) for v in config.values()]
+    assert (
+        again == config
+        and list(again) == list(config)
+        and [type(v) for v in again.values()] == [type(v) for v in config.values()]
+    )
 
 
 # --- warnings
+
 
 def warnings_of(vocabulary: int, *argv) -> str:
     return " ".join(warn_config(load_config(list(argv)), vocabulary))
 
 
 def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
-    assert all(part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.500", "0.217"))
+    assert all(
+        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.500", "0.217")
+    )
     assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
     assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
 
 
 def test_the_shipped_configs_raise_no_warning():
-    for name, vocabulary in (("countdown_tiny", 100), ("math_maxent", 151936), ("math_grpo", 151936), ("countdown_0.5b", 151936)):
+    for name, vocabulary in (
+        ("countdown_tiny", 100),
+        ("math_maxent", 151936),
+        ("math_grpo", 151936),
+        ("countdown_0.5b", 151936),
+    ):
         assert warnings_of(vocabulary, str(ROOT / "config" / f"{name}.py")) == ""
 
 
 def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
     assert "sum" in warnings_of(100, "--maxent_score_norm=sum")
-    assert "maxent_tau_lr=0.5" in warnings_of(100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5")
-    assert "xdr" in warnings_of(100, "--objective=xdr", "--maxent_target_weight_entropy=1.0", "--maxent_tau=0.1")
+    assert "maxent_tau_lr=0.5" in warnings_of(
+        100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5"
+    )
+    assert "xdr" in warnings_of(
+        100, "--objective=xdr", "--maxent_target_weight_entropy=1.0", "--maxent_tau=0.1"
+    )
 
 
 def test_settings_that_work_against_each_other_are_warned_about():
     seeds = ["--info_seed_enabled=True", "--info_seed_reward=0.3"]
     for flags in (["--maxent_skip_equal_groups=wrong"], seeds):
-        assert "maxent_target_excess_entropy" in warnings_of(100, "--maxent_target_weight_entropy=1.0", *flags)
-        assert warnings_of(100, *flags) == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags) == ""
-    assert warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0") == ""
-    assert "scale_rewards='group'" in warnings_of(100, *seeds, "--objective=grpo") and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
+        assert "maxent_target_excess_entropy" in warnings_of(
+            100, "--maxent_target_weight_entropy=1.0", *flags
+        )
+        assert (
+            warnings_of(100, *flags)
+            == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags)
+            == ""
+        )
+    assert (
+        warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0")
+        == ""
+    )
+    assert "scale_rewards='group'" in warnings_of(
+        100, *seeds, "--objective=grpo"
+    ) and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
     for objective, (_, scale) in OBJECTIVES.items():
-        assert ("scale_rewards" in warnings_of(100, *seeds, f"--objective={objective}")) == (scale == "group"), objective
-    assert warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none") == warnings_of(100, *seeds, "--objective=dr_grpo") == ""
+        assert ("scale_rewards" in warnings_of(100, *seeds, f"--objective={objective}")) == (
+            scale == "group"
+        ), objective
+    assert (
+        warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none")
+        == warnings_of(100, *seeds, "--objective=dr_grpo")
+        == ""
+    )

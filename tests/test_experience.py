@@ -1,4 +1,5 @@
 """experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks, once real processes with gloo."""
+
 import copy
 import json
 import random
@@ -31,8 +32,18 @@ from replay import Replay, prompt_key
 
 TOKENIZER = sft.tiny_tokenizer()
 P, G, S = 8, 4, 2
-COMMON = [f"--prompts_per_step={P}", f"--num_generations={G}", "--max_completion_length=9", "--reward_funcs=['fake']", "--reward_workers=0"]
-INFOSEED = ["--info_seed_enabled=True", f"--info_seed_num_seeds={S}", "--info_seed_prompt_template={prompt} #{seed}"]
+COMMON = [
+    f"--prompts_per_step={P}",
+    f"--num_generations={G}",
+    "--max_completion_length=9",
+    "--reward_funcs=['fake']",
+    "--reward_workers=0",
+]
+INFOSEED = [
+    "--info_seed_enabled=True",
+    f"--info_seed_num_seeds={S}",
+    "--info_seed_prompt_template={prompt} #{seed}",
+]
 
 
 class FakeEngine:
@@ -47,9 +58,23 @@ class FakeEngine:
         groups = []
         for ids, seed in zip(prompts_ids, sampling["seeds"], strict=True):
             rng = random.Random(seed)
-            texts = [str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3)) for j in range(n)]
-            groups.append([{"prompt_ids": ids, "completion_ids": [*TOKENIZER(text, add_special_tokens=False)["input_ids"], 0],
-                            "logprobs": [-1.0] * 5, "finish_reason": "stop"} for text in texts])
+            texts = [
+                str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3)) for j in range(n)
+            ]
+            groups.append(
+                [
+                    {
+                        "prompt_ids": ids,
+                        "completion_ids": [
+                            *TOKENIZER(text, add_special_tokens=False)["input_ids"],
+                            0,
+                        ],
+                        "logprobs": [-1.0] * 5,
+                        "finish_reason": "stop",
+                    }
+                    for text in texts
+                ]
+            )
         for i in reversed(range(len(groups)) if finished else range(0)):
             finished(i, groups[i])
         return [r for group in groups for r in group]
@@ -63,7 +88,9 @@ def fake_reward(completion: str, answer, **row) -> float:
     first, last = int(completion[0]), int(completion[-1])
     if answer == "broken":
         raise RuntimeError("no idea")
-    return {"same": 1.0 if first < 9 else 0.0, "differ": float(first % 2), "luck": float(last < 2)}[answer]
+    return {"same": 1.0 if first < 9 else 0.0, "differ": float(first % 2), "luck": float(last < 2)}[
+        answer
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +99,25 @@ def fake_reward_function(monkeypatch):
 
 
 def rows_of(*answers, name: str = "q") -> list[dict]:
-    rows = [{"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer} for i, answer in enumerate(answers)]
+    rows = [
+        {"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer}
+        for i, answer in enumerate(answers)
+    ]
     return prompts.encode_prompts(rows, TOKENIZER, "", 99, "error")
 
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
     columns = rewards.columns_of(["fake"], [1.0], [row for source in sources for row in source])
-    return Inputs(None, TOKENIZER, [0], list(sources), weights or [1.0] * len(sources), list(easy), columns, [])
+    return Inputs(
+        None,
+        TOKENIZER,
+        [0],
+        list(sources),
+        weights or [1.0] * len(sources),
+        list(easy),
+        columns,
+        [],
+    )
 
 
 MIXED = inputs_of(rows_of(*["same", "differ", "luck", "luck"] * 25))
@@ -88,7 +127,9 @@ def config(*flags) -> dict:
     return load_config([*COMMON, *flags])
 
 
-def collect(c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0, state=None) -> list[SimpleNamespace]:
+def collect(
+    c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0, state=None
+) -> list[SimpleNamespace]:
     """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values, .rewards, .metrics, .engine, .buffer.
     size: of a replay buffer for each. A rank that meets the others at another point than they do is a BrokenBarrierError."""
     barrier, parts, me = threading.Barrier(world, timeout=10), {}, threading.local()
@@ -102,7 +143,16 @@ def collect(c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0,
 
     def one(rank: int) -> SimpleNamespace:
         me.rank, engine = rank, FakeEngine()
-        buffer = Replay([row for source in inputs.sources for row in source], size, c["replay_ucb"], state or {}) if size else None
+        buffer = (
+            Replay(
+                [row for source in inputs.sources for row in source],
+                size,
+                c["replay_ucb"],
+                state or {},
+            )
+            if size
+            else None
+        )
         try:
             got = experience.collect(engine, inputs, buffer, step, c, rank, world, Timer())
         except BaseException as error:
@@ -117,7 +167,9 @@ def collect(c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0,
         experience.gather_groups = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
-        assert len(errors) == world and len(set(map(str, errors))) == 1, errors     # all stop alike, or something is wrong
+        assert len(errors) == world and len(set(map(str, errors))) == 1, (
+            errors
+        )  # all stop alike, or something is wrong
         raise errors[0]
     return ranks
 
@@ -132,16 +184,29 @@ def texts(rollouts: list[dict]) -> list[str]:
 
 # --- one step
 
+
 def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_line():
     c = config()
-    got, = collect(c, step=3)
+    (got,) = collect(c, step=3)
     assert got.rows == data.prompts_for_step(MIXED.sources[0], 3, P, 42, 0, 1)
-    assert [r["prompt_ids"] for r in got.rollouts] == [row["prompt_ids"] for row in got.rows for _ in range(G)]
-    assert got.rewards.tolist() == [[fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G:(i + 1) * G]] for i, row in enumerate(got.rows)]
+    assert [r["prompt_ids"] for r in got.rollouts] == [
+        row["prompt_ids"] for row in got.rows for _ in range(G)
+    ]
+    assert got.rewards.tolist() == [
+        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G : (i + 1) * G]]
+        for i, row in enumerate(got.rows)
+    ]
     assert torch.equal(got.values[..., 0], got.rewards) and "resampled_groups" not in got.metrics
-    call, = got.engine.calls
-    assert call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)] and got.engine.naps == 1
-    assert (call["n"], call["temperature"], call["max_tokens"], call["stop_token_ids"]) == (G, 1.0, 9, [0])
+    (call,) = got.engine.calls
+    assert (
+        call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)] and got.engine.naps == 1
+    )
+    assert (call["n"], call["temperature"], call["max_tokens"], call["stop_token_ids"]) == (
+        G,
+        1.0,
+        9,
+        [0],
+    )
 
 
 @pytest.mark.parametrize("flags", [[], INFOSEED])
@@ -149,44 +214,62 @@ def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_l
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags):
     step, c = world + limit, config(f"--resample_equal_groups={limit}", "--replay_size=6", *flags)
-    state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.sources[0][:9]}}
-    whole, = collect(c, step, size=6, state=state)
+    state = {
+        "total": 9,
+        "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.sources[0][:9]},
+    }
+    (whole,) = collect(c, step, size=6, state=state)
     ranks = collect(c, step, world=world, size=6, state=state)
     assert [row for rank in ranks for row in rank.rows] == whole.rows
     assert [r for rank in ranks for r in rank.rollouts] == whole.rollouts
     assert torch.equal(torch.cat([rank.values for rank in ranks]), whole.values)
-    if world == 8 and limit:        # else the last line below would show nothing
+    if world == 8 and limit:  # else the last line below would show nothing
         assert any(not call["prompts_ids"] for rank in ranks for call in rank.engine.calls)
     for i, rank in enumerate(ranks):
-        assert len(rank.rows) == P // world and rank.rows == whole.rows[i * P // world:(i + 1) * P // world]
+        assert (
+            len(rank.rows) == P // world
+            and rank.rows == whole.rows[i * P // world : (i + 1) * P // world]
+        )
         assert torch.equal(rank.rewards, whole.rewards) and rank.metrics == whole.metrics
         assert rank.buffer.state == whole.buffer.state
         # ranks that share an engine ask it together: as often, with nothing to ask too
-        assert [call["n"] for call in rank.engine.calls] == [call["n"] for call in whole.engine.calls]
+        assert [call["n"] for call in rank.engine.calls] == [
+            call["n"] for call in whole.engine.calls
+        ]
 
 
 # --- groups that taught nothing
 
+
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(0, 99), st.integers(1, 3))
 def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(step, limit):
-    before, = collect(config(), step)
-    got, = collect(config(f"--resample_equal_groups={limit}"), step)
+    (before,) = collect(config(), step)
+    (got,) = collect(config(f"--resample_equal_groups={limit}"), step)
     stale = [len(set(group)) == 1 for group in before.rewards.tolist()]
     assert any(stale) and not all(stale)
     for i, old in enumerate(stale):
-        ours, theirs = got.rollouts[i * G:(i + 1) * G], before.rollouts[i * G:(i + 1) * G]
+        ours, theirs = got.rollouts[i * G : (i + 1) * G], before.rollouts[i * G : (i + 1) * G]
         assert (got.rows[i] == before.rows[i]) == (ours == theirs) == (not old)
     again = got.engine.calls[1]
     fresh = data.prompts_for_step(MIXED.sources, step, P, "42/again/1", 0, 1, [1.0])
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
-    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(again["seeds"]) & set(got.engine.calls[0]["seeds"])
+    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(
+        again["seeds"]
+    ) & set(got.engine.calls[0]["seeds"])
     # in line all the same, and counted: a call for every attempt, the last of which may still be equal
-    assert got.rewards.tolist() == [[fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G:(i + 1) * G]] for i, row in enumerate(got.rows)]
+    assert got.rewards.tolist() == [
+        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G : (i + 1) * G]]
+        for i, row in enumerate(got.rows)
+    ]
     assert torch.equal(got.values[..., 0], got.rewards)
-    assert [r["prompt_ids"] for r in got.rollouts] == [row["prompt_ids"] for row in got.rows for _ in range(G)]
-    assert got.metrics["resampled_groups"] == sum(len(call["prompts_ids"]) for call in got.engine.calls[1:])
+    assert [r["prompt_ids"] for r in got.rollouts] == [
+        row["prompt_ids"] for row in got.rows for _ in range(G)
+    ]
+    assert got.metrics["resampled_groups"] == sum(
+        len(call["prompts_ids"]) for call in got.engine.calls[1:]
+    )
     assert got.metrics["reward/fake/mean"] == pytest.approx(got.rewards.mean().item())
     left = sum(len(set(group)) == 1 for group in got.rewards.tolist())
     assert len(got.engine.calls) == 1 + limit or left == 0
@@ -194,73 +277,152 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
 
 def test_sampling_again_stops_at_the_limit_or_when_nothing_is_left_to_replace():
     hopeless, fine = inputs_of(rows_of(*["same"] * 40)), inputs_of(rows_of(*["differ"] * 40))
-    got, = collect(config("--resample_equal_groups=3"), inputs=hopeless)
-    assert len(got.engine.calls) == 4 and got.metrics["resampled_groups"] == 3 * P and got.engine.naps == 1
-    assert len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4       # each time other prompts
-    got, = collect(config("--resample_equal_groups=3"), inputs=fine)
+    (got,) = collect(config("--resample_equal_groups=3"), inputs=hopeless)
+    assert (
+        len(got.engine.calls) == 4
+        and got.metrics["resampled_groups"] == 3 * P
+        and got.engine.naps == 1
+    )
+    assert (
+        len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4
+    )  # each time other prompts
+    (got,) = collect(config("--resample_equal_groups=3"), inputs=fine)
     assert len(got.engine.calls) == 1 and got.metrics["resampled_groups"] == 0
-    got, = collect(config("--resample_equal_groups=50"), inputs=inputs_of(rows_of(*["same"] * 3, *["differ"] * 3)))
-    assert len(got.engine.calls) < 51 and all(len(set(group)) == 2 for group in got.rewards.tolist())
+    (got,) = collect(
+        config("--resample_equal_groups=50"),
+        inputs=inputs_of(rows_of(*["same"] * 3, *["differ"] * 3)),
+    )
+    assert len(got.engine.calls) < 51 and all(
+        len(set(group)) == 2 for group in got.rewards.tolist()
+    )
 
 
 def test_sampling_again_is_deterministic_and_other_steps_take_other_prompts():
     c = config("--resample_equal_groups=2")
     first, second, other = (collect(c, step)[0] for step in (5, 5, 6))
-    assert (first.rows, first.rollouts, first.metrics) == (second.rows, second.rollouts, second.metrics)
-    assert first.engine.calls == second.engine.calls and first.engine.calls[1] != other.engine.calls[1]
+    assert (first.rows, first.rollouts, first.metrics) == (
+        second.rows,
+        second.rollouts,
+        second.metrics,
+    )
+    assert (
+        first.engine.calls == second.engine.calls and first.engine.calls[1] != other.engine.calls[1]
+    )
 
 
 def test_spread_is_that_of_the_ordinary_completions_and_seed_rows_come_along():
     """The seed rows of "same" score 0 and its ordinary ones 1; those of "differ" are all alike."""
-    got, = collect(config("--resample_equal_groups=1", *INFOSEED), inputs=inputs_of(rows_of(*["same", "differ"] * 20)))
+    (got,) = collect(
+        config("--resample_equal_groups=1", *INFOSEED),
+        inputs=inputs_of(rows_of(*["same", "differ"] * 20)),
+    )
     first, stale = got.engine.calls[0], len(got.engine.calls[2]["prompts_ids"])
     answers = {tuple(row["prompt_ids"]): row["answer"] for row in rows_of(*["same", "differ"] * 20)}
-    assert stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"]) and 0 < stale < P
-    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1] and len(got.engine.calls[3]["prompts_ids"]) == stale * S
+    assert (
+        stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"])
+        and 0 < stale < P
+    )
+    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1] and len(
+        got.engine.calls[3]["prompts_ids"]
+    ) == stale * S
     assert [r.get("seed_id") for r in got.rollouts] == [None, None, None, None, 0, 1] * P
-    assert got.rewards.shape == (P, G + S) and [r["prompt_ids"] for r in got.rollouts] == [row["prompt_ids"] for row in got.rows for _ in range(G + S)]
-    assert got.rewards.tolist() == [[fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * 6:i * 6 + 6]] for i, row in enumerate(got.rows)]
+    assert got.rewards.shape == (P, G + S) and [r["prompt_ids"] for r in got.rollouts] == [
+        row["prompt_ids"] for row in got.rows for _ in range(G + S)
+    ]
+    assert got.rewards.tolist() == [
+        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * 6 : i * 6 + 6]]
+        for i, row in enumerate(got.rows)
+    ]
 
 
 # --- where a step's prompts come from
 
+
 def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacements_from_the_mixture_only():
     easy = rows_of(*["same"] * 9, name="easy")
-    inputs = inputs_of(rows_of(*["same"] * 60, name="a"), rows_of(*["same"] * 60, name="b"), weights=[3.0, 1.0], easy=easy)
-    c = config("--easy_dataset_name=countdown", "--easy_schedule={2: 1.0, 4: 0.0}", "--replay_fraction=0.25", "--resample_equal_groups=2")
+    inputs = inputs_of(
+        rows_of(*["same"] * 60, name="a"),
+        rows_of(*["same"] * 60, name="b"),
+        weights=[3.0, 1.0],
+        easy=easy,
+    )
+    c = config(
+        "--easy_dataset_name=countdown",
+        "--easy_schedule={2: 1.0, 4: 0.0}",
+        "--replay_fraction=0.25",
+        "--resample_equal_groups=2",
+    )
     state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.sources[1]}}
     buffer = Replay(inputs.sources[0] + inputs.sources[1], 99, 0.5, state)
-    plain = {step: data.prompts_for_step(inputs.sources, step, P, 42, 0, 1, [3.0, 1.0]) for step in range(5)}
-    assert experience.step_rows(inputs, None, 1, c) == plain[1] and experience.step_rows(inputs, None, 4, c) == plain[4]
-    assert all(row in easy for row in experience.step_rows(inputs, None, 2, c) + experience.step_rows(inputs, None, 3, c))
+    plain = {
+        step: data.prompts_for_step(inputs.sources, step, P, 42, 0, 1, [3.0, 1.0])
+        for step in range(5)
+    }
+    assert (
+        experience.step_rows(inputs, None, 1, c) == plain[1]
+        and experience.step_rows(inputs, None, 4, c) == plain[4]
+    )
+    assert all(
+        row in easy
+        for row in experience.step_rows(inputs, None, 2, c)
+        + experience.step_rows(inputs, None, 3, c)
+    )
     with_buffer = experience.step_rows(inputs, buffer, 2, c)
-    assert all(row in easy for row in with_buffer[:6]) and all(row in inputs.sources[1] for row in with_buffer[6:])
+    assert all(row in easy for row in with_buffer[:6]) and all(
+        row in inputs.sources[1] for row in with_buffer[6:]
+    )
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
-        assert again == data.prompts_for_step(inputs.sources, 2, P, f"42/again/{attempt}", 0, 1, [3.0, 1.0])
+        assert again == data.prompts_for_step(
+            inputs.sources, 2, P, f"42/again/{attempt}", 0, 1, [3.0, 1.0]
+        )
 
 
 def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_that_were_replaced():
     inputs = inputs_of(rows_of(*["same", "differ"] * 30))
-    got, = collect(config("--resample_equal_groups=1", "--replay_size=99", *INFOSEED), inputs=inputs, size=99)
-    first = [row for row in experience.step_rows(inputs, None, 0, config()) if row["answer"] == "same"]
+    (got,) = collect(
+        config("--resample_equal_groups=1", "--replay_size=99", *INFOSEED), inputs=inputs, size=99
+    )
+    first = [
+        row for row in experience.step_rows(inputs, None, 0, config()) if row["answer"] == "same"
+    ]
     seen = ids(got.rows) + ids(first)
     assert got.buffer.state["total"] == len(seen)
-    wanted = {row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first}      # the gap over G rows; over G + S it is another
-    found = {got.buffer.rows[key]["id"]: mean for key, (visits, mean, _) in got.buffer.state["prompts"].items()}
+    wanted = {
+        row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first
+    }  # the gap over G rows; over G + S it is another
+    found = {
+        got.buffer.rows[key]["id"]: mean
+        for key, (visits, mean, _) in got.buffer.state["prompts"].items()
+    }
     assert found == wanted
 
 
 def test_a_remembered_prompt_that_has_nothing_left_to_teach_is_let_go_also_when_its_group_is_sampled_again():
     inputs = inputs_of(rows_of(*["same"] + ["differ"] * 59))
-    solved, state = prompt_key(inputs.sources[0][0]), {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}}
+    solved, state = (
+        prompt_key(inputs.sources[0][0]),
+        {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}},
+    )
     for limit in (0, 2):
         chosen, remembered = 0, state
         for step in range(20):
-            got, = collect(config(f"--resample_equal_groups={limit}", "--replay_fraction=0.125", "--replay_ucb=0.1"), step, inputs, size=8, state=remembered)
+            (got,) = collect(
+                config(
+                    f"--resample_equal_groups={limit}",
+                    "--replay_fraction=0.125",
+                    "--replay_ucb=0.1",
+                ),
+                step,
+                inputs,
+                size=8,
+                state=remembered,
+            )
             remembered = got.buffer.state
             chosen += inputs.sources[0][0]["prompt_ids"] in got.engine.calls[0]["prompts_ids"]
-        assert chosen <= 3 and (solved not in remembered["prompts"] or remembered["prompts"][solved][0] > 3), (limit, chosen)
+        assert chosen <= 3 and (
+            solved not in remembered["prompts"] or remembered["prompts"][solved][0] > 3
+        ), (limit, chosen)
 
 
 def test_collecting_leaves_rows_and_inputs_as_they_are():
@@ -272,27 +434,52 @@ def test_collecting_leaves_rows_and_inputs_as_they_are():
 
 # --- rewards that fail
 
-def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over_the_limit(tmp_path):
-    inputs = inputs_of(rows_of(*["broken"] + ["differ"] * 7))        # one of the 8 prompts of every step
+
+def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over_the_limit(
+    tmp_path,
+):
+    inputs = inputs_of(rows_of(*["broken"] + ["differ"] * 7))  # one of the 8 prompts of every step
     c = config(f"--output_dir={tmp_path}", "--max_reward_failures=0.2")
     ranks = collect(c, 0, inputs, world=2)
     assert ranks[0].metrics["reward/fake/errors"] == 4 == ranks[1].metrics["reward/fake/errors"]
-    saved, = [path.read_text().splitlines() for path in tmp_path.glob("reward_failures.rank_*.jsonl")]
-    assert len(saved) == G and "no idea" in json.loads(saved[0])["reason"] and json.loads(saved[0])["step"] == 1
-    got, = collect(c | {"resample_equal_groups": 9}, 1, inputs)     # a group that only failed is replaced; what happened to it is in the file all the same
-    assert got.metrics["reward/fake/errors"] == 0 and "broken" not in [row["answer"] for row in got.rows]
-    assert {(record["step"], record["id"]) for path in tmp_path.glob("*.jsonl") for record in map(json.loads, path.read_text().splitlines())} == {(1, "q0"), (2, "q0")}
+    (saved,) = [
+        path.read_text().splitlines() for path in tmp_path.glob("reward_failures.rank_*.jsonl")
+    ]
+    assert (
+        len(saved) == G
+        and "no idea" in json.loads(saved[0])["reason"]
+        and json.loads(saved[0])["step"] == 1
+    )
+    (got,) = collect(
+        c | {"resample_equal_groups": 9}, 1, inputs
+    )  # a group that only failed is replaced; what happened to it is in the file all the same
+    assert got.metrics["reward/fake/errors"] == 0 and "broken" not in [
+        row["answer"] for row in got.rows
+    ]
+    assert {
+        (record["step"], record["id"])
+        for path in tmp_path.glob("*.jsonl")
+        for record in map(json.loads, path.read_text().splitlines())
+    } == {(1, "q0"), (2, "q0")}
     with pytest.raises(RunStopped, match="rewards failed on 4 of a step's 32 completions"):
         collect(c | {"max_reward_failures": 0.1}, 0, inputs, world=2)
-    assert collect(c | {"max_reward_failures": 1.0}, 0, inputs_of(rows_of(*["broken"] * 8)), world=2)
+    assert collect(
+        c | {"max_reward_failures": 1.0}, 0, inputs_of(rows_of(*["broken"] * 8)), world=2
+    )
 
 
 # --- temperature
 
+
 def test_a_temperature_schedule_reaches_every_request_to_the_engine():
-    c = config("--temperature=0.9", "--temperature_schedule={2: 1.3, 5: 0.6}", "--resample_equal_groups=1", *INFOSEED)
+    c = config(
+        "--temperature=0.9",
+        "--temperature_schedule={2: 1.3, 5: 0.6}",
+        "--resample_equal_groups=1",
+        *INFOSEED,
+    )
     for step, temperature in ((0, 0.9), (1, 0.9), (2, 1.3), (4, 1.3), (5, 0.6), (99, 0.6)):
-        got, = collect(c, step)
+        (got,) = collect(c, step)
         assert [call["temperature"] for call in got.engine.calls] == [temperature] * 4
     assert collect(config("--temperature=0.9"), 7)[0].engine.calls[0]["temperature"] == 0.9
 
@@ -303,18 +490,29 @@ def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_s
     set_temperature((bare, SimpleNamespace(module=inside), None), 0.5)
     batch = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2])]
     (wanted, _), (other, _) = Policy(lm, 0.5, 64)(*batch), Policy(lm, 1.0, 64)(*batch)
-    assert torch.equal(bare(*batch)[0], wanted) and torch.equal(inside(*batch)[0], wanted) and not torch.allclose(wanted, other)
+    assert (
+        torch.equal(bare(*batch)[0], wanted)
+        and torch.equal(inside(*batch)[0], wanted)
+        and not torch.allclose(wanted, other)
+    )
 
 
 # --- real ranks, and the real script
 
+
 def one_rank(rank: int, folder: Path, c: dict) -> None:
     torch.set_num_threads(1)
     graders.REWARDS["fake"] = fake_reward
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+    )
     engine, buffer = FakeEngine(), Replay(MIXED.sources[0], 6, 0.5, {})
-    steps = [experience.collect(engine, MIXED, buffer, step, c, rank, 2, Timer()) for step in range(4)]
-    torch.save({"steps": steps, "buffer": buffer.state, "calls": len(engine.calls)}, folder / f"{rank}.pt")
+    steps = [
+        experience.collect(engine, MIXED, buffer, step, c, rank, 2, Timer()) for step in range(4)
+    ]
+    torch.save(
+        {"steps": steps, "buffer": buffer.state, "calls": len(engine.calls)}, folder / f"{rank}.pt"
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -325,12 +523,20 @@ def test_two_processes_with_gloo_agree_with_one(tmp_path):
     assert [child.status(process) for process in processes] == [0, 0]
     ranks, state = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], {}
     for step in range(4):
-        whole, = collect(c, step, size=6, state=state)
+        (whole,) = collect(c, step, size=6, state=state)
         state = whole.buffer.state
         parts = [rank["steps"][step] for rank in ranks]
-        assert parts[0]["rows"] + parts[1]["rows"] == whole.rows and parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
-        assert all(torch.equal(part["rewards"], whole.rewards) and part["metrics"] == whole.metrics for part in parts)
-    assert ranks[0]["buffer"] == ranks[1]["buffer"] == state and ranks[0]["calls"] == ranks[1]["calls"]
+        assert (
+            parts[0]["rows"] + parts[1]["rows"] == whole.rows
+            and parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
+        )
+        assert all(
+            torch.equal(part["rewards"], whole.rewards) and part["metrics"] == whole.metrics
+            for part in parts
+        )
+    assert (
+        ranks[0]["buffer"] == ranks[1]["buffer"] == state and ranks[0]["calls"] == ranks[1]["calls"]
+    )
 
 
 # train.main twice, each in a fork of a process that has imported it once: the whole run, and one that goes on from the middle of a copy
@@ -350,22 +556,58 @@ for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
 """
 
 
-def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_had(tiny_model_dir, tmp_path):
+def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_had(
+    tiny_model_dir, tmp_path
+):
     """Everything of this file at once: two sources, an easy pool, a buffer, sampling again, two temperatures. max_logp_difference stops the
     run if sampler and policy are not at the same one."""
     for name in "abe":
         rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mixture = [{"id": str(tmp_path / "a.jsonl"), "weight": 2}, {"id": str(tmp_path / "b.jsonl")}]
-    argv = [f"--model={tiny_model_dir}", f"--dataset_mixture={mixture}", f"--easy_dataset_name={tmp_path / 'e.jsonl'}", "--easy_schedule={0: 0.5, 2: 0.25}",
-            "--replay_size=5", "--replay_fraction=0.25", "--resample_equal_groups=2", "--temperature_schedule={0: 1.5, 2: 0.7}", "--reward_funcs=['length']",
-            "--reward_workers=0", "--prompts_per_step=4", "--num_generations=3", "--max_completion_length=6", "--max_prompt_length=32", "--rollout_engine=hf",
-            "--max_steps=3", "--save_steps=2", "--log_rollouts_steps=1", "--max_logp_difference=0.01", "--learning_rate=1e-3"]
-    done = subprocess.run([sys.executable, "-c", TWICE, tmp_path / "whole", tmp_path / "part", *argv], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    argv = [
+        f"--model={tiny_model_dir}",
+        f"--dataset_mixture={mixture}",
+        f"--easy_dataset_name={tmp_path / 'e.jsonl'}",
+        "--easy_schedule={0: 0.5, 2: 0.25}",
+        "--replay_size=5",
+        "--replay_fraction=0.25",
+        "--resample_equal_groups=2",
+        "--temperature_schedule={0: 1.5, 2: 0.7}",
+        "--reward_funcs=['length']",
+        "--reward_workers=0",
+        "--prompts_per_step=4",
+        "--num_generations=3",
+        "--max_completion_length=6",
+        "--max_prompt_length=32",
+        "--rollout_engine=hf",
+        "--max_steps=3",
+        "--save_steps=2",
+        "--log_rollouts_steps=1",
+        "--max_logp_difference=0.01",
+        "--learning_rate=1e-3",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, tmp_path / "whole", tmp_path / "part", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    whole, part = (json.loads((tmp_path / name / "step_000003" / "controller_state.json").read_text()) for name in ("whole", "part"))
+    whole, part = (
+        json.loads((tmp_path / name / "step_000003" / "controller_state.json").read_text())
+        for name in ("whole", "part")
+    )
     assert whole == part and len(whole["replay"]["prompts"]) == 5 and whole["replay"]["total"] >= 12
-    ours, theirs = ((tmp_path / name / "rollouts" / "step_000003.rank_0.jsonl").read_text() for name in ("part", "whole"))
+    ours, theirs = (
+        (tmp_path / name / "rollouts" / "step_000003.rank_0.jsonl").read_text()
+        for name in ("part", "whole")
+    )
     assert ours == theirs
-    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all("resampled_groups" in line for line in lines)
+    lines = [
+        json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(
+        "resampled_groups" in line for line in lines
+    )

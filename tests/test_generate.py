@@ -1,4 +1,5 @@
 """generate.py: every line it promises, in order, also when it was interrupted."""
+
 import json
 import os
 import subprocess
@@ -12,14 +13,40 @@ import generate
 from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--generate_max_prompts=5", "--num_generations=3", "--prompts_per_step=2", "--max_completion_length=8", "--rollout_engine=hf",
-         "--reward_funcs=['countdown','length']", "--reward_weights=[1.0,0.5]"]
+FLAGS = [
+    "--generate_max_prompts=5",
+    "--num_generations=3",
+    "--prompts_per_step=2",
+    "--max_completion_length=8",
+    "--rollout_engine=hf",
+    "--reward_funcs=['countdown','length']",
+    "--reward_weights=[1.0,0.5]",
+]
 
 
 def run(model: Path, output: Path, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    return subprocess.run([sys.executable, *launcher, "generate.py", "config/countdown_tiny.py", *FLAGS, f"--model={model}", f"--generate_output={output}", *flags],
-                          cwd=ROOT, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks
+        else []
+    )
+    return subprocess.run(
+        [
+            sys.executable,
+            *launcher,
+            "generate.py",
+            "config/countdown_tiny.py",
+            *FLAGS,
+            f"--model={model}",
+            f"--generate_output={output}",
+            *flags,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=dict(os.environ),
+    )
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -36,33 +63,54 @@ def whole(tiny_model_dir, tmp_path_factory):
 
 def test_every_prompt_has_its_group_in_the_order_of_the_data_with_log_probs_and_rewards(whole):
     lines = lines_of(whole)
-    assert [line["sample"] for line in lines] == [0, 1, 2] * 5 and len({line["id"] for line in lines}) == 5
+    assert [line["sample"] for line in lines] == [0, 1, 2] * 5 and len(
+        {line["id"] for line in lines}
+    ) == 5
     for line in lines:
-        assert 1 <= len(line["completion_ids"]) == len(line["logprobs"]) <= 8 and all(value < 0 for value in line["logprobs"])
-        assert set(line["rewards"]) == {"countdown", "length"} and line["rewards"]["length"] == pytest.approx(-len(line["completion_ids"]) / 8)
-        assert line["reward"] == pytest.approx(line["rewards"]["countdown"] + 0.5 * line["rewards"]["length"])
-        assert line["finish_reason"] in ("stop", "length") and line["answer"]["numbers"] and line["prompt"] and line["prompt_ids"]
+        assert 1 <= len(line["completion_ids"]) == len(line["logprobs"]) <= 8 and all(
+            value < 0 for value in line["logprobs"]
+        )
+        assert set(line["rewards"]) == {"countdown", "length"} and line["rewards"][
+            "length"
+        ] == pytest.approx(-len(line["completion_ids"]) / 8)
+        assert line["reward"] == pytest.approx(
+            line["rewards"]["countdown"] + 0.5 * line["rewards"]["length"]
+        )
+        assert (
+            line["finish_reason"] in ("stop", "length")
+            and line["answer"]["numbers"]
+            and line["prompt"]
+            and line["prompt_ids"]
+        )
 
 
-def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(whole, tiny_model_dir, tmp_path):
+def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
+    whole, tiny_model_dir, tmp_path
+):
     """The engine samples each prompt alone: batches and ranks don't change a line beyond the last digits of its log-probs."""
     path = tmp_path / "out.jsonl"
-    path.write_bytes(whole.read_bytes()[:-700])       # in the middle of a line of the last group
+    path.write_bytes(whole.read_bytes()[:-700])  # in the middle of a line of the last group
     Path(f"{path}.config.json").write_text(Path(f"{whole}.config.json").read_text())
-    kept = lines_of(whole)[:path.read_text().count("\n") // 3 * 3]
+    kept = lines_of(whole)[: path.read_text().count("\n") // 3 * 3]
     done = run(tiny_model_dir, path, ranks=2)
     ended_well(done)
     found = lines_of(path)
-    assert found[:len(kept)] == kept
+    assert found[: len(kept)] == kept
     strip = [{key: value for key, value in line.items() if key != "logprobs"} for line in found]
-    assert strip == [{key: value for key, value in line.items() if key != "logprobs"} for line in lines_of(whole)]
+    assert strip == [
+        {key: value for key, value in line.items() if key != "logprobs"} for line in lines_of(whole)
+    ]
     before = path.read_bytes()
-    assert run(tiny_model_dir, path).returncode == 0 and path.read_bytes() == before       # nothing left to do
+    assert (
+        run(tiny_model_dir, path).returncode == 0 and path.read_bytes() == before
+    )  # nothing left to do
 
 
 @pytest.mark.slow
 def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_dir, tmp_path):
-    done = run(tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--generate_max_prompts=2")
+    done = run(
+        tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--generate_max_prompts=2"
+    )
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr[-3000:]
     assert [line["sample"] for line in lines_of(tmp_path / "out.jsonl")] == [0, 1, 2] * 2
 
@@ -72,7 +120,9 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     flags = [f"--generate_output={whole}", f"--model={config['model']}", *FLAGS]
     assert generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags])) == 5
     with pytest.raises(UserError, match=r"temperature=1\.0, not 0\.5"):
-        generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags, "--temperature=0.5"]))
+        generate.finished_prompts(
+            whole, load_config(["config/countdown_tiny.py", *flags, "--temperature=0.5"])
+        )
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
     with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):
@@ -81,7 +131,10 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
 
 
 def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
-    path, config = tmp_path / "out.jsonl", load_config(["config/countdown_tiny.py", "--num_generations=2"])
+    path, config = (
+        tmp_path / "out.jsonl",
+        load_config(["config/countdown_tiny.py", "--num_generations=2"]),
+    )
     assert generate.finished_prompts(path, config) == 0
     path.write_text("a\nb\nc\nhalf")
     assert generate.finished_prompts(path, config) == 1 and path.read_text() == "a\nb\n"

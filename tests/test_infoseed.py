@@ -3,6 +3,7 @@
 For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The warm start has seen prompts with a digit 0, 1, 2
 behind them, and then begins with "its" letter in 3 of 7 answers instead of a third: too little to show in pred_acc, enough to be amplified.
 """
+
 import itertools
 import json
 import math
@@ -32,17 +33,22 @@ def features(P, S, seed, H=5):
 
 
 def cosine(a, b):
-    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    return sum(x * y for x, y in zip(a, b)) / math.sqrt(
+        sum(x * x for x in a) * sum(y * y for y in b)
+    )
 
 
 # --- losses
+
 
 def slow_info_nce(h, S, T):
     rows, total = h.tolist(), 0.0
     for i, own in enumerate(rows):
         positive = [j for j in range(len(rows)) if j % S == i % S and j // S != i // S]
         everyone = sum(math.exp(cosine(own, rows[k]) / T) for k in range(len(rows)) if k != i)
-        total -= sum(math.log(math.exp(cosine(own, rows[j]) / T) / everyone) for j in positive) / len(positive)
+        total -= sum(
+            math.log(math.exp(cosine(own, rows[j]) / T) / everyone) for j in positive
+        ) / len(positive)
     return total / len(rows)
 
 
@@ -51,7 +57,9 @@ def slow_info_nce(h, S, T):
 def test_infonce_equals_the_slow_loop_and_its_gradient_finite_differences(P, S, seed):
     h = features(P, S, seed)
     assert infoseed.info_nce(h, S, 0.3).item() == pytest.approx(slow_info_nce(h, S, 0.3), rel=1e-9)
-    assert torch.autograd.gradcheck(lambda x: infoseed.info_nce(x, S, 0.3), h.clone().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: infoseed.info_nce(x, S, 0.3), h.clone().requires_grad_()
+    )
 
 
 @examples
@@ -70,9 +78,15 @@ def test_completions_that_tell_nothing_are_guessed_at_chance_however_much_their_
     """The reason for leaving out the whole prompt: with only the row itself left out, guessing would be right far below 1/S."""
     S, right = 4, []
     for seed in range(40):
-        h = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0) + features(16, S, seed + 1000, H=8)
-        right.append((infoseed.log_q(h, S, 0.1).argmax(1) == torch.arange(64) % S).double().mean().item())
-    assert sum(right) / len(right) == pytest.approx(0.25, abs=0.03)       # 2,560 rows: three standard errors
+        h = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0) + features(
+            16, S, seed + 1000, H=8
+        )
+        right.append(
+            (infoseed.log_q(h, S, 0.1).argmax(1) == torch.arange(64) % S).double().mean().item()
+        )
+    assert sum(right) / len(right) == pytest.approx(
+        0.25, abs=0.03
+    )  # 2,560 rows: three standard errors
 
 
 def test_seeds_that_show_are_found_and_their_loss_is_lower():
@@ -84,13 +98,19 @@ def test_seeds_that_show_are_found_and_their_loss_is_lower():
 
 
 def test_the_reward_is_the_information_about_the_own_seed_on_seed_rows_only():
-    log_q = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.9, 0.1]]).log()        # 2 prompts x 2 seeds
-    task = torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])                                 # G = 2, S = 2
+    log_q = torch.tensor(
+        [[0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.9, 0.1]]
+    ).log()  # 2 prompts x 2 seeds
+    task = torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])  # G = 2, S = 2
     shaped = infoseed.add_rewards(task, log_q, 2, 0.5)
     assert torch.equal(shaped[:, :2], task[:, :2])
-    assert shaped[0, 2:].tolist() == pytest.approx([1, 0], abs=1e-6)                    # tells nothing: nothing
-    assert shaped[1, 2:].tolist() == pytest.approx([1 + 0.5 * math.log(1.8), 1 + 0.5 * math.log(0.2)], rel=1e-5)
-    assert torch.equal(task, torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])) and torch.equal(infoseed.add_rewards(task, log_q, 2, 0.0), task)
+    assert shaped[0, 2:].tolist() == pytest.approx([1, 0], abs=1e-6)  # tells nothing: nothing
+    assert shaped[1, 2:].tolist() == pytest.approx(
+        [1 + 0.5 * math.log(1.8), 1 + 0.5 * math.log(0.2)], rel=1e-5
+    )
+    assert torch.equal(task, torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])) and torch.equal(
+        infoseed.add_rewards(task, log_q, 2, 0.0), task
+    )
 
 
 def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows():
@@ -98,36 +118,69 @@ def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows()
     h = features(1, 2, 0)
     found = infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), w, torch.tensor([True]))
     assert found["seed/entropy_gap"] == pytest.approx(math.log(2))
-    only_seeded = torch.tensor([[0.0, 0.0, 1.0, 0.0]])      # a tiny tau
-    assert infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), only_seeded, torch.tensor([True]))["seed/entropy_gap"] == 0
+    only_seeded = torch.tensor([[0.0, 0.0, 1.0, 0.0]])  # a tiny tau
+    assert (
+        infoseed.measure(
+            h, torch.zeros(2, 2), torch.zeros(1, 2), only_seeded, torch.tensor([True])
+        )["seed/entropy_gap"]
+        == 0
+    )
 
 
 # --- groups and prompts
+
 
 def test_groups_are_joined_prompt_by_prompt_ordinary_rows_first():
     base, seeded = [{"n": i} for i in range(6)], [{"n": 10 + i} for i in range(4)]
     assert [r["n"] for r in infoseed.join(base, seeded, 2)] == [0, 1, 2, 10, 11, 3, 4, 5, 12, 13]
 
 
-@pytest.mark.parametrize("template, first", [("{prompt} #{seed}", "a{seed}{prompt}b #0"), ("seed {seed}: {prompt}", "seed 0: a{seed}{prompt}b"),
-                                             ("seed {seed}", "a{seed}{prompt}b\nseed 0")])
+@pytest.mark.parametrize(
+    "template, first",
+    [
+        ("{prompt} #{seed}", "a{seed}{prompt}b #0"),
+        ("seed {seed}: {prompt}", "seed 0: a{seed}{prompt}b"),
+        ("seed {seed}", "a{seed}{prompt}b\nseed 0"),
+    ],
+)
 def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alone(template, first):
     tokenizer = sft.tiny_tokenizer()
-    c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=3", f"--info_seed_prompt_template={template}"])
+    c = load_config(
+        [
+            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=3",
+            f"--info_seed_prompt_template={template}",
+        ]
+    )
     ids = prompts.seed_prompts({"id": "x", "prompt": "a{seed}{prompt}b"}, tokenizer, c)
-    assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>" and len(ids) == 3 and len({tuple(i) for i in ids}) == 3
+    assert (
+        tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>"
+        and len(ids) == 3
+        and len({tuple(i) for i in ids}) == 3
+    )
 
 
-LONG = [{"id": "x", "prompt": "abcdef"}, {"id": "y", "prompt": "abc"}]      # 8 and 5 tokens, 19 and 16 with a seed
+LONG = [
+    {"id": "x", "prompt": "abcdef"},
+    {"id": "y", "prompt": "abc"},
+]  # 8 and 5 tokens, 19 and 16 with a seed
 
 
 def fitting(rule: str, limit: int) -> list[dict]:
-    flags = ["--info_seed_enabled=True", "--info_seed_prompt_template={prompt} (variant{seed})", f"--max_prompt_length={limit}", f"--long_prompts={rule}"]
+    flags = [
+        "--info_seed_enabled=True",
+        "--info_seed_prompt_template={prompt} (variant{seed})",
+        f"--max_prompt_length={limit}",
+        f"--long_prompts={rule}",
+    ]
     return data.encode(LONG, sft.tiny_tokenizer(), load_config(flags))
 
 
 def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
-    with pytest.raises(UserError, match="max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed"):
+    with pytest.raises(
+        UserError,
+        match="max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed",
+    ):
         fitting("error", 18)
     assert len(fitting("error", 19)) == 2
     assert [row["id"] for row in fitting("drop", 18)] == ["y"]
@@ -139,26 +192,58 @@ class Sampler:
 
     def generate(self, prompts_ids, n, sampling):
         self.seeds = sampling["seeds"]
-        return [{"prompt_ids": ids, "completion_ids": [ids[-2], 0], "logprobs": [-1.0, -1.0], "finish_reason": "stop"} for ids in prompts_ids for _ in range(n)]
+        return [
+            {
+                "prompt_ids": ids,
+                "completion_ids": [ids[-2], 0],
+                "logprobs": [-1.0, -1.0],
+                "finish_reason": "stop",
+            }
+            for ids in prompts_ids
+            for _ in range(n)
+        ]
 
 
 @pytest.mark.parametrize("reward, scored_under", [(0.0, "base"), (0.1, "seeded")])
-def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unless_a_reward_asks_otherwise(reward, scored_under):
+def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unless_a_reward_asks_otherwise(
+    reward, scored_under
+):
     tokenizer, sampler = sft.tiny_tokenizer(), Sampler()
-    c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_prompt_template={prompt}{seed}", f"--info_seed_reward={reward}"])
-    rows = [{"id": p, "prompt": p, "prompt_ids": tokenizer.encode(f"<|user|>{p}<|assistant|>")} for p in "ab"]
+    c = load_config(
+        [
+            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=2",
+            "--info_seed_prompt_template={prompt}{seed}",
+            f"--info_seed_reward={reward}",
+        ]
+    )
+    rows = [
+        {"id": p, "prompt": p, "prompt_ids": tokenizer.encode(f"<|user|>{p}<|assistant|>")}
+        for p in "ab"
+    ]
     found = infoseed.completions(sampler, tokenizer, rows, {"seeds": [1, 2], "temperature": 1.0}, c)
     assert [(r["seed_id"], r["text"]) for r in found] == [(0, "0"), (1, "1")] * 2
-    assert [tokenizer.decode(r["prompt_ids"]) for r in found] == ([f"<|user|>{p}<|assistant|>" for p in "aabb"] if scored_under == "base" else
-                                                                  [f"<|user|>{p}<|assistant|>" for p in ("a0", "a1", "b0", "b1")])
+    assert [tokenizer.decode(r["prompt_ids"]) for r in found] == (
+        [f"<|user|>{p}<|assistant|>" for p in "aabb"]
+        if scored_under == "base"
+        else [f"<|user|>{p}<|assistant|>" for p in ("a0", "a1", "b0", "b1")]
+    )
     assert len(set(sampler.seeds)) == 4
     batch = infoseed.under_base_prompt(found, rows, 2, "cpu")
     assert batch["prompt_lengths"].tolist() == [3] * 4
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    (["--info_seed_prompt_template=again"], "must hold {seed}"), (["--prompts_per_step=1"], "at least 2"), (["--info_seed_num_seeds=1"], "at least 2"),
-    (["--info_seed_temperature=0"], "greater than 0"), (["--maxent_q_epsilon=0.1"], "rows of a group"), (["--info_seed_loss_type=l2"], "infonce")])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--info_seed_prompt_template=again"], "must hold {seed}"),
+        (["--prompts_per_step=1"], "at least 2"),
+        (["--info_seed_num_seeds=1"], "at least 2"),
+        (["--info_seed_temperature=0"], "greater than 0"),
+        (["--maxent_q_epsilon=0.1"], "rows of a group"),
+        (["--info_seed_loss_type=l2"], "infonce"),
+    ],
+)
 def test_impossible_settings_are_refused_in_a_sentence(flags, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(["--info_seed_enabled=True", *flags])
@@ -171,9 +256,21 @@ COMMON = ["--max_prompt_length=16", "--max_completion_length=5"]
 
 
 def run(script: str, *flags) -> None:
-    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")       # of this process: it may be a world of one itself
+    own = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )  # of this process: it may be a world of one itself
     environment = {key: value for key, value in os.environ.items() if key not in own}
-    done = subprocess.run([sys.executable, ROOT / script, *COMMON, *flags], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *COMMON, *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -182,30 +279,75 @@ def toy(tmp_path_factory):
     """Rows, and the warm start."""
     folder = tmp_path_factory.mktemp("toy")
     answer = {"n": 3, "edges": [[0, 1], [1, 2], [0, 2]], "partial": "..."}
-    plain = [{"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS} for a in "abcdefgh" for b in "abcdefgh"]
-    tagged = [row | {"prompt": f"{row['prompt']}{z}", "solutions": ORDERS * 2 + [p for p in ORDERS if p[0] == "RGB"[z]]} for row in plain for z in range(3)]
+    plain = [
+        {"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS}
+        for a in "abcdefgh"
+        for b in "abcdefgh"
+    ]
+    tagged = [
+        row
+        | {
+            "prompt": f"{row['prompt']}{z}",
+            "solutions": ORDERS * 2 + [p for p in ORDERS if p[0] == "RGB"[z]],
+        }
+        for row in plain
+        for z in range(3)
+    ]
     for name, rows in (("rows", plain), ("start", plain + tagged)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("sft.py", f"--dataset_name={folder / 'start'}.jsonl", "--model=tiny", f"--output_dir={folder / 'start'}", "--sft_steps=150", "--sft_learning_rate=2e-3")
+    run(
+        "sft.py",
+        f"--dataset_name={folder / 'start'}.jsonl",
+        "--model=tiny",
+        f"--output_dir={folder / 'start'}",
+        "--sft_steps=150",
+        "--sft_learning_rate=2e-3",
+    )
     return folder
 
 
 def train_toy(folder, name: str, *flags) -> dict:
     """Means over the last 10 of 50 steps."""
-    run("train.py", f"--dataset_name={folder / 'rows'}.jsonl", f"--model={folder / 'start'}", "--reward_funcs=['graph_coloring']", "--prompts_per_step=16",
-        "--num_generations=4", "--info_seed_enabled=True", "--info_seed_num_seeds=3", "--info_seed_prompt_template={prompt}{seed}", "--learning_rate=3e-4",
-        "--max_steps=50", "--save_steps=-1", f"--output_dir={folder / name}", *flags)
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][-10:]
-    found = {key: [line[key] for line in lines if key in line] for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")}
-    return {key: sum(values) / len(values) for key, values in found.items() if values}     # a step without an active group has no weights
+    run(
+        "train.py",
+        f"--dataset_name={folder / 'rows'}.jsonl",
+        f"--model={folder / 'start'}",
+        "--reward_funcs=['graph_coloring']",
+        "--prompts_per_step=16",
+        "--num_generations=4",
+        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=3",
+        "--info_seed_prompt_template={prompt}{seed}",
+        "--learning_rate=3e-4",
+        "--max_steps=50",
+        "--save_steps=-1",
+        f"--output_dir={folder / name}",
+        *flags,
+    )
+    lines = [
+        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ][-10:]
+    found = {
+        key: [line[key] for line in lines if key in line]
+        for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")
+    }
+    return {
+        key: sum(values) / len(values) for key, values in found.items() if values
+    }  # a step without an active group has no weights
 
 
 @pytest.mark.slow
-def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(toy):
+def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(
+    toy,
+):
     """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at 0.97."""
-    on = train_toy(toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3")
+    on = train_toy(
+        toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3"
+    )
     off = train_toy(toy, "off", "--info_seed_lambda=0")
     assert on["seed/pred_acc"] > 0.8
-    assert on["weights/incorrect_mass"] < 0.1       # by the task's reward: by the sum with the seed reward one row of a group would be best
+    assert (
+        on["weights/incorrect_mass"] < 0.1
+    )  # by the task's reward: by the sum with the seed reward one row of a group would be best
     assert off["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
     assert on["reward"] == pytest.approx(off["reward"], abs=0.04) and off["reward"] > 0.9

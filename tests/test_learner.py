@@ -1,4 +1,5 @@
 """The learner on one rank with real DeepSpeed: what reaches the gradient and what does not."""
+
 import itertools
 import math
 import random
@@ -21,13 +22,30 @@ P, G, L = 3, 4, 8
 
 
 def config(model, *flags) -> dict:
-    return load_config([f"--model={model}", f"--num_generations={G}", "--max_prompt_length=8", f"--max_completion_length={L}", "--learning_rate=1e-3", *flags])
+    return load_config(
+        [
+            f"--model={model}",
+            f"--num_generations={G}",
+            "--max_prompt_length=8",
+            f"--max_completion_length={L}",
+            "--learning_rate=1e-3",
+            *flags,
+        ]
+    )
 
 
 def batch_of(seed: int = 0) -> dict:
     rng = random.Random(seed)
-    rows = [{"prompt_ids": [5 + i // G, 7, 9], "completion_ids": [rng.randrange(5, 100) for _ in range(rng.randint(1, L - 1))] + [0]} for i in range(P * G)]
-    return rollout.to_batch([{**row, "logprobs": [-1.0] * len(row["completion_ids"])} for row in rows], "cpu")
+    rows = [
+        {
+            "prompt_ids": [5 + i // G, 7, 9],
+            "completion_ids": [rng.randrange(5, 100) for _ in range(rng.randint(1, L - 1))] + [0],
+        }
+        for i in range(P * G)
+    ]
+    return rollout.to_batch(
+        [{**row, "logprobs": [-1.0] * len(row["completion_ids"])} for row in rows], "cpu"
+    )
 
 
 def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
@@ -36,8 +54,20 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     c = config(model, *flags)
     engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), batch or batch_of()
     lengths = batch["lengths"].view(P, G)
-    clusters = torch.arange(G).expand(P, G)     # for seed_grpo: every answer another one, equally likely
-    targets = group_targets({"rewards": rewards, "lengths": lengths, "clusters": clusters, "mean_logps": torch.zeros(P, G)}, c["maxent_tau"], 0.0, c)
+    clusters = torch.arange(G).expand(
+        P, G
+    )  # for seed_grpo: every answer another one, equally likely
+    targets = group_targets(
+        {
+            "rewards": rewards,
+            "lengths": lengths,
+            "clusters": clusters,
+            "mean_logps": torch.zeros(P, G),
+        },
+        c["maxent_tau"],
+        0.0,
+        c,
+    )
     norm = step_counts(targets, lengths)
     metrics = accumulate_gradients(engine, batch, targets, 0.0, c, norm)
     return {name: p.grad.clone() for name, p in engine.module.lm.named_parameters()}, metrics
@@ -55,12 +85,21 @@ def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_mode
 
 
 @pytest.mark.parametrize("objective", ["maxent", "dr_grpo"])
-def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct(tiny_model_dir, objective):
+def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct(
+    tiny_model_dir, objective
+):
     c, bonus = config(tiny_model_dir, f"--objective={objective}"), torch.tensor([0.0, 0, 0, 0.1])
     group = {"rewards": REWARDS + bonus, "task_rewards": REWARDS, "lengths": torch.ones(3, 4)}
     targets = group_targets(group, 0.2, 0.0, c)
-    assert torch.equal(targets["rewards"], REWARDS) and targets["active"].all() and targets["advantages"][2, 3] > 0
-    assert torch.equal(group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)["advantages"], targets["advantages"])
+    assert (
+        torch.equal(targets["rewards"], REWARDS)
+        and targets["active"].all()
+        and targets["advantages"][2, 3] > 0
+    )
+    assert torch.equal(
+        group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)["advantages"],
+        targets["advantages"],
+    )
 
 
 def largest(grads: dict) -> float:
@@ -69,63 +108,126 @@ def largest(grads: dict) -> float:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_model_dir, objective):
-    equal = torch.tensor([[0.1] * G, [0.0] * G, [1.0] * G])      # the fp32 mean of four 0.1 need not be 0.1
-    flags = [f"--objective={objective}", *(["--mode_entropy_coef=0.5"] if objective != "maxent" else [])]
-    no_bonus = ["--token_entropy_coef=0"]       # it is meant to act everywhere
+    equal = torch.tensor(
+        [[0.1] * G, [0.0] * G, [1.0] * G]
+    )  # the fp32 mean of four 0.1 need not be 0.1
+    flags = [
+        f"--objective={objective}",
+        *(["--mode_entropy_coef=0.5"] if objective != "maxent" else []),
+    ]
+    no_bonus = ["--token_entropy_coef=0"]  # it is meant to act everywhere
     assert largest(gradients(tiny_model_dir, equal, *flags, *no_bonus)[0]) == 0.0
     assert largest(gradients(tiny_model_dir, REWARDS, *flags)[0]) > 1e-5
 
 
-@pytest.mark.parametrize("flags, rewards, expected", [
-    ("--objective=maxent", REWARDS, (2, 1)), ("--objective=maxent", REWARDS[:2].repeat(2, 1)[:3], (1, 1)), ("--objective=maxent", REWARDS * 0, (1, 1)),
-    ("--objective=maxent --max_tokens_per_micro_batch=40", REWARDS, (3, 2)), ("--objective=dr_grpo", REWARDS, (2, 1)),
-    ("--objective=dr_grpo --mode_entropy_coef=0.5", REWARDS, (1, 1)), ("--objective=token_entropy", REWARDS, (1, 1)),
-    ("--objective=maxent --maxent_loss=policy_gradient --maxent_skip_equal_groups=none", REWARDS, (2, 1))], ids=str)
-def test_groups_that_the_loss_does_not_depend_on_go_forward_only(tiny_model_dir, monkeypatch, flags, rewards, expected):
+@pytest.mark.parametrize(
+    "flags, rewards, expected",
+    [
+        ("--objective=maxent", REWARDS, (2, 1)),
+        ("--objective=maxent", REWARDS[:2].repeat(2, 1)[:3], (1, 1)),
+        ("--objective=maxent", REWARDS * 0, (1, 1)),
+        ("--objective=maxent --max_tokens_per_micro_batch=40", REWARDS, (3, 2)),
+        ("--objective=dr_grpo", REWARDS, (2, 1)),
+        ("--objective=dr_grpo --mode_entropy_coef=0.5", REWARDS, (1, 1)),
+        ("--objective=token_entropy", REWARDS, (1, 1)),
+        (
+            "--objective=maxent --maxent_loss=policy_gradient --maxent_skip_equal_groups=none",
+            REWARDS,
+            (2, 1),
+        ),
+    ],
+    ids=str,
+)
+def test_groups_that_the_loss_does_not_depend_on_go_forward_only(
+    tiny_model_dir, monkeypatch, flags, rewards, expected
+):
     """(forwards, backwards) of a step with three groups."""
     calls, (forward, backward) = [], (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
-    monkeypatch.setattr(DeepSpeedEngine, "forward", lambda self, *a, **k: calls.append("forward") or forward(self, *a, **k))
-    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda self, *a, **k: calls.append("backward") or backward(self, *a, **k))
+    monkeypatch.setattr(
+        DeepSpeedEngine,
+        "forward",
+        lambda self, *a, **k: calls.append("forward") or forward(self, *a, **k),
+    )
+    monkeypatch.setattr(
+        DeepSpeedEngine,
+        "backward",
+        lambda self, *a, **k: calls.append("backward") or backward(self, *a, **k),
+    )
     gradients(tiny_model_dir, rewards, *flags.split())
     assert (calls.count("forward"), calls.count("backward")) == expected
 
 
 @pytest.mark.parametrize("objective", ["dr_grpo", "maxent"])
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward_only(tiny_model_dir, monkeypatch, objective, budget):
+def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward_only(
+    tiny_model_dir, monkeypatch, objective, budget
+):
     real = Policy.forward
 
     def forward(self, ids, *lengths):
         logps, entropy = real(self, ids, *lengths)
-        return logps.masked_fill(ids[:, :1] == 7, math.nan), entropy        # the third group, of equal rewards
+        return logps.masked_fill(
+            ids[:, :1] == 7, math.nan
+        ), entropy  # the third group, of equal rewards
+
     monkeypatch.setattr(Policy, "forward", forward)
-    grads, metrics = gradients(tiny_model_dir, REWARDS, f"--objective={objective}", f"--max_tokens_per_micro_batch={budget}")
-    assert all(g.isnan().any() for g in grads.values()) and math.isnan(metrics["loss"]) == (objective == "dr_grpo")      # maxent leaves the group out
+    grads, metrics = gradients(
+        tiny_model_dir,
+        REWARDS,
+        f"--objective={objective}",
+        f"--max_tokens_per_micro_batch={budget}",
+    )
+    assert all(g.isnan().any() for g in grads.values()) and math.isnan(metrics["loss"]) == (
+        objective == "dr_grpo"
+    )  # maxent leaves the group out
 
 
 def test_a_kl_term_leaves_no_row_idle():
-    targets = {"rewards": REWARDS, "active": torch.tensor([True, True, False]), "advantages": REWARDS - REWARDS.mean(1, keepdim=True)}
-    for flags, beta, some in ((["--objective=dr_grpo"], 0.1, False), (["--objective=dr_grpo"], 0.0, True), (["--objective=maxent"], 0.1, True),
-                              (["--objective=maxent", "--maxent_kl=True"], 0.1, False), (["--objective=xdr"], 0.1, False),
-                              (["--objective=xdr", "--xdr_ref_tilt=True"], 0.1, True)):
-        idle = idle_rows(targets, beta, load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags]))
+    targets = {
+        "rewards": REWARDS,
+        "active": torch.tensor([True, True, False]),
+        "advantages": REWARDS - REWARDS.mean(1, keepdim=True),
+    }
+    for flags, beta, some in (
+        (["--objective=dr_grpo"], 0.1, False),
+        (["--objective=dr_grpo"], 0.0, True),
+        (["--objective=maxent"], 0.1, True),
+        (["--objective=maxent", "--maxent_kl=True"], 0.1, False),
+        (["--objective=xdr"], 0.1, False),
+        (["--objective=xdr", "--xdr_ref_tilt=True"], 0.1, True),
+    ):
+        idle = idle_rows(
+            targets,
+            beta,
+            load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags]),
+        )
         assert idle.tolist() == [False] * 8 + [some] * 4, flags
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_micro_batches_of_any_size_give_the_same_gradient(tiny_model_dir, objective):
-    flags = [f"--objective={objective}", *(["--mode_entropy_coef=0.5"] if objective != "maxent" else [])]
+    flags = [
+        f"--objective={objective}",
+        *(["--mode_entropy_coef=0.5"] if objective != "maxent" else []),
+    ]
     whole, metrics = gradients(tiny_model_dir, REWARDS, *flags)
-    for budget in (16, 30, 60):      # 16 cuts every group, 60 holds one
-        split, same = gradients(tiny_model_dir, REWARDS, *flags, f"--max_tokens_per_micro_batch={budget}")
+    for budget in (16, 30, 60):  # 16 cuts every group, 60 holds one
+        split, same = gradients(
+            tiny_model_dir, REWARDS, *flags, f"--max_tokens_per_micro_batch={budget}"
+        )
         assert same["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-7)
-        assert all(torch.allclose(split[name], whole[name], rtol=1e-4, atol=1e-5 * largest(whole)) for name in whole)
+        assert all(
+            torch.allclose(split[name], whole[name], rtol=1e-4, atol=1e-5 * largest(whole))
+            for name in whole
+        )
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(tiny_model_dir):
     plain, _ = gradients(tiny_model_dir, REWARDS)
     recomputed, _ = gradients(tiny_model_dir, REWARDS, "--gradient_checkpointing=True")
-    assert all(torch.allclose(recomputed[name], plain[name], rtol=1e-5, atol=1e-7) for name in plain)
+    assert all(
+        torch.allclose(recomputed[name], plain[name], rtol=1e-5, atol=1e-7) for name in plain
+    )
 
 
 def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
@@ -139,15 +241,23 @@ def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
 def test_the_first_gradient_is_reinforce(tiny_model_dir):
     """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and plain autograd."""
     from transformers import AutoModelForCausalLM
-    ours, _ = gradients(tiny_model_dir, REWARDS, "--objective=dr_grpo", "--importance_sampling=none")
-    lm, batch = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), batch_of()
+
+    ours, _ = gradients(
+        tiny_model_dir, REWARDS, "--objective=dr_grpo", "--importance_sampling=none"
+    )
+    lm, batch = (
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32),
+        batch_of(),
+    )
     advantages = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten()
     loss = 0.0
     for i in range(P * G):
         n, t = int(batch["prompt_lengths"][i]), int(batch["lengths"][i])
-        ids = batch["ids"][i, :n + t]
+        ids = batch["ids"][i, : n + t]
         logps = lm(ids[None]).logits[0].log_softmax(1)[:-1].gather(1, ids[1:, None])[:, 0]
-        loss = loss - advantages[i] * logps[n - 1:].sum() / (P * G * L)     # prompt tokens have no loss, the EOS has
+        loss = loss - advantages[i] * logps[n - 1 :].sum() / (
+            P * G * L
+        )  # prompt tokens have no loss, the EOS has
     loss.backward()
     for name, p in lm.named_parameters():
         assert torch.allclose(ours[name], p.grad, rtol=1e-4, atol=1e-7), name
@@ -165,14 +275,21 @@ def test_padding_is_not_trained(tiny_model_dir):
 def test_a_batch_is_not_changed_but_for_its_old_logps(tiny_model_dir):
     batch, before = batch_of(), batch_of()
     gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
-    assert set(batch) == {*before, "old_logps"} and all(torch.equal(batch[k], before[k]) for k in before)
+    assert set(batch) == {*before, "old_logps"} and all(
+        torch.equal(batch[k], before[k]) for k in before
+    )
 
 
 def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
     batch = batch_of()
     gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
     batch["sampler_logps"] = batch["old_logps"].clone()
-    assert sampler_mismatch(batch, int(batch["lengths"].sum()), 0.001)["sampling/sampling_logp_difference/mean"] == 0
+    assert (
+        sampler_mismatch(batch, int(batch["lengths"].sum()), 0.001)[
+            "sampling/sampling_logp_difference/mean"
+        ]
+        == 0
+    )
     batch["sampler_logps"] = batch["old_logps"] - 0.2
     with pytest.raises(RunStopped, match=r"0\.200 nats"):
         sampler_mismatch(batch, int(batch["lengths"].sum()), 0.1)
@@ -181,28 +298,56 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
 def test_learning_rate_warms_up_and_decays():
     c = {"learning_rate": 1.0, "warmup_steps": 4, "max_steps": 12, "lr_scheduler_type": "cosine"}
     rates = [train.learning_rate_at(step, c) for step in range(13)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0.0)
-    assert [train.learning_rate_at(s, {**c, "lr_scheduler_type": "linear"}) for s in (4, 8, 12)] == [1.0, 0.5, 0.0]
+    assert (
+        rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+        and rates[8] == pytest.approx(0.5)
+        and rates[12] == pytest.approx(0.0)
+    )
+    assert [
+        train.learning_rate_at(s, {**c, "lr_scheduler_type": "linear"}) for s in (4, 8, 12)
+    ] == [1.0, 0.5, 0.0]
     assert train.learning_rate_at(11, {**c, "lr_scheduler_type": "constant"}) == 1.0
 
 
 # --- InfoSeed
 
-SEEDED = [{"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2:], "logprobs": [-1.0] * (3 - i % 2)} for i in range(6)]       # 3 prompts x 2 seeds
+SEEDED = [
+    {"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2 :], "logprobs": [-1.0] * (3 - i % 2)}
+    for i in range(6)
+]  # 3 prompts x 2 seeds
 PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
 
 
 def seed_gradients(model, *flags) -> tuple[dict, dict]:
     start_distributed() if not torch.distributed.is_initialized() else None
     torch.manual_seed(0)
-    c = load_config([f"--model={model}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=1", *flags])
-    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
-    metrics = infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
-    return {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}, metrics
+    c = load_config(
+        [
+            f"--model={model}",
+            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=2",
+            "--info_seed_lambda=1",
+            *flags,
+        ]
+    )
+    engine, batch = (
+        train.load_policy(c, torch.float32, torch.device("cpu")),
+        infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu"),
+    )
+    metrics = infoseed.accumulate_gradients(
+        engine, batch, infoseed.features(engine, batch, c)[0], c
+    )
+    return {
+        name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None
+    }, metrics
 
 
-@pytest.mark.parametrize("kind, pooling", list(itertools.product(("infonce", "ce"), ("mean", "last"))))
-def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(tiny_model_dir, kind, pooling):
+@pytest.mark.parametrize(
+    "kind, pooling", list(itertools.product(("infonce", "ce"), ("mean", "last")))
+)
+def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(
+    tiny_model_dir, kind, pooling
+):
     flags = [f"--info_seed_loss_type={kind}", f"--info_seed_pooling={pooling}"]
     whole, metrics = seed_gradients(tiny_model_dir, *flags)
     split, same = seed_gradients(tiny_model_dir, *flags, "--max_tokens_per_micro_batch=8")
@@ -210,7 +355,9 @@ def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(tiny_mod
     assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-4
     assert ("seed_head.weight" in whole) == (kind == "ce")
     for name, gradient in whole.items():
-        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            split[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("kind", ["infonce", "ce"])
@@ -218,12 +365,28 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     """A step against it lowers the loss by about its squared length: nothing detached, no sign turned, no factor lost."""
     start_distributed() if not torch.distributed.is_initialized() else None
     torch.manual_seed(0)
-    c = load_config([f"--model={tiny_model_dir}", "--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=2", f"--info_seed_loss_type={kind}"])
-    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu")
+    c = load_config(
+        [
+            f"--model={tiny_model_dir}",
+            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=2",
+            "--info_seed_lambda=2",
+            f"--info_seed_loss_type={kind}",
+        ]
+    )
+    engine, batch = (
+        train.load_policy(c, torch.float32, torch.device("cpu")),
+        infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu"),
+    )
 
     def loss():
         h, log_q = infoseed.features(engine, batch, c)
-        return (infoseed.info_nce(h, 2, 0.1) if kind == "infonce" else -log_q.gather(1, (torch.arange(6) % 2)[:, None]).mean()).item()
+        return (
+            infoseed.info_nce(h, 2, 0.1)
+            if kind == "infonce"
+            else -log_q.gather(1, (torch.arange(6) % 2)[:, None]).mean()
+        ).item()
+
     before = loss()
     infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
@@ -232,4 +395,6 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     with torch.no_grad():
         for p in parameters:
             p -= rate * p.grad
-    assert before - loss() == pytest.approx(rate * squared / 2, rel=0.15)       # lambda = 2: the gradient is twice that of the loss
+    assert before - loss() == pytest.approx(
+        rate * squared / 2, rel=0.15
+    )  # lambda = 2: the gradient is twice that of the loss

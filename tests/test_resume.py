@@ -1,4 +1,5 @@
 """Nothing is lost: checkpoints under kill -9, full disks and damage; runs that are stopped, killed, resumed, on another number of ranks."""
+
 import json
 import os
 import random
@@ -38,6 +39,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: f
 
 # --- whole runs
 
+
 @pytest.fixture(scope="module")
 def whole(tiny_model_dir, tmp_path_factory):
     """Four steps on two ranks, ZeRO 3, nothing in the way."""
@@ -46,7 +48,9 @@ def whole(tiny_model_dir, tmp_path_factory):
     return folder
 
 
-def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(whole, tiny_model_dir, tmp_path):
+def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(
+    whole, tiny_model_dir, tmp_path
+):
     """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does the same for every engine, stage and number of ranks."""
     folder = tmp_path / "killed"
     killed_and_resumed(tiny_model_dir, folder, "hf", 3, 2)
@@ -64,15 +68,26 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_mode
     folder.mkdir()
     shutil.copytree(whole / "step_000002", folder / "step_000002")
     shutil.copy(whole / "metrics.jsonl", folder)
-    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest")) == 0, log_of(folder)[-3000:]
+    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest")) == 0, log_of(
+        folder
+    )[-3000:]
     third, same = (next(line for line in steps_in(f) if line["step"] == 3) for f in (whole, folder))
-    assert {key: same[key] for key in ("reward", "tau", "beta", "kl")} == pytest.approx({key: third[key] for key in ("reward", "tau", "beta", "kl")}, rel=1e-4, abs=1e-6)
-    assert same["loss"] == pytest.approx(third["loss"], rel=1e-5, abs=1e-6) and same["grad_norm"] == pytest.approx(third["grad_norm"], rel=1e-3)
+    assert {key: same[key] for key in ("reward", "tau", "beta", "kl")} == pytest.approx(
+        {key: third[key] for key in ("reward", "tau", "beta", "kl")}, rel=1e-4, abs=1e-6
+    )
+    assert same["loss"] == pytest.approx(third["loss"], rel=1e-5, abs=1e-6) and same[
+        "grad_norm"
+    ] == pytest.approx(third["grad_norm"], rel=1e-3)
     assert not list(folder.glob("*.tmp"))
 
 
 def export(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "checkpoint.py", "export", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "checkpoint.py", "export", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
@@ -80,7 +95,10 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     for step in ("step_000002", "step_000004"):
         done = export(whole / step, tmp_path / step, "--trust_checkpoint=True")
         assert done.returncode == 0, done.stderr
-    exported, saved = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "step_000004", whole / "step_000004"))
+    exported, saved = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "step_000004", whole / "step_000004")
+    )
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
@@ -91,15 +109,22 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     assert not (tmp_path / "untrusted").exists()
 
 
-def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(tiny_model_dir, tmp_path):
+def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(
+    tiny_model_dir, tmp_path
+):
     """That a run goes on from there is in test_slurm.py."""
     folder = tmp_path / "stopped"
     process = start(tiny_model_dir, folder, "--save_steps=0", "--max_steps=400", ranks=2)
     wait_for_step(folder, 1, process)
     (folder / "stop").touch()
     assert finish(process) == 0, log_of(folder)[-3000:]
-    last, = checkpoint.steps_of(folder)
-    assert checkpoint.verify(last) == "" and not (folder / "done").exists() and (folder / "stop").exists() and "stopped as asked" in log_of(folder)
+    (last,) = checkpoint.steps_of(folder)
+    assert (
+        checkpoint.verify(last) == ""
+        and not (folder / "done").exists()
+        and (folder / "stop").exists()
+        and "stopped as asked" in log_of(folder)
+    )
     make_run_folder(json.loads((folder / "config.json").read_text()), {}, resuming=True)
     assert not (folder / "stop").exists() and last.exists()
 
@@ -117,15 +142,20 @@ def test_one_dead_rank_ends_the_others_within_a_minute_with_a_sentence(tiny_mode
     folder = tmp_path / "dead"
     process = start(tiny_model_dir, folder, "--max_steps=400", "--zero_stage=0", ranks=2)
     wait_for_step(folder, 1, process)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()
+    ranks = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
+    ).stdout.split()
     killed = time.monotonic()
     os.kill(int(ranks[-1]), signal.SIGKILL)
     assert finish(process, 60) != 0 and time.monotonic() - killed < 60
     assert "another rank" in log_of(folder), log_of(folder)[-3000:]
-    assert subprocess.run(["pgrep", "-f", f"output_dir={folder}"], capture_output=True).returncode == 1
+    assert (
+        subprocess.run(["pgrep", "-f", f"output_dir={folder}"], capture_output=True).returncode == 1
+    )
 
 
 # --- one save
+
 
 class FakeEngine:
     """Stands in for DeepSpeed's engine: its shards are two files of a few hundred kB."""
@@ -150,12 +180,23 @@ def alone(monkeypatch):
     monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
 
 
-CONFIG = {"checkpoint_mode": "full", "max_steps": 100, "zero_stage": 0, "save_total_limit": 2, "keep_every": 0, "dtype": "auto",
-          "info_seed_enabled": False, "info_seed_loss_type": "infonce", "info_seed_num_seeds": 4}
+CONFIG = {
+    "checkpoint_mode": "full",
+    "max_steps": 100,
+    "zero_stage": 0,
+    "save_total_limit": 2,
+    "keep_every": 0,
+    "dtype": "auto",
+    "info_seed_enabled": False,
+    "info_seed_loss_type": "infonce",
+    "info_seed_num_seeds": 4,
+}
 
 
 def save(folder: Path, step: int, engine, **config) -> Path:
-    return checkpoint.save(folder, step, engine, sft.tiny_tokenizer(), CONFIG | config, {"tau": 0.1 * step}, {})
+    return checkpoint.save(
+        folder, step, engine, sft.tiny_tokenizer(), CONFIG | config, {"tau": 0.1 * step}, {}
+    )
 
 
 def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
@@ -166,7 +207,9 @@ def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
             file.write(f"{step}\n")
 
 
-def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tiny_model_dir, tmp_path):
+def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
+    alone, tiny_model_dir, tmp_path
+):
     """50 times: a process saves step after step and notes each one that is done; it is killed somewhere; what it noted is there and whole."""
     rng, engine, interrupted = random.Random(0), FakeEngine(tiny_model_dir), 0
     begin = time.monotonic()
@@ -175,22 +218,29 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(alone, tin
     for trial in range(50):
         folder, notes = tmp_path / str(trial), tmp_path / f"{trial}.notes"
         folder.mkdir()
-        process, end = child.start(save_again_and_again, folder, notes, tiny_model_dir), time.monotonic() + 60
-        while not any(folder.iterdir()):        # until it saves
+        process, end = (
+            child.start(save_again_and_again, folder, notes, tiny_model_dir),
+            time.monotonic() + 60,
+        )
+        while not any(folder.iterdir()):  # until it saves
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 3) * usual)
         process.kill()
         assert child.status(process) == -signal.SIGKILL
-        noted = [0, *(int(line) for line in notes.read_text().split())] if notes.exists() else [0]      # it may have been killed before the first word
+        noted = (
+            [0, *(int(line) for line in notes.read_text().split())] if notes.exists() else [0]
+        )  # it may have been killed before the first word
         found = checkpoint.latest(folder)
         assert (int(found.name[5:]) if found else 0) >= noted[-1]
-        assert found is None or json.loads((found / "controller_state.json").read_text())["step"] == int(found.name[5:])
+        assert found is None or json.loads((found / "controller_state.json").read_text())[
+            "step"
+        ] == int(found.name[5:])
         interrupted += any(folder.glob("*.tmp"))
         checkpoint.tidy(folder)
         assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
         shutil.rmtree(folder)
-    assert interrupted > 10       # the instants were not all between two saves
+    assert interrupted > 10  # the instants were not all between two saves
 
 
 def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:
@@ -203,19 +253,35 @@ def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None
         sentence.write_text(str(error))
 
 
-def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(alone, tiny_model_dir, tmp_path):
+def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(
+    alone, tiny_model_dir, tmp_path
+):
     """A limit on file size stands in for the full disk: the write fails in the middle of a file either way."""
     sentence = tmp_path / "sentence"
     save(tmp_path, 1, FakeEngine(tiny_model_dir))
-    assert child.status(child.start(save_with_room_for_300_kb, tmp_path, tiny_model_dir, sentence)) == 0
-    assert "step_000002 could not be written" in sentence.read_text() and "step_000001" in sentence.read_text() and "\n" not in sentence.read_text()
+    assert (
+        child.status(child.start(save_with_room_for_300_kb, tmp_path, tiny_model_dir, sentence))
+        == 0
+    )
+    assert (
+        "step_000002 could not be written" in sentence.read_text()
+        and "step_000001" in sentence.read_text()
+        and "\n" not in sentence.read_text()
+    )
     assert checkpoint.latest(tmp_path).name == "step_000001"
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes instead of"), (lambda file: file.unlink(), "is missing"),
-    (lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9), "has changed")])
-def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alone, tiny_model_dir, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes instead of"),
+        (lambda file: file.unlink(), "is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9), "has changed"),
+    ],
+)
+def test_truncated_flipped_and_missing_shards_are_passed_over(
+    damage, words, alone, tiny_model_dir, tmp_path, capsys
+):
     engine = FakeEngine(tiny_model_dir)
     for step in (1, 2):
         save(tmp_path, step, engine)
@@ -224,7 +290,7 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alo
     assert checkpoint.find(c).name == "step_000001" and words in capsys.readouterr().out
     with pytest.raises(UserError, match=words):
         checkpoint.find(c | {"resume_from_checkpoint": str(tmp_path / "step_000002")})
-    save(tmp_path, 2, engine)           # the same step again takes its place
+    save(tmp_path, 2, engine)  # the same step again takes its place
     assert checkpoint.find(c).name == "step_000002"
     for step in (1, 2):
         (tmp_path / f"step_00000{step}" / "manifest.json").write_text("[]")
@@ -232,27 +298,50 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(damage, words, alo
         checkpoint.find(c)
 
 
-@pytest.mark.parametrize("changes, words", [({"zero_stage": 2}, "zero_stage=0"), ({"dtype": "bfloat16"}, "dtype='float32'"),
-                                            ({"info_seed_enabled": True, "info_seed_loss_type": "ce"}, "seeds of a trained head=0")])
-def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(changes, words, alone, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"zero_stage": 2}, "zero_stage=0"),
+        ({"dtype": "bfloat16"}, "dtype='float32'"),
+        ({"info_seed_enabled": True, "info_seed_loss_type": "ce"}, "seeds of a trained head=0"),
+    ],
+)
+def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(
+    changes, words, alone, tiny_model_dir, tmp_path
+):
     save(tmp_path, 1, FakeEngine(tiny_model_dir))
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
-    assert checkpoint.find(c | {"learning_rate": 1.0, "info_seed_enabled": True, "dtype": "float32"}).name == "step_000001"
+    assert (
+        checkpoint.find(
+            c | {"learning_rate": 1.0, "info_seed_enabled": True, "dtype": "float32"}
+        ).name
+        == "step_000001"
+    )
     with pytest.raises(UserError, match=rf"step_000001 was saved with {words}.*--model="):
         checkpoint.find(c | changes)
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_where_latest_does_not_look(alone, tiny_model_dir, tmp_path):
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_where_latest_does_not_look(
+    alone, tiny_model_dir, tmp_path
+):
     for step in (1, 2, 3):
         save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=0)
-    (tmp_path / "step_000003_best").mkdir()         # somebody's own
+    (tmp_path / "step_000003_best").mkdir()  # somebody's own
     assert checkpoint.set_aside(tmp_path, 3) == []
-    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == ["step_000002.abandoned", "step_000003.abandoned"]
-    assert checkpoint.latest(tmp_path).name == "step_000001" and checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
+    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == [
+        "step_000002.abandoned",
+        "step_000003.abandoned",
+    ]
+    assert (
+        checkpoint.latest(tmp_path).name == "step_000001"
+        and checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
+    )
     save(tmp_path, 2, FakeEngine(tiny_model_dir))
     checkpoint.prune(tmp_path, 1)
-    assert checkpoint.latest(tmp_path).name == "step_000002"        # not pruned as the oldest
-    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == ["step_000002.abandoned2"] and (tmp_path / "step_000002.abandoned").exists()
+    assert checkpoint.latest(tmp_path).name == "step_000002"  # not pruned as the oldest
+    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == [
+        "step_000002.abandoned2"
+    ] and (tmp_path / "step_000002.abandoned").exists()
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
@@ -268,7 +357,9 @@ def test_a_foreign_checkpoint_is_loaded_only_when_trusted(alone, tiny_model_dir,
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
     with pytest.raises(UserError, match="trust_checkpoint=True"):
         checkpoint.check_request(str(path), str(tmp_path / "ours"), False)
-    assert checkpoint.check_request(str(path), str(tmp_path / "ours"), True) is False        # a run of its own, from there
+    assert (
+        checkpoint.check_request(str(path), str(tmp_path / "ours"), True) is False
+    )  # a run of its own, from there
     assert checkpoint.check_request(str(path), str(tmp_path / "theirs"), False) is True
 
 
@@ -284,9 +375,18 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
 def test_the_report_names_size_frequency_and_place(tmp_path):
     c = CONFIG | {"save_steps": 50, "keep_every": 500}
     text = checkpoint.report(tmp_path, 2**30, torch.float32, c)
-    assert "16.00 GiB" in text and "every 50 steps" in text and str(tmp_path) in text and "every 500 steps" in text
-    assert "12.00 GiB" in checkpoint.report(tmp_path, 2**30, torch.float32, c | {"checkpoint_mode": "shallow"})
-    assert "none" in checkpoint.report(tmp_path, 1, torch.float32, c | {"save_steps": -1}) and not list(tmp_path.iterdir())
+    assert (
+        "16.00 GiB" in text
+        and "every 50 steps" in text
+        and str(tmp_path) in text
+        and "every 500 steps" in text
+    )
+    assert "12.00 GiB" in checkpoint.report(
+        tmp_path, 2**30, torch.float32, c | {"checkpoint_mode": "shallow"}
+    )
+    assert "none" in checkpoint.report(
+        tmp_path, 1, torch.float32, c | {"save_steps": -1}
+    ) and not list(tmp_path.iterdir())
 
 
 def listen(folder: Path) -> None:
@@ -308,10 +408,17 @@ def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp
 
 
 def test_only_rank_0_looks_for_the_file(tmp_path):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     try:
         (tmp_path / "stop").touch()
-        assert Stop(tmp_path, 0).asked() and not Stop(tmp_path, 1).asked() and not Stop(tmp_path / "other", 0).asked()
+        assert (
+            Stop(tmp_path, 0).asked()
+            and not Stop(tmp_path, 1).asked()
+            and not Stop(tmp_path / "other", 0).asked()
+        )
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

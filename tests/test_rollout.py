@@ -1,4 +1,5 @@
 """Real vLLM against transformers and against the trainer's own log-probs."""
+
 import json
 import shutil
 import subprocess
@@ -17,8 +18,17 @@ WORKER = Path(__file__).parent / "engine_worker.py"
 
 
 def work(what: str, model, *flags, ranks: int = 0) -> dict:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    done = subprocess.run([sys.executable, *launcher, str(WORKER), what, str(model), *flags], capture_output=True, text=True, timeout=240)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks
+        else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, str(WORKER), what, str(model), *flags],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     ended_well(done)
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
@@ -27,7 +37,9 @@ def work(what: str, model, *flags, ranks: int = 0) -> dict:
 def synced(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = tiny_tokenizer()
-    tiny_model(len(tokenizer), seed=0, layers=2, tied=request.param == "tied").save_pretrained(folder)
+    tiny_model(len(tokenizer), seed=0, layers=2, tied=request.param == "tied").save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     return request.param, work("syncs", folder)
 
@@ -52,24 +64,41 @@ def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
 @pytest.mark.slow
 def test_a_compiled_vllm_takes_over_weights_as_an_eager_one_does(tiny_model_dir):
     result = work("syncs", tiny_model_dir, "--vllm_enforce_eager=no")
-    assert result["compiled"] and max(result["differences"]) < 2e-5 and min(result["stale"], result["headless"]) > 2e-3
+    assert (
+        result["compiled"]
+        and max(result["differences"]) < 2e-5
+        and min(result["stale"], result["headless"]) > 2e-3
+    )
 
 
-def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_compile(synced, monkeypatch):
+def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_compile(
+    synced, monkeypatch
+):
     assert not synced[1]["compiled"]
-    eager = lambda choice, on_gpu: rollout.enforce_eager({"vllm_enforce_eager": choice}, on_gpu)     # noqa: E731
+    eager = lambda choice, on_gpu: rollout.enforce_eager({"vllm_enforce_eager": choice}, on_gpu)  # noqa: E731
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert [eager("auto", False), eager("auto", True), eager("yes", True), eager("no", True)] == [True, False, True, False]
+    assert [eager("auto", False), eager("auto", True), eager("yes", True), eager("no", True)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(UserError, match="no g\\+\\+"):
         eager("no", False)
 
 
 def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(monkeypatch, capsys):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25}) == 2**28 and capsys.readouterr().out == ""
+    assert (
+        rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25}) == 2**28
+        and capsys.readouterr().out == ""
+    )
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25})
-    assert "vllm_kv_cache_gib=0.25 is not used" in (said := capsys.readouterr().out) and "VLLM_CPU_KVCACHE_SPACE=3" in said
+    assert (
+        "vllm_kv_cache_gib=0.25 is not used" in (said := capsys.readouterr().out)
+        and "VLLM_CPU_KVCACHE_SPACE=3" in said
+    )
 
 
 @pytest.mark.slow
@@ -85,7 +114,11 @@ def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
         cells = torch.cat([exact[common], exact[~common].sum()[None]]).clamp(min=1e-9) * 4000
         counts = torch.cat([seen[common], seen[~common].sum()[None]])
         statistic, freedom = ((counts - cells) ** 2 / cells).sum().item(), len(cells) - 1
-        assert freedom >= 5 and statistic < freedom + 4 * (2 * freedom) ** 0.5, (engine, statistic, freedom)
+        assert freedom >= 5 and statistic < freedom + 4 * (2 * freedom) ** 0.5, (
+            engine,
+            statistic,
+            freedom,
+        )
         assert result[engine + "_difference"] < 2e-4
 
 
@@ -94,12 +127,26 @@ def test_two_ranks_share_one_tensor_parallel_engine(tiny_model_dir):
     assert result["every_rank_got_its_own"] and result["difference"] < 2e-5
 
 
-def test_transformers_sample_without_the_penalties_of_the_models_own_generation_config(tiny_model_dir, tmp_path):
+def test_transformers_sample_without_the_penalties_of_the_models_own_generation_config(
+    tiny_model_dir, tmp_path
+):
     """Qwen's models bring a repetition penalty, for example."""
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_p": 0.2}))
+    (folder / "generation_config.json").write_text(
+        json.dumps(
+            {"eos_token_id": 0, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_p": 0.2}
+        )
+    )
     samples = []
     for path in (tiny_model_dir, folder):
         engine = rollout.HfEngine(str(path), {}, torch.float32, torch.device("cpu"))
-        samples.append(engine.generate([[5, 6, 7]], 8, {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": [0], "seeds": [3]}))
-    assert samples[0] == samples[1] and any(len(set(r["completion_ids"])) < len(r["completion_ids"]) for r in samples[0])
+        samples.append(
+            engine.generate(
+                [[5, 6, 7]],
+                8,
+                {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": [0], "seeds": [3]},
+            )
+        )
+    assert samples[0] == samples[1] and any(
+        len(set(r["completion_ids"])) < len(r["completion_ids"]) for r in samples[0]
+    )

@@ -1,4 +1,5 @@
 """rollout_engine="server": real vLLM CPU servers that are killed and come back, and stand-ins that misbehave in every other way."""
+
 import json
 import math
 import os
@@ -39,8 +40,19 @@ from policy import Policy, named_weights
 from server import RolloutsLost, ServerEngine
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["--prompts_per_step=8", "--num_generations=4", "--max_completion_length=16", "--eval_steps=0", "--learning_rate=3e-3", "--max_steps=3",
-         "--max_logp_difference=2e-5", "--reward_funcs=['parity_reward:parity']", "--rollout_concurrency=2", "--rollout_timeout=120", "--report_to="]
+FLAGS = [
+    "--prompts_per_step=8",
+    "--num_generations=4",
+    "--max_completion_length=16",
+    "--eval_steps=0",
+    "--learning_rate=3e-3",
+    "--max_steps=3",
+    "--max_logp_difference=2e-5",
+    "--reward_funcs=['parity_reward:parity']",
+    "--rollout_concurrency=2",
+    "--rollout_timeout=120",
+    "--report_to=",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,12 @@ def untied_model_dir(tmp_path_factory):
 
 def environment() -> dict:
     """Without what torch.distributed of this process, or of an outer one, has left there."""
-    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "VLLM_CLIENT_TAG")}
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if key
+        not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "VLLM_CLIENT_TAG")
+    }
     return own | {"PYTHONPATH": str(ROOT / "tests")}
 
 
@@ -70,8 +87,20 @@ class Fleet:
 
     def start(self, i: int) -> None:
         log = open(self.folder / f"server_{i}.log", "a")
-        self.processes[i] = subprocess.Popen([sys.executable, "serve.py", "config/countdown_tiny.py", f"--model={self.models[i]}", f"--port={self.ports[i]}"], cwd=ROOT,
-                                             stdout=log, stderr=log, env=environment(), start_new_session=True)
+        self.processes[i] = subprocess.Popen(
+            [
+                sys.executable,
+                "serve.py",
+                "config/countdown_tiny.py",
+                f"--model={self.models[i]}",
+                f"--port={self.ports[i]}",
+            ],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env=environment(),
+            start_new_session=True,
+        )
 
     def ready(self, *which, seconds: float = 240) -> str:
         """Waits for these servers; their URLs as rollout_server takes them."""
@@ -97,7 +126,10 @@ class Fleet:
 def launched(request, tiny_model_dir, untied_model_dir, tmp_path_factory):
     """The servers start with the module, if a test of it wants them: the stand-ins have their turn meanwhile."""
     fleet = Fleet([tiny_model_dir, untied_model_dir], tmp_path_factory.mktemp("servers"))
-    if any(item.module is request.module and "fleet" in item.fixturenames for item in request.session.items):
+    if any(
+        item.module is request.module and "fleet" in item.fixturenames
+        for item in request.session.items
+    ):
         fleet.start(0)
         fleet.start(1)
     yield fleet
@@ -138,6 +170,7 @@ def naps(monkeypatch):
     def sleep(seconds):
         found.append(seconds)
         time.sleep(seconds / 100)
+
     monkeypatch.setattr(server, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     return found
 
@@ -149,12 +182,21 @@ def make(tiny_model_dir, tmp_path):
 
     def engine(*servers, synced=True, model=tiny_model_dir, **settings):
         urls = ",".join(s if isinstance(s, str) else s.url for s in servers)
-        settings = {"rollout_server": urls, "rollout_timeout": 5.0, "output_dir": str(tmp_path / "run"), "max_prompt_length": 16, "max_completion_length": 16} | settings
-        made = ServerEngine(str(model), load_config([]) | settings, torch.float32, torch.device("cpu"))
+        settings = {
+            "rollout_server": urls,
+            "rollout_timeout": 5.0,
+            "output_dir": str(tmp_path / "run"),
+            "max_prompt_length": 16,
+            "max_completion_length": 16,
+        } | settings
+        made = ServerEngine(
+            str(model), load_config([]) | settings, torch.float32, torch.device("cpu")
+        )
         opened.append(made)
         if synced:
             made.sync(WEIGHTS())
         return made
+
     yield engine
     for made in opened:
         made.close()
@@ -167,6 +209,7 @@ def stand_in():
     def one(*args, kind=StandIn, **kwargs):
         opened.append(kind(*args, **kwargs))
         return opened[-1]
+
     yield one
     for each in opened:
         each.close()
@@ -189,47 +232,84 @@ def bare(rollouts: list[dict]) -> list:
 
 def expected(body_of, prompts=PROMPTS, n: int = 2, seed: int = 0) -> list:
     """What healthy stand-ins answer to prompts with the seeds of sampling(seed, ...)."""
-    asked = [{"prompt": ids, "seed": s, "max_tokens": 12} for ids, s in zip(prompts, sampling(seed, len(prompts))["seeds"])]
-    return [(body["prompt"], body_of(body, j)["token_ids"], "stop") for body in asked for j in range(n)]
+    asked = [
+        {"prompt": ids, "seed": s, "max_tokens": 12}
+        for ids, s in zip(prompts, sampling(seed, len(prompts))["seeds"])
+    ]
+    return [
+        (body["prompt"], body_of(body, j)["token_ids"], "stop") for body in asked for j in range(n)
+    ]
 
 
 # --- one answer, as a stand-in sends it
 
+
 def raw(content: bytes, status: bytes = b"200 OK", length: int | None = None, pause: float = 0.0):
     """Writes `content` as it is, byte by byte if there is a pause between them."""
+
     def write(handler):
-        head = b"HTTP/1.1 " + status + b"\r\nContent-Type: application/json\r\n" + (f"Content-Length: {len(content) if length is None else length}\r\n\r\n").encode()
+        head = (
+            b"HTTP/1.1 "
+            + status
+            + b"\r\nContent-Type: application/json\r\n"
+            + (f"Content-Length: {len(content) if length is None else length}\r\n\r\n").encode()
+        )
         handler.wfile.write(head)
         for i in range(0, len(content), 1 if pause else max(1, len(content))):
-            handler.wfile.write(content[i:i + (1 if pause else len(content))])
+            handler.wfile.write(content[i : i + (1 if pause else len(content))])
             handler.wfile.flush()
             time.sleep(pause)
+
     return lambda request: write
 
 
 def echo(body: str | None, header: str | None):
     """An answer with these ids; "own" is the right one, None leaves it out."""
+
     def answer(request):
         status, found, _ = usual(request)
         name = request.headers["X-Request-Id"]
         body_id = f"cmpl-{name}" if body == "own" else body
-        found = {key: value for key, value in found.items() if key != "id"} | ({} if body is None else {"id": body_id})
-        return status, found, {} if header is None else {"X-Request-Id": name if header == "own" else header}
+        found = {key: value for key, value in found.items() if key != "id"} | (
+            {} if body is None else {"id": body_id}
+        )
+        return (
+            status,
+            found,
+            {} if header is None else {"X-Request-Id": name if header == "own" else header},
+        )
+
     return answer
 
 
 def choices(value):
     """An answer whose "choices" are this."""
-    return lambda request: (200, {"id": "cmpl-" + request.headers["X-Request-Id"], "choices": value}, {})
+    return lambda request: (
+        200,
+        {"id": "cmpl-" + request.headers["X-Request-Id"], "choices": value},
+        {},
+    )
 
 
 def logps(value):
     """Log-probs of a choice replaced by value, at one place or as a whole."""
-    return with_choices(lambda body, i: choice(body, i, logprobs={"token_logprobs": value if not callable(value) else value(choice(body, i)["token_ids"])}))
+    return with_choices(
+        lambda body, i: choice(
+            body,
+            i,
+            logprobs={
+                "token_logprobs": value
+                if not callable(value)
+                else value(choice(body, i)["token_ids"])
+            },
+        )
+    )
 
 
 def ids(change):
-    return with_choices(lambda body, i: choice(body, i, token_ids=change(choice(body, i)["token_ids"])))
+    return with_choices(
+        lambda body, i: choice(body, i, token_ids=change(choice(body, i)["token_ids"]))
+    )
 
 
 BAD = {
@@ -248,17 +328,31 @@ BAD = {
     "no echo in the body": echo(None, None),
     "an echo that is no text": echo([1], None),
     "no choices": lambda request: (200, {"id": "cmpl-" + request.headers["X-Request-Id"]}, {}),
-    "choices null": choices(None), "choices of another kind": choices({"a": 1}), "choices that are numbers": choices([1, None, "x", [], {}]),
-    "token ids null": ids(lambda x: None), "token ids a number": ids(lambda x: 3), "token ids text": ids(lambda x: "ab"),
-    "token ids floats": ids(lambda x: [1.0] * len(x)), "token ids true": ids(lambda x: [True] * len(x)),
-    "no token": with_choices(lambda body, i: choice(body, i, token_ids=[], logprobs={"token_logprobs": []})),
-    "a token id out of the vocabulary": ids(lambda x: [*x[:-1], 100_000]), "a negative token id": ids(lambda x: [-1, *x[1:]]),
-    "more tokens than asked for": with_choices(lambda body, i: choice({**body, "max_tokens": 16}, 0)),
-    "a token more than log-probs": ids(lambda x: x[:-1]), "log-probs null": logps(None),
+    "choices null": choices(None),
+    "choices of another kind": choices({"a": 1}),
+    "choices that are numbers": choices([1, None, "x", [], {}]),
+    "token ids null": ids(lambda x: None),
+    "token ids a number": ids(lambda x: 3),
+    "token ids text": ids(lambda x: "ab"),
+    "token ids floats": ids(lambda x: [1.0] * len(x)),
+    "token ids true": ids(lambda x: [True] * len(x)),
+    "no token": with_choices(
+        lambda body, i: choice(body, i, token_ids=[], logprobs={"token_logprobs": []})
+    ),
+    "a token id out of the vocabulary": ids(lambda x: [*x[:-1], 100_000]),
+    "a negative token id": ids(lambda x: [-1, *x[1:]]),
+    "more tokens than asked for": with_choices(
+        lambda body, i: choice({**body, "max_tokens": 16}, 0)
+    ),
+    "a token more than log-probs": ids(lambda x: x[:-1]),
+    "log-probs null": logps(None),
     "no log-probs": with_choices(lambda body, i: choice(body, i, logprobs=None)),
-    "one log-prob null": logps(lambda x: [None, *[-1.0] * (len(x) - 1)]), "one NaN": logps(lambda x: [math.nan, *[-1.0] * (len(x) - 1)]),
-    "minus infinity": logps(lambda x: [-math.inf] * len(x)), "a positive log-prob": logps(lambda x: [0.5, *[-1.0] * (len(x) - 1)]),
-    "log-probs as text": logps(lambda x: ["-1.0"] * len(x)), "a log-prob of 400 digits": logps(lambda x: [-10**400] * len(x)),
+    "one log-prob null": logps(lambda x: [None, *[-1.0] * (len(x) - 1)]),
+    "one NaN": logps(lambda x: [math.nan, *[-1.0] * (len(x) - 1)]),
+    "minus infinity": logps(lambda x: [-math.inf] * len(x)),
+    "a positive log-prob": logps(lambda x: [0.5, *[-1.0] * (len(x) - 1)]),
+    "log-probs as text": logps(lambda x: ["-1.0"] * len(x)),
+    "a log-prob of 400 digits": logps(lambda x: [-(10**400)] * len(x)),
     "another prompt": with_choices(lambda body, i: choice(body, i, prompt_token_ids=[1, 2])),
     "abort": with_choices(lambda body, i: choice(body, i, finish_reason="abort")),
     "no finish reason": with_choices(lambda body, i: choice(body, i, finish_reason=None)),
@@ -276,42 +370,100 @@ def test_a_bad_answer_is_thrown_away_and_asked_for_again(kind, world, naps, make
     found = engine.generate(PROMPTS[:2], 2, request(2))
     assert [r["prompt_ids"] for r in found] == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2
     for r in found:
-        assert r["completion_ids"][0] == r["prompt_ids"][0] and len(r["logprobs"]) == len(r["completion_ids"]) <= 12 and set(r["logprobs"]) == {-0.5}
+        assert (
+            r["completion_ids"][0] == r["prompt_ids"][0]
+            and len(r["logprobs"]) == len(r["completion_ids"]) <= 12
+            and set(r["logprobs"]) == {-0.5}
+        )
     counts = engine.take_counts()
     assert counts["rollout/failed"] + counts["rollout/foreign"] + counts["rollout/refilled"] > 0
-    assert (counts["rollout/foreign"] > 0) == (kind in ("a foreign echo in the header", "a foreign echo in the body", "no echo in the body", "an echo that is no text",
-                                                        "a list", "null", "no bytes at all"))
+    assert (counts["rollout/foreign"] > 0) == (
+        kind
+        in (
+            "a foreign echo in the header",
+            "a foreign echo in the body",
+            "no echo in the body",
+            "an echo that is no text",
+            "a list",
+            "null",
+            "no bytes at all",
+        )
+    )
     assert len(naps) >= 1
 
 
-@pytest.mark.parametrize("kind", ["500", "truncated JSON", "token ids null", "abort", "a foreign echo in the header", "no echo in the body"])
-def test_a_server_that_never_does_better_ends_the_run_with_a_sentence_after_a_bounded_number_of_tries(kind, world, naps, make, stand_in):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "500",
+        "truncated JSON",
+        "token ids null",
+        "abort",
+        "a foreign echo in the header",
+        "no echo in the body",
+    ],
+)
+def test_a_server_that_never_does_better_ends_the_run_with_a_sentence_after_a_bounded_number_of_tries(
+    kind, world, naps, make, stand_in
+):
     one, two = stand_in(completion=BAD[kind]), stand_in(completion=BAD[kind])
     engine = make(one, two)
     with pytest.raises(RolloutsLost) as caught:
         engine.generate(PROMPTS[:1], 2, request(1))
     asked, sentence = len(one.completions()) + len(two.completions()), str(caught.value)
-    assert 2 <= asked <= server.TRIES and len(naps) == asked - 1 and "\n" not in sentence and (one.url in sentence or two.url in sentence)
-    assert ("a proxy" in sentence and "name the servers themselves" in sentence and "rank-0-of-1-s1-p0" in sentence) == ("echo" in kind), sentence
+    assert (
+        2 <= asked <= server.TRIES
+        and len(naps) == asked - 1
+        and "\n" not in sentence
+        and (one.url in sentence or two.url in sentence)
+    )
+    assert (
+        "a proxy" in sentence
+        and "name the servers themselves" in sentence
+        and "rank-0-of-1-s1-p0" in sentence
+    ) == ("echo" in kind), sentence
     nominal = [min(10.0, 0.25 * 2 ** (i + 1)) for i in range(len(naps))]
-    assert all(0.5 * a <= nap <= 1.5 * a for nap, a in zip(naps, nominal)) and len({nap / a for nap, a in zip(naps, nominal)}) == len(naps)      # grows, with jitter
+    assert all(0.5 * a <= nap <= 1.5 * a for nap, a in zip(naps, nominal)) and len(
+        {nap / a for nap, a in zip(naps, nominal)}
+    ) == len(naps)  # grows, with jitter
 
 
 def test_only_what_is_missing_is_asked_for_again_with_other_seeds(world, naps, make, stand_in):
     one = stand_in()
     engine = make(one)
-    short = with_choices(lambda body, i: choice(body, i) if i % 2 else choice(body, i, finish_reason="abort"))      # half of them usable
+    short = with_choices(
+        lambda body, i: choice(body, i) if i % 2 else choice(body, i, finish_reason="abort")
+    )  # half of them usable
     one.plan = [short, short]
     found = engine.generate(PROMPTS[:1], 8, request(1))
     bodies = [body for body, _ in one.completions()]
-    assert [body["n"] for body in bodies] == [8, 4, 2] and len(found) == 8 and engine.take_counts()["rollout/refilled"] == 6
-    seeds = [(body["seed"] + i) % 2**32 for body in bodies for i in range(body["n"])]       # torch's CPU generator reads no more of a seed
+    assert (
+        [body["n"] for body in bodies] == [8, 4, 2]
+        and len(found) == 8
+        and engine.take_counts()["rollout/refilled"] == 6
+    )
+    seeds = [
+        (body["seed"] + i) % 2**32 for body in bodies for i in range(body["n"])
+    ]  # torch's CPU generator reads no more of a seed
     assert len(set(seeds)) == len(seeds)
-    assert [headers["X-Request-Id"] for _, headers in one.completions()] == ["rank-0-of-1-s1-p0", "rank-0-of-1-s1-p0-a1", "rank-0-of-1-s1-p0-a2"]
+    assert [headers["X-Request-Id"] for _, headers in one.completions()] == [
+        "rank-0-of-1-s1-p0",
+        "rank-0-of-1-s1-p0-a1",
+        "rank-0-of-1-s1-p0-a2",
+    ]
 
 
 def test_more_completions_than_asked_for_are_cut(world, make, stand_in):
-    one = stand_in(completion=lambda request: (200, {"id": "cmpl-" + request.headers["X-Request-Id"], "choices": [choice(request.body, i) for i in range(9)]}, {}))
+    one = stand_in(
+        completion=lambda request: (
+            200,
+            {
+                "id": "cmpl-" + request.headers["X-Request-Id"],
+                "choices": [choice(request.body, i) for i in range(9)],
+            },
+            {},
+        )
+    )
     assert bare(make(one).generate(PROMPTS, 2, request(3))) == expected(choice)
 
 
@@ -324,12 +476,27 @@ def test_what_is_asked_for(world, make, stand_in, monkeypatch):
     make(one).generate(PROMPTS, 2, given)
     make(one, client_tag="mine").generate(PROMPTS, 2, given)
     asked = one.completions()
-    assert sorted(h["X-Request-Id"] for _, h in asked) == sorted(f"{tag}-s7-p{i}" for tag in ("rank-0-of-1", "job-9", "mine") for i in (4, 5, 6))
+    assert sorted(h["X-Request-Id"] for _, h in asked) == sorted(
+        f"{tag}-s7-p{i}" for tag in ("rank-0-of-1", "job-9", "mine") for i in (4, 5, 6)
+    )
     assert all(h["X-Request-Id"].startswith(h["X-VLLM-Client-Tag"] + "-s7-p") for _, h in asked)
     for body, headers in asked:
         i = int(headers["X-Request-Id"][-1]) - 4
-        assert body == {"model": "policy", "prompt": PROMPTS[i], "n": 2, "max_tokens": 12, "seed": given["seeds"][i], "temperature": 0.8, "top_p": 1.0, "top_k": 0,
-                        "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [0], "logprobs": 0, "return_token_ids": True}
+        assert body == {
+            "model": "policy",
+            "prompt": PROMPTS[i],
+            "n": 2,
+            "max_tokens": 12,
+            "seed": given["seeds"][i],
+            "temperature": 0.8,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [0],
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
 
 
 def test_a_prompt_that_is_too_long_never_leaves(world, make, stand_in):
@@ -340,11 +507,15 @@ def test_a_prompt_that_is_too_long_never_leaves(world, make, stand_in):
     assert not one.completions() and len(engine.generate([[1] * 16], 2, request(1))) == 2
 
 
-def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_order(world, make, stand_in):
+def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_order(
+    world, make, stand_in
+):
     one, two = stand_in(seconds=0.03), stand_in(seconds=0.03)
     engine, done = make(one, two, rollout_concurrency=3), []
     prompts = [[i + 1] for i in range(20)]
-    found = engine.generate(prompts, 2, request(20), lambda i, group: done.append((i, [r["prompt_ids"] for r in group])))
+    found = engine.generate(
+        prompts, 2, request(20), lambda i, group: done.append((i, [r["prompt_ids"] for r in group]))
+    )
     assert [r["prompt_ids"] for r in found] == [ids for ids in prompts for _ in range(2)]
     assert sorted(done) == [(i, [ids, ids]) for i, ids in enumerate(prompts)]
     assert 2 <= one.most + two.most <= 6 and max(one.most, two.most) <= 3
@@ -355,10 +526,17 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
     assert make(alone).generate([], 2, request(0)) == []
 
 
-@pytest.mark.parametrize("answer, words", [
-    (raw(b" " * 1000, pause=0.02), "no end within 1 s"), (lambda request: lambda handler: time.sleep(3), "did not answer within 1 s"),
-    (raw(b" " * 300_000), r"\d{6} bytes and no end")])
-def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, stand_in, monkeypatch):
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (raw(b" " * 1000, pause=0.02), "no end within 1 s"),
+        (lambda request: lambda handler: time.sleep(3), "did not answer within 1 s"),
+        (raw(b" " * 300_000), r"\d{6} bytes and no end"),
+    ],
+)
+def test_a_slow_or_endless_answer_is_cut_off(
+    answer, words, world, naps, make, stand_in, monkeypatch
+):
     monkeypatch.setattr(vllm_http, "LARGEST_ANSWER", 200_000)
     slow, good = stand_in(), stand_in()
     engine = make(slow, good, rollout_timeout=1.0)
@@ -366,28 +544,45 @@ def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, s
     assert bare(engine.generate(PROMPTS[:1], 2, request(1)))[0][0] == PROMPTS[0]
     assert time.monotonic() - begin < 5 and engine.take_counts()["rollout/failed"] == 1
     with pytest.raises(vllm_http.ServerError, match=words):
-        engine.servers[0].call("/v1/completions", {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}, {"X-Request-Id": "x"})
+        engine.servers[0].call(
+            "/v1/completions",
+            {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3},
+            {"X-Request-Id": "x"},
+        )
 
 
-def test_a_server_that_nobody_answers_at_any_more_is_left_out_and_comes_back_with_the_next_sync(world, naps, make, stand_in, capsys):
+def test_a_server_that_nobody_answers_at_any_more_is_left_out_and_comes_back_with_the_next_sync(
+    world, naps, make, stand_in, capsys
+):
     one, two = stand_in(), stand_in()
     engine = make(one, two)
     port = one.http.server_port
     one.close()
     assert len(engine.generate(PROMPTS, 2, request(3))) == 6
-    assert engine.take_counts()["rollout/servers"] == 1 and "left out until the next sync" in capsys.readouterr().out
+    assert (
+        engine.take_counts()["rollout/servers"] == 1
+        and "left out until the next sync" in capsys.readouterr().out
+    )
     asked = len(two.completions())
     assert asked == 3
     engine.sync(WEIGHTS())
-    assert list(engine.missing) == [one.url] and bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice)
+    assert list(engine.missing) == [one.url] and bare(
+        engine.generate(PROMPTS, 2, request(3))
+    ) == expected(choice)
     again = stand_in(port)
     engine.sync(WEIGHTS())
-    assert not engine.missing and bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice) and again.completions()
+    assert (
+        not engine.missing
+        and bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice)
+        and again.completions()
+    )
     again.close()
     two.close()
-    with pytest.raises(RolloutsLost, match=f"no rollout server is left of {one.url}, {two.url}") as caught:
+    with pytest.raises(
+        RolloutsLost, match=f"no rollout server is left of {one.url}, {two.url}"
+    ) as caught:
         engine.generate(PROMPTS, 2, request(3))
-    assert str(caught.value).count(one.url) >= 2        # the sentence says why
+    assert str(caught.value).count(one.url) >= 2  # the sentence says why
 
 
 def test_a_connection_that_breaks_once_does_not_cost_the_only_server(world, naps, make, stand_in):
@@ -397,24 +592,38 @@ def test_a_connection_that_breaks_once_does_not_cost_the_only_server(world, naps
     assert len(engine.generate(PROMPTS, 2, request(3))) == 6
 
 
-def test_a_hiccup_that_many_requests_meet_at_once_does_not_cost_the_only_server(world, naps, make, stand_in):
+def test_a_hiccup_that_many_requests_meet_at_once_does_not_cost_the_only_server(
+    world, naps, make, stand_in
+):
     one = stand_in(seconds=0.05)
     engine = make(one)
     one.plan = [BAD["503, empty"]] * 6
     assert len(engine.generate([[i + 1] for i in range(6)], 2, request(6))) == 12
 
 
-def test_a_server_that_fails_three_times_in_a_row_is_left_out_while_there_is_another(world, naps, make, stand_in):
+def test_a_server_that_fails_three_times_in_a_row_is_left_out_while_there_is_another(
+    world, naps, make, stand_in
+):
     bad, good = stand_in(completion=BAD["500"]), stand_in()
     engine = make(bad, good, rollout_concurrency=1)
     found = engine.generate([[i + 1] for i in range(12)], 2, request(12))
-    assert len(found) == 24 and len(bad.completions()) == server.STRIKES and engine.take_counts() == {
-        "rollout/failed": 3, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 1}
+    assert (
+        len(found) == 24
+        and len(bad.completions()) == server.STRIKES
+        and engine.take_counts()
+        == {"rollout/failed": 3, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 1}
+    )
     assert engine.take_counts()["rollout/failed"] == 0
 
 
-@pytest.mark.parametrize("plan", [["500", None] * 4, ["a foreign echo in the header"] * 5], ids=["now and then", "not ours"])
-def test_a_server_is_not_left_out_for_failures_with_successes_in_between_or_for_foreign_answers(plan, world, naps, make, stand_in):
+@pytest.mark.parametrize(
+    "plan",
+    [["500", None] * 4, ["a foreign echo in the header"] * 5],
+    ids=["now and then", "not ours"],
+)
+def test_a_server_is_not_left_out_for_failures_with_successes_in_between_or_for_foreign_answers(
+    plan, world, naps, make, stand_in
+):
     one, two = stand_in(), stand_in()
     engine = make(one, two, rollout_concurrency=1)
     one.plan = [BAD[kind] if kind else usual for kind in plan]
@@ -422,7 +631,9 @@ def test_a_server_is_not_left_out_for_failures_with_successes_in_between_or_for_
     assert len(engine.live) == 2 and not one.plan
 
 
-def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(world, naps, make, stand_in):
+def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(
+    world, naps, make, stand_in
+):
     """It swaps the answers of requests that are under way together: ours with those of another run, which asks for the same prompt, and ours among
     each other. Either all is right in the end, after more tries, or the run ends with a sentence about who is to blame."""
     behind = stand_in()
@@ -432,15 +643,23 @@ def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(world, n
 
     def other():
         while not stop.is_set():
-            theirs.post("/v1/completions", json={"prompt": PROMPTS[0], "n": 2, "seed": 5, "max_tokens": 12}, headers={"X-Request-Id": "theirs-s1-p0"})
+            theirs.post(
+                "/v1/completions",
+                json={"prompt": PROMPTS[0], "n": 2, "seed": 5, "max_tokens": 12},
+                headers={"X-Request-Id": "theirs-s1-p0"},
+            )
 
     def ask(prompts) -> str:
         try:
             found = engine.generate(prompts, 2, request(len(prompts)))
-            assert all(r["completion_ids"][0] == r["prompt_ids"][0] and r["completion_ids"][1] != 5 for r in found) and len(found) == 2 * len(prompts)
+            assert all(
+                r["completion_ids"][0] == r["prompt_ids"][0] and r["completion_ids"][1] != 5
+                for r in found
+            ) and len(found) == 2 * len(prompts)
             return ""
         except RolloutsLost as error:
             return str(error)
+
     threads = [threading.Thread(target=other) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -449,15 +668,24 @@ def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(world, n
     for thread in threads:
         thread.join()
     theirs.close()
-    assert all(words in sentence for words in ("ours-s1-p0", "theirs-s1-p0", "a proxy", "rollout_server", "X-Request-Id")), sentence
+    assert all(
+        words in sentence
+        for words in ("ours-s1-p0", "theirs-s1-p0", "a proxy", "rollout_server", "X-Request-Id")
+    ), sentence
     assert engine.take_counts()["rollout/foreign"] == server.TRIES
     sentence = ask([[i + 1] for i in range(5)])
     assert engine.take_counts()["rollout/foreign"] > 0 and (not sentence or "a proxy" in sentence)
-    assert ask(PROMPTS[:1]) == ""       # alone
+    assert ask(PROMPTS[:1]) == ""  # alone
 
 
 def test_no_thread_and_no_socket_is_left_behind(world, naps, make, stand_in):
-    sockets = lambda: sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))  # noqa: E731
+    def sockets():
+        return sum(
+            os.readlink(f"/proc/self/fd/{fd}").startswith("socket")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        )
+
     one = stand_in()
     time.sleep(0.1)
     before = threading.active_count(), sockets()
@@ -479,6 +707,7 @@ def test_no_thread_and_no_socket_is_left_behind(world, naps, make, stand_in):
 
 # --- the start
 
+
 def dead_url() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -486,11 +715,20 @@ def dead_url() -> str:
 
 
 def test_servers_that_do_not_come_are_named_after_a_deadline(world, naps, make, stand_in):
-    one, dead, ill = stand_in(), dead_url(), stand_in(other={"/health": lambda request: (503, b"", {})})
+    one, dead, ill = (
+        stand_in(),
+        dead_url(),
+        stand_in(other={"/health": lambda request: (503, b"", {})}),
+    )
     begin = time.monotonic()
     with pytest.raises(UserError, match="after 1 s 2 of 3 servers are not there") as caught:
         make(one, dead, ill, rollout_timeout=1.0)
-    assert dead in str(caught.value) and ill.url in str(caught.value) and one.url not in str(caught.value) and time.monotonic() - begin < 10
+    assert (
+        dead in str(caught.value)
+        and ill.url in str(caught.value)
+        and one.url not in str(caught.value)
+        and time.monotonic() - begin < 10
+    )
 
 
 def test_servers_that_come_late_are_waited_for(world, make, stand_in, capsys):
@@ -502,31 +740,90 @@ def test_servers_that_come_late_are_waited_for(world, make, stand_in, capsys):
 
 
 def info(mode: str) -> dict:
-    return {"/server_info": lambda request: (200, {"vllm_config": {"model_config": {"logprobs_mode": mode}, "weight_transfer_config": None}}, {})}
+    return {
+        "/server_info": lambda request: (
+            200,
+            {
+                "vllm_config": {
+                    "model_config": {"logprobs_mode": mode},
+                    "weight_transfer_config": None,
+                }
+            },
+            {},
+        )
+    }
 
 
-@pytest.mark.parametrize("other, settings, words", [
-    ({"/weight_info": lambda request: (404, {"detail": "Not Found"}, {})}, {}, "does not speak vLLM's development API .*python serve.py"),
-    ({"/server_info": lambda request: (200, {"vllm_config": "a text"}, {})}, {}, "does not speak vLLM's development API"),
-    ({"/server_info": lambda request: (200, [], {})}, {}, "does not speak vLLM's development API"),
-    ({"/weight_info": lambda request: (200, [1], {})}, {}, "does not speak vLLM's development API"),
-    ({"/v1/models": lambda request: (200, {"data": []}, {})}, {}, "does not speak vLLM's development API"),
-    ({}, {"max_completion_length": 60}, r"max_model_len=64, max_prompt_length \+ max_completion_length is 76"),
-    (info("raw_logprobs"), {},
-     "logprobs_mode='raw_logprobs': start it with --logprobs-mode processed_logprobs"),
-    (info("processed_logprobs"), {"weight_sync": "nccl"}, "takes no weights over NCCL: start it with --weight-transfer-config")])
-def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(other, settings, words, world, make, stand_in):
+@pytest.mark.parametrize(
+    "other, settings, words",
+    [
+        (
+            {"/weight_info": lambda request: (404, {"detail": "Not Found"}, {})},
+            {},
+            "does not speak vLLM's development API .*python serve.py",
+        ),
+        (
+            {"/server_info": lambda request: (200, {"vllm_config": "a text"}, {})},
+            {},
+            "does not speak vLLM's development API",
+        ),
+        (
+            {"/server_info": lambda request: (200, [], {})},
+            {},
+            "does not speak vLLM's development API",
+        ),
+        (
+            {"/weight_info": lambda request: (200, [1], {})},
+            {},
+            "does not speak vLLM's development API",
+        ),
+        (
+            {"/v1/models": lambda request: (200, {"data": []}, {})},
+            {},
+            "does not speak vLLM's development API",
+        ),
+        (
+            {},
+            {"max_completion_length": 60},
+            r"max_model_len=64, max_prompt_length \+ max_completion_length is 76",
+        ),
+        (
+            info("raw_logprobs"),
+            {},
+            "logprobs_mode='raw_logprobs': start it with --logprobs-mode processed_logprobs",
+        ),
+        (
+            info("processed_logprobs"),
+            {"weight_sync": "nccl"},
+            "takes no weights over NCCL: start it with --weight-transfer-config",
+        ),
+    ],
+)
+def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(
+    other, settings, words, world, make, stand_in
+):
     good, bad = stand_in(), stand_in(other=other)
     with pytest.raises(UserError, match=words) as caught:
         make(good, bad, synced=False, **settings)
     assert bad.url in str(caught.value) or "max_model_len" in words
 
 
-@pytest.mark.parametrize("setting, launcher, words", [
-    ("", "", "python serve.py starts one"), (" , ", "", "python serve.py starts one"), ("auto", "", "no launcher has set ROLLOUT_SERVER"),
-    ("auto", ",", "needs rollout_server"), ("localhost:8000", "", "must begin with http:// or https://"), ("auto", "a:1", "must begin with http"),
-    ("http://a:port", "", "rollout_server"), ("http://", "", "rollout_server")])
-def test_addresses_that_can_not_be_any_are_refused(setting, launcher, words, world, make, monkeypatch):
+@pytest.mark.parametrize(
+    "setting, launcher, words",
+    [
+        ("", "", "python serve.py starts one"),
+        (" , ", "", "python serve.py starts one"),
+        ("auto", "", "no launcher has set ROLLOUT_SERVER"),
+        ("auto", ",", "needs rollout_server"),
+        ("localhost:8000", "", "must begin with http:// or https://"),
+        ("auto", "a:1", "must begin with http"),
+        ("http://a:port", "", "rollout_server"),
+        ("http://", "", "rollout_server"),
+    ],
+)
+def test_addresses_that_can_not_be_any_are_refused(
+    setting, launcher, words, world, make, monkeypatch
+):
     monkeypatch.setenv("ROLLOUT_SERVER", launcher)
     with pytest.raises(UserError, match=words):
         make(setting, rollout_timeout=0.1)
@@ -534,13 +831,20 @@ def test_addresses_that_can_not_be_any_are_refused(setting, launcher, words, wor
 
 def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypatch):
     monkeypatch.setenv("ROLLOUT_SERVER", "http://b:2/")
-    assert vllm_http.addresses("http://a:1/, http://c:3 ,http://a:1") == ["http://a:1", "http://c:3"] and vllm_http.addresses("auto") == ["http://b:2"]
+    assert vllm_http.addresses("http://a:1/, http://c:3 ,http://a:1") == [
+        "http://a:1",
+        "http://c:3",
+    ] and vllm_http.addresses("auto") == ["http://b:2"]
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    for flags, words in ((["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
-                         (["--rollout_ahead=2", "--rollout_engine=server"], "must be one of 0, 1"),
-                         (["--weight_sync=tape"], "'disk', 'nccl'"), (["--rollout_concurrency=0"], "greater than 0"), (["--rollout_timeout=0"], "greater than 0")):
+    for flags, words in (
+        (["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
+        (["--rollout_ahead=2", "--rollout_engine=server"], "must be one of 0, 1"),
+        (["--weight_sync=tape"], "'disk', 'nccl'"),
+        (["--rollout_concurrency=0"], "greater than 0"),
+        (["--rollout_timeout=0"], "greater than 0"),
+    ):
         with pytest.raises(UserError, match=re.escape(words)):
             load_config(flags)
     assert load_config(["--rollout_ahead=1", "--rollout_engine=server"])["rollout_ahead"] == 1
@@ -554,66 +858,124 @@ def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in):
 
 # --- weights
 
-def test_weights_are_written_once_read_by_every_server_and_removed_with_the_next(world, make, stand_in, tmp_path):
+
+def test_weights_are_written_once_read_by_every_server_and_removed_with_the_next(
+    world, make, stand_in, tmp_path
+):
     one, two = stand_in(), stand_in()
     seen = []
 
     def reload(request):
         folder = Path(request.body["kwargs"]["weights_path"])
-        seen.append((folder, {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}))
+        seen.append(
+            (
+                folder,
+                {
+                    name: tensor
+                    for file in sorted(folder.glob("*.safetensors"))
+                    for name, tensor in load_file(file).items()
+                },
+            )
+        )
         return 200, {}, {}
+
     one.other["/collective_rpc"] = two.other["/collective_rpc"] = reload
     engine = make(one, two, weight_sync_dir=str(tmp_path / "shm"))
     engine.sync(WEIGHTS())
     folders = [folder for folder, _ in seen]
-    assert len(seen) == 4 and folders[0] == folders[1] != folders[2] == folders[3] and [p for p in (tmp_path / "shm").iterdir()] == [folders[2]]
+    assert (
+        len(seen) == 4
+        and folders[0] == folders[1] != folders[2] == folders[3]
+        and [p for p in (tmp_path / "shm").iterdir()] == [folders[2]]
+    )
     for _, weights in seen:
-        assert weights.keys() == dict(WEIGHTS()).keys() and all(torch.equal(weights[name], tensor) for name, tensor in WEIGHTS())
-    for each in (one, two):     # nothing is asked for between new weights and their name
-        order = [path for path in each.paths() if path not in ("/health", "/v1/models", "/server_info", "/weight_info")]
-        assert order == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"] * 2 and each.version == engine.version == folders[2].name
+        assert weights.keys() == dict(WEIGHTS()).keys() and all(
+            torch.equal(weights[name], tensor) for name, tensor in WEIGHTS()
+        )
+    for each in (one, two):  # nothing is asked for between new weights and their name
+        order = [
+            path
+            for path in each.paths()
+            if path not in ("/health", "/v1/models", "/server_info", "/weight_info")
+        ]
+        assert (
+            order == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"] * 2
+            and each.version == engine.version == folders[2].name
+        )
     engine.close()
     assert not (tmp_path / "shm").exists()
 
 
 def test_large_weights_come_in_several_files(monkeypatch, tmp_path):
     monkeypatch.setattr(server, "SHARD", 100)
-    tensors = [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate((10, 10, 10, 100, 1))]       # 40, 40, 40, 400, 4 bytes
+    tensors = [
+        (f"t{i}", torch.full((n,), float(i))) for i, n in enumerate((10, 10, 10, 100, 1))
+    ]  # 40, 40, 40, 400, 4 bytes
     assert server.write_shards(iter(tensors), tmp_path / "w") == ""
     files = [sorted(load_file(file)) for file in sorted((tmp_path / "w").iterdir())]
     assert files == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
     taken = iter(tensors)
-    assert server.write_shards(taken, None) == "" and next(taken, None) is None and len(list(tmp_path.iterdir())) == 1
+    assert (
+        server.write_shards(taken, None) == ""
+        and next(taken, None) is None
+        and len(list(tmp_path.iterdir())) == 1
+    )
 
 
-@pytest.mark.parametrize("path, answer", [
-    ("/collective_rpc", (500, {"error": "no space"}, {})), ("/reset_prefix_cache", (200, {"success": False}, {})), ("/reset_prefix_cache", (200, [1], {})),
-    ("/update_weight_version", (500, {}, {}))])
-def test_a_server_that_refuses_the_weights_is_left_out_and_the_other_used(path, answer, world, make, stand_in, capsys):
+@pytest.mark.parametrize(
+    "path, answer",
+    [
+        ("/collective_rpc", (500, {"error": "no space"}, {})),
+        ("/reset_prefix_cache", (200, {"success": False}, {})),
+        ("/reset_prefix_cache", (200, [1], {})),
+        ("/update_weight_version", (500, {}, {})),
+    ],
+)
+def test_a_server_that_refuses_the_weights_is_left_out_and_the_other_used(
+    path, answer, world, make, stand_in, capsys
+):
     good, bad = stand_in(), stand_in(other={path: lambda request: answer})
     engine = make(bad, good)
-    assert list(engine.missing) == [bad.url] and "left out until the next sync" in capsys.readouterr().out
-    assert bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice) and not bad.completions() and engine.take_counts()["rollout/servers"] == 1
+    assert (
+        list(engine.missing) == [bad.url]
+        and "left out until the next sync" in capsys.readouterr().out
+    )
+    assert (
+        bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice)
+        and not bad.completions()
+        and engine.take_counts()["rollout/servers"] == 1
+    )
     del bad.other[path]
     engine.sync(WEIGHTS())
     engine.generate(PROMPTS, 2, request(3))
     assert bad.completions()
 
 
-def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sampling(world, naps, make, stand_in, capsys):
+def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sampling(
+    world, naps, make, stand_in, capsys
+):
     one, two = stand_in(), stand_in()
     engine = make(one, two)
     httpx.post(one.url + "/update_weight_version", json={"new_version": "theirs"})
-    assert bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice) and not one.completions()
-    assert re.search(f"{one.url} holds weights 'theirs', not .*another run uses it", capsys.readouterr().out)
+    assert (
+        bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice) and not one.completions()
+    )
+    assert re.search(
+        f"{one.url} holds weights 'theirs', not .*another run uses it", capsys.readouterr().out
+    )
     engine.sync(WEIGHTS())
 
-    def meanwhile(request):     # its weights change while it samples
+    def meanwhile(request):  # its weights change while it samples
         one.version = "theirs"
         return usual(request)
+
     one.plan = [meanwhile]
     found = engine.generate(PROMPTS[:2], 2, request(2))
-    assert len(one.completions()) == 1 and len(found) == 4 and engine.take_counts()["rollout/failed"] == 1
+    assert (
+        len(one.completions()) == 1
+        and len(found) == 4
+        and engine.take_counts()["rollout/failed"] == 1
+    )
     two.version = "theirs"
     with pytest.raises(RolloutsLost, match=r"no rollout server is left.*holds weights 'theirs'"):
         engine.generate(PROMPTS, 2, request(3))
@@ -624,7 +986,9 @@ def write_shards_with_room_for_30_kb(folder: Path, sentence: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     tensors = iter([("large", torch.ones(100_000)), ("small", torch.ones(1))])
     problem = server.write_shards(tensors, folder / "w")
-    sentence.write_text(f"{problem}\n{next(tensors, 'used up')}\n{sorted(p.name for p in folder.iterdir())}")
+    sentence.write_text(
+        f"{problem}\n{next(tensors, 'used up')}\n{sorted(p.name for p in folder.iterdir())}"
+    )
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence(world, make, stand_in, tmp_path):
@@ -632,19 +996,32 @@ def test_a_full_disk_stops_the_run_with_a_sentence(world, make, stand_in, tmp_pa
     sentence = tmp_path / "sentence"
     assert child.status(child.start(write_shards_with_room_for_30_kb, tmp_path, sentence)) == 0
     problem, rest, left = sentence.read_text().rsplit("\n", 2)
-    assert str(tmp_path / "w") in problem and "\n" not in problem and rest == "used up" and left == "[]"
+    assert (
+        str(tmp_path / "w") in problem
+        and "\n" not in problem
+        and rest == "used up"
+        and left == "[]"
+    )
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(RunStopped, match=r"weight_sync_dir: the weights could not be written: .*file"):
+    with pytest.raises(
+        RunStopped, match=r"weight_sync_dir: the weights could not be written: .*file"
+    ):
         make(stand_in(), weight_sync_dir=str(blocked))
 
 
-def test_what_a_killed_process_left_is_removed_at_the_start_and_that_of_a_living_one_kept(world, make, stand_in, tmp_path):
+def test_what_a_killed_process_left_is_removed_at_the_start_and_that_of_a_living_one_kept(
+    world, make, stand_in, tmp_path
+):
     folder, host = tmp_path / "run" / "weights", socket.gethostname()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    names = {"dead": f"{host}-{gone.pid}-0123abcd-7", "half": f"{host}-{gone.pid}-0123abcd-8.tmp", "living": f"{host}-{os.getpid()}-89abcdef-7",
-             "far": "elsewhere-1-0123abcd-7"}
+    names = {
+        "dead": f"{host}-{gone.pid}-0123abcd-7",
+        "half": f"{host}-{gone.pid}-0123abcd-8.tmp",
+        "living": f"{host}-{os.getpid()}-89abcdef-7",
+        "far": "elsewhere-1-0123abcd-7",
+    }
     for name in names.values():
         (folder / name).mkdir(parents=True)
     make(stand_in(), synced=False)
@@ -653,25 +1030,42 @@ def test_what_a_killed_process_left_is_removed_at_the_start_and_that_of_a_living
 
 # --- several ranks
 
+
 @pytest.fixture
 def two_ranks(monkeypatch):
     monkeypatch.setattr(server, "dist", FakeWorld(2))
     return server.dist
 
 
-def test_ranks_spread_over_the_servers_with_tags_of_their_own_and_add_up_their_counts(two_ranks, naps, make, stand_in):
+def test_ranks_spread_over_the_servers_with_tags_of_their_own_and_add_up_their_counts(
+    two_ranks, naps, make, stand_in
+):
     one, two = stand_in(), stand_in()
     engines = two_ranks.run(lambda rank: make(one, two))
     two.plan = [BAD["500"]]
     found = two_ranks.run(lambda rank: engines[rank].generate([PROMPTS[rank]], 2, request(1)))
     assert [r["prompt_ids"] for rank in found for r in rank] == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2
-    first = {headers["X-VLLM-Client-Tag"]: i for i, each in enumerate((one, two)) for _, headers in each.completions()[:1]}
+    first = {
+        headers["X-VLLM-Client-Tag"]: i
+        for i, each in enumerate((one, two))
+        for _, headers in each.completions()[:1]
+    }
     assert first == {"rank-0-of-2": 0, "rank-1-of-2": 1}
-    assert two_ranks.run(lambda rank: engines[rank].take_counts()) == [{"rollout/failed": 1, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 2}] * 2
-    assert len(one.paths("/collective_rpc")) == 1 and engines[0].version == engines[1].version       # rank 0 hands the weights over
+    assert (
+        two_ranks.run(lambda rank: engines[rank].take_counts())
+        == [
+            {"rollout/failed": 1, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 2}
+        ]
+        * 2
+    )
+    assert (
+        len(one.paths("/collective_rpc")) == 1 and engines[0].version == engines[1].version
+    )  # rank 0 hands the weights over
 
 
-def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_the_next(two_ranks, make, stand_in):
+def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_the_next(
+    two_ranks, make, stand_in
+):
     one = stand_in()
     engines = two_ranks.run(lambda rank: make(one, client_tag="shared"))
     for _ in range(2):
@@ -683,28 +1077,45 @@ def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_
 def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, naps, make, stand_in):
     one = stand_in()
     engines = two_ranks.run(lambda rank: make(one))
-    one.completion = lambda request: (BAD["500"] if request.headers["X-VLLM-Client-Tag"] == "rank-1-of-2" else usual)(request)
+    one.completion = lambda request: (
+        BAD["500"] if request.headers["X-VLLM-Client-Tag"] == "rank-1-of-2" else usual
+    )(request)
     found = two_ranks.run(lambda rank: engines[rank].generate(PROMPTS, 2, request(3)))
-    assert all(isinstance(error, RolloutsLost) for error in found) and str(found[0]) == str(found[1])
+    assert all(isinstance(error, RolloutsLost) for error in found) and str(found[0]) == str(
+        found[1]
+    )
     refused = two_ranks.run(lambda rank: make(dead_url(), rollout_timeout=0.2))
-    assert all(isinstance(error, UserError) for error in refused) and str(refused[0]) == str(refused[1])
+    assert all(isinstance(error, UserError) for error in refused) and str(refused[0]) == str(
+        refused[1]
+    )
     full = two_ranks.run(lambda rank: make(one, weight_sync_dir="/dev/null/x"))
     assert all(isinstance(error, RunStopped) for error in full)
 
 
 def test_no_server_gets_new_weights_while_another_rank_still_samples(two_ranks, make, stand_in):
     """rollout_ahead: each rank waits for its own rollouts and then syncs; rank 1 has a slow prompt."""
-    one = stand_in(completion=lambda request: time.sleep(0.6 * (request.body["prompt"] == PROMPTS[1])) or usual(request))
+    one = stand_in(
+        completion=lambda request: (
+            time.sleep(0.6 * (request.body["prompt"] == PROMPTS[1])) or usual(request)
+        )
+    )
     engines = two_ranks.run(lambda rank: make(one))
 
     def step(rank):
         begun = engines[rank].begin([PROMPTS[rank]], 2, request(1), None)
-        begun.exception()       # waits
+        begun.exception()  # waits
         engines[rank].sync(WEIGHTS())
         return bare(engines[rank].result(begun))
-    assert two_ranks.run(step) == [expected(choice, PROMPTS[:1]), [(p, t, f) for p, t, f in expected(choice, [PROMPTS[1]])]]
+
+    assert two_ranks.run(step) == [
+        expected(choice, PROMPTS[:1]),
+        [(p, t, f) for p, t, f in expected(choice, [PROMPTS[1]])],
+    ]
     order = [path for path in one.paths("/collective_rpc", "answered")]
-    assert order == ["/collective_rpc", "answered", "answered", "/collective_rpc"] and not engines[0].missing
+    assert (
+        order == ["/collective_rpc", "answered", "answered", "/collective_rpc"]
+        and not engines[0].missing
+    )
 
 
 def test_rollouts_of_the_next_step_are_made_while_this_one_is_learnt_from(world, make, stand_in):
@@ -712,9 +1123,13 @@ def test_rollouts_of_the_next_step_are_made_while_this_one_is_learnt_from(world,
     begin = time.monotonic()
     begun = engine.begin(PROMPTS, 2, request(3), lambda i, group: done.append(i))
     assert time.monotonic() - begin < 0.3 and not begun.done()
-    time.sleep(0.9)             # learning
+    time.sleep(0.9)  # learning
     begin = time.monotonic()
-    assert bare(engine.result(begun)) == expected(choice) and time.monotonic() - begin < 0.3 and sorted(done) == [0, 1, 2]
+    assert (
+        bare(engine.result(begun)) == expected(choice)
+        and time.monotonic() - begin < 0.3
+        and sorted(done) == [0, 1, 2]
+    )
 
 
 def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaited():
@@ -723,14 +1138,26 @@ def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaite
 
     def come_ahead():
         while not stop.is_set() and len(asked) < 5000:
-            job = {("ahead", len(asked)): ("parity_reward:parity", "x" * (len(asked) % 7), {"answer": ""})}
+            job = {
+                ("ahead", len(asked)): (
+                    "parity_reward:parity",
+                    "x" * (len(asked) % 7),
+                    {"answer": ""},
+                )
+            }
             pool.ask(job)
             asked.update(job)
+
     pool.answers({"ready": ("parity_reward:parity", "", {"answer": ""})})
     thread = in_background(come_ahead)
     try:
         for step in range(30):
-            found = pool.answers({("now", step, i): ("parity_reward:parity", "x" * i, {"answer": ""}) for i in range(6)})
+            found = pool.answers(
+                {
+                    ("now", step, i): ("parity_reward:parity", "x" * i, {"answer": ""})
+                    for i in range(6)
+                }
+            )
             assert list(found.values()) == [0, 1, 0, 1, 0, 1]
     finally:
         stop.set()
@@ -739,11 +1166,19 @@ def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaite
     pool.close()
 
 
-def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(world, make, stand_in, tiny_model_dir):
+def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
+    world, make, stand_in, tiny_model_dir
+):
     import infoseed
+
     one, tokenizer = stand_in(), AutoTokenizer.from_pretrained(tiny_model_dir)
-    c = load_config(["--info_seed_enabled=True", "--info_seed_num_seeds=3", "--max_prompt_length=48"])
-    rows = [{"prompt": "1 2 = 3", "prompt_ids": [1, 2], "system_prompt": ""}, {"prompt": "2 2 = 4", "prompt_ids": [3, 4], "system_prompt": ""}]
+    c = load_config(
+        ["--info_seed_enabled=True", "--info_seed_num_seeds=3", "--max_prompt_length=48"]
+    )
+    rows = [
+        {"prompt": "1 2 = 3", "prompt_ids": [1, 2], "system_prompt": ""},
+        {"prompt": "2 2 = 4", "prompt_ids": [3, 4], "system_prompt": ""},
+    ]
     found = infoseed.completions(make(one, max_prompt_length=48), tokenizer, rows, request(2), c)
     assert len(found) == 6 and [r["seed_id"] for r in found] == [0, 1, 2] * 2
     assert len({headers["X-Request-Id"] for _, headers in one.completions()}) == 6
@@ -751,28 +1186,74 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(world, ma
 
 # --- serve.py
 
+
 def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     started = []
     monkeypatch.setattr(serve.os, "execve", lambda *args: started.append(args))
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    serve.main(["config/countdown_tiny.py", "--port=8123", "--host=0.0.0.0", "--tp=2", "--dp=3", "--model=here", "--dtype=float32", "--", "--max-num-seqs", "512"])
+    serve.main(
+        [
+            "config/countdown_tiny.py",
+            "--port=8123",
+            "--host=0.0.0.0",
+            "--tp=2",
+            "--dp=3",
+            "--model=here",
+            "--dtype=float32",
+            "--",
+            "--max-num-seqs",
+            "512",
+        ]
+    )
     (_, argv, environment), text = started[0], " ".join(started[0][1])
-    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"] and argv[-2:] == ["--max-num-seqs", "512"]
-    for flags in ("--model here", "--port 8123", "--host 0.0.0.0", "--tensor-parallel-size 2", "--data-parallel-size 3", "--max-model-len 64", "--dtype float32",
-                  "--seed 42", "--logprobs-mode processed_logprobs", "--enable-request-id-headers", "--generation-config vllm"):
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"] and argv[
+        -2:
+    ] == ["--max-num-seqs", "512"]
+    for flags in (
+        "--model here",
+        "--port 8123",
+        "--host 0.0.0.0",
+        "--tensor-parallel-size 2",
+        "--data-parallel-size 3",
+        "--max-model-len 64",
+        "--dtype float32",
+        "--seed 42",
+        "--logprobs-mode processed_logprobs",
+        "--enable-request-id-headers",
+        "--generation-config vllm",
+    ):
         assert f" {flags} " in f"{text} "
-    assert "--weight-transfer-config" not in text and environment["VLLM_SERVER_DEV_MODE"] == "1" and f"--kv-cache-memory-bytes {2**28}" in text
+    assert (
+        "--weight-transfer-config" not in text
+        and environment["VLLM_SERVER_DEV_MODE"] == "1"
+        and f"--kv-cache-memory-bytes {2**28}" in text
+    )
     assert "--enforce-eager" in argv and environment["TORCHDYNAMO_DISABLE"] == "1"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    monkeypatch.setenv("CXX", sys.executable)       # a compiler that is there, also on a machine without g++
+    monkeypatch.setenv(
+        "CXX", sys.executable
+    )  # a compiler that is there, also on a machine without g++
     serve.main(["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_enforce_eager=no"])
     assert "--enforce-eager" not in started[1][1] and "TORCHDYNAMO_DISABLE" not in started[1][2]
-    assert '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1]) and started[1][2]["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert (
+        '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1])
+        and started[1][2]["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    )
     assert " --host 127.0.0.1 --port 8000 " in " ".join(started[1][1])
 
 
-@pytest.mark.parametrize("flags, words", [(["--port=0"], "--port=0"), (["--port=http"], "--port=http"), (["--port="], "--port="), (["--port=70000"], "--port=70000"),
-                                          (["--tp=-1"], "--tp=-1"), (["--model="], "model is empty"), (["--prot=1"], "unknown key 'prot'")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--port=0"], "--port=0"),
+        (["--port=http"], "--port=http"),
+        (["--port="], "--port="),
+        (["--port=70000"], "--port=70000"),
+        (["--tp=-1"], "--tp=-1"),
+        (["--model="], "model is empty"),
+        (["--prot=1"], "unknown key 'prot'"),
+    ],
+)
 def test_serve_refuses_what_can_not_work(flags, words, monkeypatch):
     monkeypatch.setattr(serve.os, "execve", lambda *args: pytest.fail("started"))
     with pytest.raises(UserError, match=re.escape(words)):
@@ -787,37 +1268,85 @@ def test_serve_explains_itself(monkeypatch, capsys):
 
 # --- weight_sync="nccl": the control calls; the broadcast itself needs GPUs
 
+
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(kind, world, make, stand_in, tiny_model_dir, untied_model_dir, monkeypatch):
+def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(
+    kind, world, make, stand_in, tiny_model_dir, untied_model_dir, monkeypatch
+):
     """vLLM's own trainer side, with a fake communicator in place of NCCL."""
     from vllm.distributed.weight_transfer import nccl_engine
+
     sent, opened, closed, model = [], [], [], tiny_model_dir if kind == "tied" else untied_model_dir
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: opened.append(info) or SimpleNamespace(destroy=lambda: closed.append(info)))
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, group, **_: sent.append([(name, tuple(t.shape)) for name, t in iterator]))
-    monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_post_send_sync", lambda self: None)
-    lm, servers = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), [stand_in() for _ in range(3)]
+    monkeypatch.setattr(
+        nccl_engine,
+        "open_trainer_endpoint",
+        lambda info: opened.append(info) or SimpleNamespace(destroy=lambda: closed.append(info)),
+    )
+    monkeypatch.setattr(
+        nccl_engine,
+        "packed_nccl_broadcast_producer",
+        lambda iterator, group, **_: sent.append([(name, tuple(t.shape)) for name, t in iterator]),
+    )
+    monkeypatch.setattr(
+        nccl_engine.NCCLTrainerWeightTransferEngine, "_post_send_sync", lambda self: None
+    )
+    lm, servers = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        [stand_in() for _ in range(3)],
+    )
     servers[0].other["/get_world_size"] = lambda request: (200, {"world_size": 3}, {})
     engine = make(*servers, synced=False, model=model, weight_sync="nccl")
-    weights = lambda: named_weights(lm, 0)      # noqa: E731
+    weights = lambda: named_weights(lm, 0)  # noqa: E731
     named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
-    assert [(meta.name, meta.shape) for meta in engine.transfer.metadata()] == named and ("lm_head.weight" in dict(named)) and len(dict(named)) == len(named)
+    assert (
+        [(meta.name, meta.shape) for meta in engine.transfer.metadata()] == named
+        and ("lm_head.weight" in dict(named))
+        and len(dict(named)) == len(named)
+    )
 
     engine.sync(weights())
-    calls = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version"]
-    places = [next(body["init_info"]["rank_offset"] for path, body, _ in each.log if path == calls[0]) for each in servers]
+    calls = [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+    ]
+    places = [
+        next(body["init_info"]["rank_offset"] for path, body, _ in each.log if path == calls[0])
+        for each in servers
+    ]
     assert places == [1, 4, 6] and opened[0].world_size == 8 and opened[0].rank == 0
     assert all(each.paths(*calls) == calls and each.version == engine.version for each in servers)
-    told = next(body["update_info"] for path, body, _ in servers[1].log if path == "/update_weights")
-    assert sent == [named] and list(zip(told["names"], map(tuple, told["shapes"]))) == named and set(told["dtype_names"]) == {"float32"}
+    told = next(
+        body["update_info"] for path, body, _ in servers[1].log if path == "/update_weights"
+    )
+    assert (
+        sent == [named]
+        and list(zip(told["names"], map(tuple, told["shapes"]))) == named
+        and set(told["dtype_names"]) == {"float32"}
+    )
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected(choice)
 
-    engine.sync(weights())      # the group stays
+    engine.sync(weights())  # the group stays
     assert len(opened) == 1 and servers[2].paths(*calls) == calls + calls[1:]
     servers[0].close()
-    engine.sync(weights())      # and is made anew without a server that is gone
-    assert len(opened) == 2 and opened[1].world_size == 5 and list(engine.missing) == [servers[0].url]
-    assert [next(body["init_info"]["rank_offset"] for path, body, _ in reversed(each.log) if path == calls[0]) for each in servers[1:]] == [1, 3]
-    servers[1].version = "default"      # was started again: it is no longer in the group, a broadcast would wait for it for ever
+    engine.sync(weights())  # and is made anew without a server that is gone
+    assert (
+        len(opened) == 2 and opened[1].world_size == 5 and list(engine.missing) == [servers[0].url]
+    )
+    assert [
+        next(
+            body["init_info"]["rank_offset"]
+            for path, body, _ in reversed(each.log)
+            if path == calls[0]
+        )
+        for each in servers[1:]
+    ] == [1, 3]
+    servers[
+        1
+    ].version = "default"  # was started again: it is no longer in the group, a broadcast would wait for it for ever
     engine.sync(weights())
     assert len(opened) == 3 and not set(engine.missing) - {servers[0].url}
     for each in servers[1:]:
@@ -835,55 +1364,102 @@ def wait_for_ever() -> None:
 
 def test_a_broadcast_that_nobody_takes_ends_the_process_with_a_sentence(tmp_path):
     assert child.status(child.start(wait_for_ever, log=tmp_path / "log"), 30) == 1
-    assert "error: weight_sync='nccl'" in (tmp_path / "log").read_text() and "0 s (rollout_timeout)" in (tmp_path / "log").read_text()
+    assert (
+        "error: weight_sync='nccl'" in (tmp_path / "log").read_text()
+        and "0 s (rollout_timeout)" in (tmp_path / "log").read_text()
+    )
     with transfer.deadline(0.05):
         pass
-    time.sleep(0.2)     # and one that is done leaves the process alone
+    time.sleep(0.2)  # and one that is done leaves the process alone
 
 
 # --- real servers
+
 
 @pytest.fixture(scope="module")
 def survivor(fleet, tiny_model_dir, tmp_path_factory):
     """An engine on both servers that outlives the death of one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "dist", FakeWorld(1))
-        engine = ServerEngine(str(tiny_model_dir), load_config([]) | {
-            "rollout_server": fleet.ready(0, 1), "rollout_timeout": 60.0, "output_dir": str(tmp_path_factory.mktemp("survivor")), "max_prompt_length": 16,
-            "max_completion_length": 48}, torch.float32, torch.device("cpu"))
+        engine = ServerEngine(
+            str(tiny_model_dir),
+            load_config([])
+            | {
+                "rollout_server": fleet.ready(0, 1),
+                "rollout_timeout": 60.0,
+                "output_dir": str(tmp_path_factory.mktemp("survivor")),
+                "max_prompt_length": 16,
+                "max_completion_length": 48,
+            },
+            torch.float32,
+            torch.device("cpu"),
+        )
     yield engine
     engine.close()
 
 
-def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_engine_in_process(survivor, world, tiny_model_dir):
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model_dir), AutoTokenizer.from_pretrained(tiny_model_dir)
+def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_engine_in_process(
+    survivor, world, tiny_model_dir
+):
+    lm, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
+        AutoTokenizer.from_pretrained(tiny_model_dir),
+    )
     found = []
     for i in range(2):
         perturb(lm, i)
         survivor.sync(named_weights(lm, 0))
         found.append(rollout.generate(survivor, tokenizer, PROMPTS, 8, sampling(i, 3)))
         assert difference(lm, found[-1]) < 2e-5
-    assert survivor.take_counts() == {"rollout/failed": 0, "rollout/foreign": 0, "rollout/refilled": 0, "rollout/servers": 2}
+    assert survivor.take_counts() == {
+        "rollout/failed": 0,
+        "rollout/foreign": 0,
+        "rollout/refilled": 0,
+        "rollout/servers": 2,
+    }
     perturb(lm, 9)
-    assert difference(lm, found[-1]) > 2e-3     # the tolerance would notice weights that did not arrive
-    done = subprocess.run([sys.executable, ROOT / "tests" / "server_worker.py", tiny_model_dir], capture_output=True, text=True, timeout=240, env=environment())
+    assert (
+        difference(lm, found[-1]) > 2e-3
+    )  # the tolerance would notice weights that did not arrive
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "server_worker.py", tiny_model_dir],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for ours, theirs in zip(found, json.loads(done.stdout.splitlines()[-1])):
-        assert [(r["prompt_ids"], r["completion_ids"], r["finish_reason"], r["text"]) for r in ours] == [
-            (r["prompt_ids"], r["completion_ids"], r["finish_reason"], r["text"]) for r in theirs]
-        assert max(abs(a - b) for one, two in zip(ours, theirs) for a, b in zip(one["logprobs"], two["logprobs"])) < 2e-5
+        assert [
+            (r["prompt_ids"], r["completion_ids"], r["finish_reason"], r["text"]) for r in ours
+        ] == [(r["prompt_ids"], r["completion_ids"], r["finish_reason"], r["text"]) for r in theirs]
+        assert (
+            max(
+                abs(a - b)
+                for one, two in zip(ours, theirs)
+                for a, b in zip(one["logprobs"], two["logprobs"])
+            )
+            < 2e-5
+        )
 
 
 def test_log_probs_of_an_untied_model_equal_the_trainers(fleet, world, make, untied_model_dir):
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(untied_model_dir), AutoTokenizer.from_pretrained(untied_model_dir)
+    lm, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(untied_model_dir),
+        AutoTokenizer.from_pretrained(untied_model_dir),
+    )
     engine = make(fleet.ready(1), synced=False, model=untied_model_dir)
     for i in range(2):
         perturb(lm, i)
         engine.sync(named_weights(lm, 0))
-        assert difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3))) < 2e-5
+        assert (
+            difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3))) < 2e-5
+        )
 
 
-def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete_from_the_other(survivor, fleet, world, lm, capsys):
+def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete_from_the_other(
+    survivor, fleet, world, lm, capsys
+):
     """It is stopped first, so that it certainly has requests that it did not answer when it is killed. Its successor starts meanwhile."""
     monkeypatch = pytest.MonkeyPatch()
     survivor.sync(named_weights(lm, 0))
@@ -896,6 +1472,7 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
             fleet.signal(0, signal.SIGSTOP)
             asked.set()
         return call(path, *args, **kwargs)
+
     monkeypatch.setattr(survivor.servers[0], "call", stopped)
     begun = survivor.begin(prompts, 4, given, None)
     assert asked.wait(30)
@@ -905,19 +1482,47 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
     fleet.signal(0, signal.SIGKILL)
     fleet.start(0)
     found = survivor.result(begun)
-    assert [r["prompt_ids"] for r in found] == [r["prompt_ids"] for r in fresh] and difference(lm, found) < 2e-5
-    assert [bare(found[i * 4:(i + 1) * 4]) == bare(fresh[i * 4:(i + 1) * 4]) for i in range(8)] == [False, True] * 4      # asked again with other seeds
+    assert [r["prompt_ids"] for r in found] == [r["prompt_ids"] for r in fresh] and difference(
+        lm, found
+    ) < 2e-5
+    assert [
+        bare(found[i * 4 : (i + 1) * 4]) == bare(fresh[i * 4 : (i + 1) * 4]) for i in range(8)
+    ] == [False, True] * 4  # asked again with other seeds
     counts = survivor.take_counts()
-    assert counts["rollout/failed"] >= 4 and counts["rollout/servers"] == 1 and "left out until the next sync" in capsys.readouterr().out
+    assert (
+        counts["rollout/failed"] >= 4
+        and counts["rollout/servers"] == 1
+        and "left out until the next sync" in capsys.readouterr().out
+    )
 
 
 # --- whole runs
 
+
 def train(model: Path, folder: Path, *flags, ranks: int = 0) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks
+        else []
+    )
     log = open(f"{folder}.log", "a")
-    return subprocess.Popen([sys.executable, *launcher, "train.py", "config/countdown_tiny.py", *FLAGS, f"--model={model}", f"--output_dir={folder}", *flags], cwd=ROOT,
-                            stdout=log, stderr=log, env=environment(), start_new_session=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *launcher,
+            "train.py",
+            "config/countdown_tiny.py",
+            *FLAGS,
+            f"--model={model}",
+            f"--output_dir={folder}",
+            *flags,
+        ],
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
+        env=environment(),
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen, folder: Path, seconds: float = 200) -> tuple[int, str]:
@@ -930,15 +1535,31 @@ def finish(process: subprocess.Popen, folder: Path, seconds: float = 200) -> tup
 
 def steps_in(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    return (
+        [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        if path.exists()
+        else []
+    )
 
 
 @pytest.fixture(scope="module")
 def ahead(fleet, tiny_model_dir, tmp_path_factory):
     """Three steps with rollout_ahead=1 on one rank; a proxy in front of the server has recorded them."""
     folder, proxy = tmp_path_factory.mktemp("ahead") / "run", Proxy(fleet.ready(1))
-    process = train(tiny_model_dir, folder, "--rollout_engine=server", f"--rollout_server={proxy.url}", "--rollout_ahead=1", "--save_steps=1", "--save_total_limit=0",
-                    "--max_logp_difference=-1")
+    process = train(
+        tiny_model_dir,
+        folder,
+        "--rollout_engine=server",
+        f"--rollout_server={proxy.url}",
+        "--rollout_ahead=1",
+        "--save_steps=1",
+        "--save_total_limit=0",
+        "--max_logp_difference=-1",
+    )
     status, log = finish(process, folder)
     proxy.close()
     assert status == 0, log[-3000:]
@@ -947,29 +1568,71 @@ def ahead(fleet, tiny_model_dir, tmp_path_factory):
 
 def test_a_run_asks_under_its_own_ids_and_tag(ahead):
     asked = [(body, headers) for path, body, headers in ahead[1].log if path == "/v1/completions"]
-    assert sorted(headers["X-Request-Id"] for _, headers in asked) == sorted(f"rank-0-of-1-s{step}-p{i}" for step in (1, 2, 3) for i in range(8))
-    assert {headers["X-VLLM-Client-Tag"] for _, headers in asked} == {"rank-0-of-1"} and all(type(i) is int for body, _ in asked for i in body["prompt"])
+    assert sorted(headers["X-Request-Id"] for _, headers in asked) == sorted(
+        f"rank-0-of-1-s{step}-p{i}" for step in (1, 2, 3) for i in range(8)
+    )
+    assert {headers["X-VLLM-Client-Tag"] for _, headers in asked} == {"rank-0-of-1"} and all(
+        type(i) is int for body, _ in asked for i in body["prompt"]
+    )
     synced = [i for i, (path, _, _) in enumerate(ahead[1].log) if path == "/collective_rpc"]
-    steps = [[int(re.search(r"-s(\d)-", headers["X-Request-Id"])[1]) for path, _, headers in ahead[1].log[a:b] if path == "/v1/completions"]
-             for a, b in zip(synced, [*synced[1:], None])]
-    assert steps == [[1] * 8 + [2] * 8, [3] * 8, [], []]      # steps 1 and 2 by the first weights
+    steps = [
+        [
+            int(re.search(r"-s(\d)-", headers["X-Request-Id"])[1])
+            for path, _, headers in ahead[1].log[a:b]
+            if path == "/v1/completions"
+        ]
+        for a, b in zip(synced, [*synced[1:], None])
+    ]
+    assert steps == [[1] * 8 + [2] * 8, [3] * 8, [], []]  # steps 1 and 2 by the first weights
 
 
 def test_rollouts_made_ahead_are_by_weights_exactly_one_step_old(ahead, tiny_model_dir):
     """The log-probs that the server sent are those of the policy after one step less, and of no other."""
     folder, proxy = ahead
-    policies = [Policy(AutoModelForCausalLM.from_pretrained(path), 1.0, 64) for path in (tiny_model_dir, folder / "step_000001", folder / "step_000002")]
+    policies = [
+        Policy(AutoModelForCausalLM.from_pretrained(path), 1.0, 64)
+        for path in (tiny_model_dir, folder / "step_000001", folder / "step_000002")
+    ]
     for step, by in ((1, 0), (2, 0), (3, 1)):
-        sent = [one for name, answer in proxy.answers.items() if f"-s{step}-" in name for one in json.loads(answer)["choices"]]
-        batch = rollout.to_batch([{"prompt_ids": one["prompt_token_ids"], "completion_ids": one["token_ids"], "logprobs": one["logprobs"]["token_logprobs"]}
-                                  for one in sent], "cpu")
+        sent = [
+            one
+            for name, answer in proxy.answers.items()
+            if f"-s{step}-" in name
+            for one in json.loads(answer)["choices"]
+        ]
+        batch = rollout.to_batch(
+            [
+                {
+                    "prompt_ids": one["prompt_token_ids"],
+                    "completion_ids": one["token_ids"],
+                    "logprobs": one["logprobs"]["token_logprobs"],
+                }
+                for one in sent
+            ],
+            "cpu",
+        )
         with torch.no_grad():
-            worst = [(policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])[0] - batch["sampler_logps"]).abs().max().item() for policy in policies]
-        assert len(sent) == 32 and worst[by] < 2e-5 and all(w > 1e-3 for i, w in enumerate(worst) if i != by), (step, worst)
+            worst = [
+                (
+                    policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])[0]
+                    - batch["sampler_logps"]
+                )
+                .abs()
+                .max()
+                .item()
+                for policy in policies
+            ]
+        assert (
+            len(sent) == 32
+            and worst[by] < 2e-5
+            and all(w > 1e-3 for i, w in enumerate(worst) if i != by)
+        ), (step, worst)
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out_when_somebody_else_changes_its_weights(survivor, fleet, world, lm):
+def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out_when_somebody_else_changes_its_weights(
+    survivor, fleet, world, lm
+):
     fleet.ready(0, 1)
     survivor.sync(named_weights(lm, 0))
     fleet.signal(0, signal.SIGKILL)
@@ -980,58 +1643,117 @@ def test_a_server_that_was_started_again_is_used_again_after_a_sync_and_left_out
     perturb(copy := deepcopy(lm), 5)
     survivor.sync(named_weights(copy, 0))
     assert len(survivor.live) == 2
-    assert difference(copy, survivor.generate(PROMPTS, 8, sampling(3, 3))) < 2e-5 and survivor.take_counts()["rollout/servers"] == 2
-    httpx.post(fleet.urls[0] + "/update_weight_version", json={"new_version": "theirs"}).raise_for_status()
-    assert difference(copy, survivor.generate(PROMPTS, 8, sampling(4, 3))) < 2e-5 and [s.url for s in survivor.live] == [fleet.urls[1]]
+    assert (
+        difference(copy, survivor.generate(PROMPTS, 8, sampling(3, 3))) < 2e-5
+        and survivor.take_counts()["rollout/servers"] == 2
+    )
+    httpx.post(
+        fleet.urls[0] + "/update_weight_version", json={"new_version": "theirs"}
+    ).raise_for_status()
+    assert difference(copy, survivor.generate(PROMPTS, 8, sampling(4, 3))) < 2e-5 and [
+        s.url for s in survivor.live
+    ] == [fleet.urls[1]]
 
 
 @pytest.fixture(scope="module")
 def on_policy(fleet, tiny_model_dir, tmp_path_factory):
     """Three steps on two ranks and two servers, ZeRO 2."""
     folder = tmp_path_factory.mktemp("on_policy") / "run"
-    status, log = finish(train(tiny_model_dir, folder, "--rollout_engine=server", f"--rollout_server={fleet.ready(0, 1)}", "--zero_stage=2", ranks=2), folder)
+    status, log = finish(
+        train(
+            tiny_model_dir,
+            folder,
+            "--rollout_engine=server",
+            f"--rollout_server={fleet.ready(0, 1)}",
+            "--zero_stage=2",
+            ranks=2,
+        ),
+        folder,
+    )
     assert status == 0, log[-3000:]
     return folder
 
 
 @pytest.mark.slow
-def test_a_run_by_two_servers_is_the_run_by_the_engine_in_process(on_policy, tiny_model_dir, tmp_path):
+def test_a_run_by_two_servers_is_the_run_by_the_engine_in_process(
+    on_policy, tiny_model_dir, tmp_path
+):
     """Rewards and lengths to the digit: the same tokens; what depends on log-probs to the rounding of other batches in vLLM."""
     folder = tmp_path / "run"
     status, log = finish(train(tiny_model_dir, folder, "--zero_stage=2", ranks=2), folder)
     assert status == 0, log[-3000:]
     for ours, theirs in zip(steps_in(on_policy), steps_in(folder), strict=True):
-        same = [key for key in theirs if not key.startswith(("time/", "mismatch", "sampling", "logp")) and key != "tokens_per_second"]
-        assert {key: ours[key] for key in same} == pytest.approx({key: theirs[key] for key in same}, rel=1e-4, abs=1e-6)
-        assert (ours["reward"], ours["completions/mean_length"]) == (theirs["reward"], theirs["completions/mean_length"]) and ours["rollout/servers"] == 2
+        same = [
+            key
+            for key in theirs
+            if not key.startswith(("time/", "mismatch", "sampling", "logp"))
+            and key != "tokens_per_second"
+        ]
+        assert {key: ours[key] for key in same} == pytest.approx(
+            {key: theirs[key] for key in same}, rel=1e-4, abs=1e-6
+        )
+        assert (ours["reward"], ours["completions/mean_length"]) == (
+            theirs["reward"],
+            theirs["completions/mean_length"],
+        ) and ours["rollout/servers"] == 2
     assert not (on_policy / "weights").exists()
 
 
 @pytest.mark.slow
 def test_the_first_step_of_a_run_ahead_is_that_of_a_run_on_policy(ahead, on_policy):
     first, same = steps_in(on_policy)[0], steps_in(ahead[0])[0]
-    assert {key: same[key] for key in ("reward", "completions/mean_length")} == {key: first[key] for key in ("reward", "completions/mean_length")}
-    assert {key: same[key] for key in ("loss", "grad_norm", "entropy")} == pytest.approx({key: first[key] for key in ("loss", "grad_norm", "entropy")}, rel=1e-3)
+    assert {key: same[key] for key in ("reward", "completions/mean_length")} == {
+        key: first[key] for key in ("reward", "completions/mean_length")
+    }
+    assert {key: same[key] for key in ("loss", "grad_norm", "entropy")} == pytest.approx(
+        {key: first[key] for key in ("loss", "grad_norm", "entropy")}, rel=1e-3
+    )
 
 
 @pytest.mark.slow
-def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on_when_there_are_others(fleet, tiny_model_dir, tmp_path):
+def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on_when_there_are_others(
+    fleet, tiny_model_dir, tmp_path
+):
     folder = tmp_path / "run"
-    flags = ["--rollout_engine=server", f"--rollout_server={fleet.ready(0, 1)}", "--max_logp_difference=-1", "--save_steps=0"]
+    flags = [
+        "--rollout_engine=server",
+        f"--rollout_server={fleet.ready(0, 1)}",
+        "--max_logp_difference=-1",
+        "--save_steps=0",
+    ]
     process, end = train(tiny_model_dir, folder, *flags, "--max_steps=400"), time.monotonic() + 120
     while len(steps_in(folder)) < 2:
-        assert time.monotonic() < end and process.poll() is None, Path(f"{folder}.log").read_text()[-3000:]
+        assert time.monotonic() < end and process.poll() is None, Path(f"{folder}.log").read_text()[
+            -3000:
+        ]
         time.sleep(0.05)
     for i in (0, 1):
         fleet.signal(i, signal.SIGKILL)
     status, log = finish(process, folder, 60)
     errors = re.findall("error: .*", log)
-    assert status == 1 and len(errors) == 1 and "no rollout server is left" in errors[0] and "Traceback" not in log, log[-3000:]
+    assert (
+        status == 1
+        and len(errors) == 1
+        and "no rollout server is left" in errors[0]
+        and "Traceback" not in log
+    ), log[-3000:]
     last = checkpoint.latest(folder)
     step = int(last.name[5:])
     assert checkpoint.verify(last) == "" and step == len(steps_in(folder)) >= 2 and str(last) in log
     others = [StandIn(port) for port in fleet.ports]
-    status, log = finish(train(tiny_model_dir, folder, *flags, f"--max_steps={step + 1}", "--resume_from_checkpoint=latest"), folder, 60)
+    status, log = finish(
+        train(
+            tiny_model_dir,
+            folder,
+            *flags,
+            f"--max_steps={step + 1}",
+            "--resume_from_checkpoint=latest",
+        ),
+        folder,
+        60,
+    )
     for each in others:
         each.close()
-    assert status == 0 and [line["step"] for line in steps_in(folder)] == list(range(1, step + 2)), log[-3000:]
+    assert status == 0 and [line["step"] for line in steps_in(folder)] == list(
+        range(1, step + 2)
+    ), log[-3000:]

@@ -1,4 +1,5 @@
 """slurm/*.sh on a real Slurm of two nodes on this machine (slurm_cluster.py): training on two nodes, with a server, out of time, cancelled."""
+
 import json
 import os
 import subprocess
@@ -15,13 +16,25 @@ import checkpoint
 from common import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ["config/countdown_tiny.py", *SMALL_DATA, "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=8", "--eval_steps=0",
-          "--learning_rate=1e-3", "--max_steps=6", "--reward_funcs=['patient_reward:parity']", "--reward_timeout=60", "--zero_stage=2", "--checkpoint_mode=shallow"]
+CONFIG = [
+    "config/countdown_tiny.py",
+    *SMALL_DATA,
+    "--prompts_per_step=4",
+    "--num_generations=4",
+    "--max_completion_length=8",
+    "--eval_steps=0",
+    "--learning_rate=1e-3",
+    "--max_steps=6",
+    "--reward_funcs=['patient_reward:parity']",
+    "--reward_timeout=60",
+    "--zero_stage=2",
+    "--checkpoint_mode=shallow",
+]
 HF = "--rollout_engine=hf"
 SECRET = "hf_of_nobody"
 
 # In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked to stop: its time is over before its steps are.
-REWARD = '''
+REWARD = """
 import os, time
 from pathlib import Path
 
@@ -30,7 +43,7 @@ def parity(completion, answer, **row):
     while "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ and not stop.exists() and time.monotonic() < end:
         time.sleep(0.05)
     return float(len(completion) % 2)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +57,44 @@ def slurm(tmp_path_factory):
     (folder / "patient_reward.py").write_text(REWARD)
     with slurm_cluster.cluster(folder / "cluster") as env:
         torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        yield {k: v for k, v in env.items() if k not in torchrun} | {"PYTHONPATH": str(folder), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+        yield {k: v for k, v in env.items() if k not in torchrun} | {
+            "PYTHONPATH": str(folder),
+            "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        }
 
 
 # --- jobs
 
+
 def submit(env: dict, folder: Path, script: str, *words, sbatch=(), **variables) -> str:
     """The number of a job that runs slurm/<script> with output_dir=folder."""
-    done = subprocess.run(["sbatch", "--parsable", f"--output={folder}.out", *sbatch, f"slurm/{script}", *words, f"--output_dir={folder}"], cwd=ROOT,
-                          env=env | variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [
+            "sbatch",
+            "--parsable",
+            f"--output={folder}.out",
+            *sbatch,
+            f"slurm/{script}",
+            *words,
+            f"--output_dir={folder}",
+        ],
+        cwd=ROOT,
+        env=env | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def job(env: dict, number: str) -> dict:
     """What Slurm knows of it: {"JobState": ..., "Restarts": ..., "ExitCode": ...}."""
-    return dict(word.split("=", 1) for word in slurm_cluster.query(env, "scontrol", "show", "job", number).split() if "=" in word)
+    return dict(
+        word.split("=", 1)
+        for word in slurm_cluster.query(env, "scontrol", "show", "job", number).split()
+        if "=" in word
+    )
 
 
 def words_of(folder: Path) -> str:
@@ -69,7 +104,15 @@ def words_of(folder: Path) -> str:
 
 
 def is_over(env: dict, number: str) -> bool:
-    return job(env, number).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
+    return job(env, number).get("JobState") in (
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "BOOT_FAIL",
+        "OUT_OF_MEMORY",
+    )
 
 
 def ended(env: dict, number: str, folder: Path, seconds: float = 300) -> str:
@@ -95,24 +138,37 @@ def of_all(work, processes: list[psutil.Process]) -> set:
 
 def listening() -> dict[str, int]:
     """{inode: port} of all listening TCP sockets of the machine: a port alone may be another program's by now."""
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     return {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
 
 
 def sockets(of: list[psutil.Process]) -> set[str]:
     """The inodes of the TCP sockets that they listen on."""
-    ports = of_all(lambda p: (c.laddr.port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN), of)
+    ports = of_all(
+        lambda p: (
+            c.laddr.port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+        ),
+        of,
+    )
     return {inode for inode, port in listening().items() if port in ports}
 
 
 def shared_memory(of: list[psutil.Process]) -> set[str]:
-    return of_all(lambda p: (area.path for area in p.memory_maps() if area.path.startswith("/dev/shm/")), of)
+    return of_all(
+        lambda p: (area.path for area in p.memory_maps() if area.path.startswith("/dev/shm/")), of
+    )
 
 
 def all_gone(env: dict, number: str, there: list[psutil.Process]) -> None:
     """Waits until the job has no process any more, neither of those that were there nor another."""
+
     def left():
         return [p for p in {*there, *processes(env, number)} if slurm_cluster.alive(p)]
+
     slurm_cluster.wait_until(lambda: not left(), 60, lambda: f"still there: {left()}")
 
 
@@ -120,10 +176,12 @@ def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
     def reached():
         assert not is_over(env, number), words_of(folder)
         return len(steps_in(folder)) >= step
+
     slurm_cluster.wait_until(reached, 240, lambda: words_of(folder))
 
 
 # --- whole runs
+
 
 @pytest.fixture(scope="module")
 def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
@@ -131,11 +189,23 @@ def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
     second start gets more time. First of all, because it mostly waits."""
     folder = tmp_path_factory.mktemp("short") / "run"
     limits = ("--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@80")
-    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", sbatch=limits, HOLD=str(folder))
+    number = submit(
+        slurm,
+        folder,
+        "train.sh",
+        *CONFIG,
+        HF,
+        f"--model={tiny_model_dir}",
+        sbatch=limits,
+        HOLD=str(folder),
+    )
 
     def more_time():
-        slurm_cluster.wait_until(lambda: job(slurm, number).get("Restarts") == "1", 240, lambda: words_of(folder))
+        slurm_cluster.wait_until(
+            lambda: job(slurm, number).get("Restarts") == "1", 240, lambda: words_of(folder)
+        )
         slurm_cluster.query(slurm, "scontrol", "update", f"JobId={number}", "TimeLimit=30")
+
     threading.Thread(target=more_time, daemon=True).start()
     return number, folder
 
@@ -145,126 +215,295 @@ def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
     """The folder of the same run on two nodes, a rank on each, which nothing interrupts and whose last checkpoint is evaluated."""
     folder = tmp_path_factory.mktemp("two") / "run"
     evaluation = f"sbatch --output={folder}_evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
-    number = submit(slurm, folder, "train.sh", *CONFIG, HF, f"--model={tiny_model_dir}", f"--eval_command={evaluation}", sbatch=["--nodes=2"], HF_TOKEN=SECRET)
-    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
-    assert len(steps_in(folder)) == 6 and json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
-    assert {path.name for path in (folder / "logs").iterdir()} == {"job", "trainer_0.log", "trainer_1.log"}
+    number = submit(
+        slurm,
+        folder,
+        "train.sh",
+        *CONFIG,
+        HF,
+        f"--model={tiny_model_dir}",
+        f"--eval_command={evaluation}",
+        sbatch=["--nodes=2"],
+        HF_TOKEN=SECRET,
+    )
+    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(
+        folder
+    )
+    assert (
+        len(steps_in(folder)) == 6
+        and json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
+    )
+    assert {path.name for path in (folder / "logs").iterdir()} == {
+        "job",
+        "trainer_0.log",
+        "trainer_1.log",
+    }
     return folder
 
 
 def test_a_checkpoint_is_evaluated_by_a_job_of_its_own_and_no_secret_is_written(two_nodes):
-    result, said = two_nodes / "evaluations" / "step_000006.json", Path(f"{two_nodes}_evaluation.out")
+    result, said = (
+        two_nodes / "evaluations" / "step_000006.json",
+        Path(f"{two_nodes}_evaluation.out"),
+    )
     slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(said))
-    assert json.loads(result.read_text())["problems"] == 2 and len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
-    written = "".join(path.read_text(errors="replace") for path in (Path(f"{two_nodes}.out"), said, *two_nodes.rglob("*.log"), *two_nodes.rglob("*.json*")))
+    assert (
+        json.loads(result.read_text())["problems"] == 2
+        and len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
+    )
+    written = "".join(
+        path.read_text(errors="replace")
+        for path in (
+            Path(f"{two_nodes}.out"),
+            said,
+            *two_nodes.rglob("*.log"),
+            *two_nodes.rglob("*.json*"),
+        )
+    )
     assert "evaluating" in written and SECRET not in written
 
 
 def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
-    number = submit(slurm, folder, "train.sh", *CONFIG, HF, "--max_steps=4000", f"--model={tiny_model_dir}", sbatch=["--nodes=2"])
+    number = submit(
+        slurm,
+        folder,
+        "train.sh",
+        *CONFIG,
+        HF,
+        "--max_steps=4000",
+        f"--model={tiny_model_dir}",
+        sbatch=["--nodes=2"],
+    )
     wait_for_step(slurm, number, folder, 2)
     there = processes(slurm, number)
     opened = sockets(there)
-    assert len(of_all(lambda p: [p.pid] if "train.py" in p.cmdline() else [], there)) >= 4 and opened      # two torchruns, two ranks
+    assert (
+        len(of_all(lambda p: [p.pid] if "train.py" in p.cmdline() else [], there)) >= 4 and opened
+    )  # two torchruns, two ranks
     subprocess.run(["scancel", number], env=slurm, check=True, timeout=30)
     all_gone(slurm, number, there)
     assert not opened & listening().keys()
     assert ended(slurm, number, folder) == "CANCELLED" and job(slurm, number)["Restarts"] == "0"
-    assert checkpoint.verify(checkpoint.latest(folder)) == ""       # there was time for it
+    assert checkpoint.verify(checkpoint.latest(folder)) == ""  # there was time for it
 
 
 @pytest.mark.slow
-def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_server(slurm, tiny_model_dir, tmp_path):
+def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_server(
+    slurm, tiny_model_dir, tmp_path
+):
     folder = tmp_path / "run"
-    number = submit(slurm, folder, "train.sh", "--server-nodes=1", *CONFIG, f"--model={tiny_model_dir}", sbatch=["--nodes=2"])
-    slurm_cluster.wait_until(lambda: (folder / "config.json").exists() or is_over(slurm, number), 300, lambda: words_of(folder))
+    number = submit(
+        slurm,
+        folder,
+        "train.sh",
+        "--server-nodes=1",
+        *CONFIG,
+        f"--model={tiny_model_dir}",
+        sbatch=["--nodes=2"],
+    )
+    slurm_cluster.wait_until(
+        lambda: (folder / "config.json").exists() or is_over(slurm, number),
+        300,
+        lambda: words_of(folder),
+    )
     there = processes(slurm, number)
     opened, shared = sockets(there), shared_memory(there)
-    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(folder)
-    assert len(steps_in(folder)) == 6 and all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in steps_in(folder))      # every sync arrived
-    assert "1 node(s) train" in Path(f"{folder}.out").read_text() and (folder / "logs" / "server_0.log").exists()
+    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(
+        folder
+    )
+    assert len(steps_in(folder)) == 6 and all(
+        line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in steps_in(folder)
+    )  # every sync arrived
+    assert (
+        "1 node(s) train" in Path(f"{folder}.out").read_text()
+        and (folder / "logs" / "server_0.log").exists()
+    )
     all_gone(slurm, number, there)
     assert opened and not opened & listening().keys()
-    assert shared and not [path for path in shared if os.path.exists(path)]        # hundreds of MB of vLLM's
+    assert shared and not [
+        path for path in shared if os.path.exists(path)
+    ]  # hundreds of MB of vLLM's
 
 
-def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_two_nodes_do_that_nothing_interrupts(short_of_time, two_nodes, slurm):
+def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_two_nodes_do_that_nothing_interrupts(
+    short_of_time, two_nodes, slurm
+):
     number, folder = short_of_time
-    assert ended(slurm, number, folder) == "COMPLETED" and job(slurm, number)["Restarts"] == "1", words_of(folder)
-    said, trained = Path(f"{folder}.out").read_text(), (folder / "logs" / "trainer_0.log").read_text()
+    assert ended(slurm, number, folder) == "COMPLETED" and job(slurm, number)["Restarts"] == "1", (
+        words_of(folder)
+    )
+    said, trained = (
+        Path(f"{folder}.out").read_text(),
+        (folder / "logs" / "trainer_0.log").read_text(),
+    )
     saved = checkpoint.steps_of(folder)[0]
-    assert saved.name < "step_000006" and f"saved {saved}: queued again" in said and "start number 2" in said and "--resume_from_checkpoint=latest" in said
-    assert f"resumed from {saved}" in trained and (folder / "done").exists() and not (folder / "stop").exists()
+    assert (
+        saved.name < "step_000006"
+        and f"saved {saved}: queued again" in said
+        and "start number 2" in said
+        and "--resume_from_checkpoint=latest" in said
+    )
+    assert (
+        f"resumed from {saved}" in trained
+        and (folder / "done").exists()
+        and not (folder / "stop").exists()
+    )
     assert steps_in(folder) == steps_in(two_nodes)
 
 
 # --- what goes wrong, and small things
 
-def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_last_words(slurm, tmp_path):
+
+def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_last_words(
+    slurm, tmp_path
+):
     folder = tmp_path / "run"
-    number = submit(slurm, folder, "train.sh", "--server-nodes", "1", *CONFIG, "--model=", sbatch=["--nodes=2"])
+    number = submit(
+        slurm, folder, "train.sh", "--server-nodes", "1", *CONFIG, "--model=", sbatch=["--nodes=2"]
+    )
     assert ended(slurm, number, folder, 120) == "FAILED"
     said = Path(f"{folder}.out").read_text()
-    assert "has died" in said and "logs/server_0.log" in said and "model is empty" in said and not (folder / "logs" / "trainer_0.log").exists()
+    assert (
+        "has died" in said
+        and "logs/server_0.log" in said
+        and "model is empty" in said
+        and not (folder / "logs" / "trainer_0.log").exists()
+    )
 
 
 @pytest.mark.slow
 def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
-    number = submit(slurm, folder, "train.sh", *CONFIG, HF, "--max_steps=4000", "--save_steps=-1", f"--model={tiny_model_dir}")
+    number = submit(
+        slurm,
+        folder,
+        "train.sh",
+        *CONFIG,
+        HF,
+        "--max_steps=4000",
+        "--save_steps=-1",
+        f"--model={tiny_model_dir}",
+    )
     wait_for_step(slurm, number, folder, 1)
-    subprocess.run(["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=30)
+    subprocess.run(
+        ["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=30
+    )
     assert ended(slurm, number, folder) == "FAILED" and job(slurm, number)["Restarts"] == "0"
     assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
 
 
 @pytest.mark.slow
 def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir, tmp_path):
-    number = submit(slurm, tmp_path / "run", "seeds.sh", *CONFIG, HF, f"--model={tiny_model_dir}", "--dry_run=True", sbatch=["--array=3"])
-    assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(tmp_path / "run")
+    number = submit(
+        slurm,
+        tmp_path / "run",
+        "seeds.sh",
+        *CONFIG,
+        HF,
+        f"--model={tiny_model_dir}",
+        "--dry_run=True",
+        sbatch=["--array=3"],
+    )
+    assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(
+        tmp_path / "run"
+    )
     printed = (tmp_path / "run_seed_3" / "logs" / "trainer_0.log").read_text()
     assert "seed = 3\n" in printed and f"output_dir = '{tmp_path}/run_seed_3'" in printed
 
 
-@pytest.mark.parametrize("words, sentence", [
-    (["--server-nodes", "1"], "one must be left to train"), (["--server-gpus", "1"], "0 GPU(s)"), (["--learning_rat=1"], "did you mean 'learning_rate'"),
-    (["--tp", "config/x.py"], "--tp needs a number"), (["--prompts_per_step=7"], "prompts_per_step=7 must be a multiple of the 2 ranks")])
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--server-nodes", "1"], "one must be left to train"),
+        (["--server-gpus", "1"], "0 GPU(s)"),
+        (["--learning_rat=1"], "did you mean 'learning_rate'"),
+        (["--tp", "config/x.py"], "--tp needs a number"),
+        (["--prompts_per_step=7"], "prompts_per_step=7 must be a multiple of the 2 ranks"),
+    ],
+)
 def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
     folder = tmp_path / "a run"
-    assert ended(slurm, submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"]), folder, 60) == "FAILED"
+    assert (
+        ended(
+            slurm,
+            submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"]),
+            folder,
+            60,
+        )
+        == "FAILED"
+    )
     assert sentence in Path(f"{folder}.out").read_text() and not folder.exists()
 
 
 def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(tmp_path):
     """The lines of evaluate.sh that turn a checkpoint's config into flags."""
     config = tmp_path / "train_config.json"
-    config.write_text(json.dumps(load_config([*CONFIG, "--rollout_engine=server", "--rollout_server=http://a:8000", "--rollout_ahead=1"])))
+    config.write_text(
+        json.dumps(
+            load_config(
+                [
+                    *CONFIG,
+                    "--rollout_engine=server",
+                    "--rollout_server=http://a:8000",
+                    "--rollout_ahead=1",
+                ]
+            )
+        )
+    )
     lines = (ROOT / "slurm" / "evaluate.sh").read_text().split("<< 'END'\n")[1].split("\nEND\n")[0]
-    flags = subprocess.run([sys.executable, "-c", lines, config], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    flags = subprocess.run(
+        [sys.executable, "-c", lines, config], capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
     found = load_config(flags)
-    assert found["rollout_engine"] == "vllm" and found["reward_funcs"] == ["patient_reward:parity"] and found["max_steps"] == 6
+    assert (
+        found["rollout_engine"] == "vllm"
+        and found["reward_funcs"] == ["patient_reward:parity"]
+        and found["max_steps"] == 6
+    )
 
 
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])
 def test_help_is_the_header_and_needs_no_slurm(script):
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(["bash", ROOT / "slurm" / script, "--help"], env=env, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0 and "sbatch --" in done.stdout and f"slurm/{script}" in done.stdout and "#" not in done.stdout
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / script, "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (
+        done.returncode == 0
+        and "sbatch --" in done.stdout
+        and f"slurm/{script}" in done.stdout
+        and "#" not in done.stdout
+    )
 
 
 def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
     asked = 'source slurm/common.sh; echo "$HF_HOME $TORCH_HOME"'
-    env = {key: value for key, value in os.environ.items() if key not in ("HF_HOME", "TORCH_HOME")} | {"HF_HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20)
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("HF_HOME", "TORCH_HOME")
+    } | {"HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20
+    )
     assert done.stdout.split() == [str(tmp_path), f"{ROOT}/var/cache/torch"]
 
 
 def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
     def places(**more) -> list[str]:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {"HOME": str(tmp_path)} | more
+        env = (
+            {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+            | {"HOME": str(tmp_path)}
+            | more
+        )
         asked = 'source slurm/common.sh; echo "$HF_HOME" "${HF_TOKEN_PATH-none}"'
-        return subprocess.run(["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20).stdout.split()
+        return subprocess.run(
+            ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20
+        ).stdout.split()
+
     home = tmp_path / ".cache" / "huggingface"
     assert places() == [f"{ROOT}/var/cache/huggingface", "none"]
     home.mkdir(parents=True)
@@ -272,13 +511,25 @@ def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
     assert places() == [f"{ROOT}/var/cache/huggingface", str(home / "token")]
     (home / "hub").mkdir()
     assert places()[0] == str(home)
-    assert places(HF_HOME="/scratch/hf") == ["/scratch/hf", "none"]       # and the token in there
+    assert places(HF_HOME="/scratch/hf") == ["/scratch/hf", "none"]  # and the token in there
 
 
 def test_common_sh_needs_no_home_and_knows_the_word_for_no_gpus():
     env = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "NoDevFiles"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", "source slurm/common.sh; gpus_here; CUDA_VISIBLE_DEVICES=0,3 gpus_here"], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            "source slurm/common.sh; gpus_here; CUDA_VISIBLE_DEVICES=0,3 gpus_here",
+        ],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["0", "3"]), done.stderr
 
 
@@ -287,4 +538,4 @@ def test_the_cluster_leaves_no_process_behind(slurm, tmp_path):
     assert slurm_cluster.query(env, "srun", "--nodes=2", "hostname").count("\n") == 1
     slurm_cluster.stop(tmp_path / "second")
     assert not slurm_cluster.processes(SLURM_CONF=env["SLURM_CONF"])
-    assert slurm_cluster.processes(SLURM_CONF=slurm["SLURM_CONF"])       # the other one is not touched
+    assert slurm_cluster.processes(SLURM_CONF=slurm["SLURM_CONF"])  # the other one is not touched

@@ -14,64 +14,158 @@ Our side is test_loss.ours: learner.group_targets and token_loss with a config. 
 sequence_geometric, k2 and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL; its entropy bonus is a mean
 over the tokens of a micro-batch, not over N * L as in token_entropy.
 """
+
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_loss import CAP, CISPO, HIGH, LOW, L, assert_same, changed, close, config, make_step, ours, targets_of, value_and_grad
+from test_loss import (
+    CAP,
+    CISPO,
+    HIGH,
+    LOW,
+    L,
+    assert_same,
+    changed,
+    close,
+    config,
+    make_step,
+    ours,
+    targets_of,
+    value_and_grad,
+)
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 import learner
 import loss
 from ranks import start_distributed
 
-STEP = make_step(torch.tensor([[1.0, 0, 0, 1], [0, 0.5, 0.5, -1], [1, 1, 1, 1]]), [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5], 10)
-NAMES = {        # objective: TRL's (loss_type, importance_sampling_level)
-    "grpo": ("grpo", "token"), "dr_grpo": ("dr_grpo", "token"), "dapo": ("dapo", "token"), "bnpo": ("bnpo", "token"), "gspo": ("grpo", "sequence"),
-    "cispo": ("cispo", "token")}
+STEP = make_step(
+    torch.tensor([[1.0, 0, 0, 1], [0, 0.5, 0.5, -1], [1, 1, 1, 1]]),
+    [3, 1, 4, 2, 5, 5, 1, 2, 3, 3, 1, 5],
+    10,
+)
+NAMES = {  # objective: TRL's (loss_type, importance_sampling_level)
+    "grpo": ("grpo", "token"),
+    "dr_grpo": ("dr_grpo", "token"),
+    "dapo": ("dapo", "token"),
+    "bnpo": ("bnpo", "token"),
+    "gspo": ("grpo", "sequence"),
+    "cispo": ("cispo", "token"),
+}
 SAMPLINGS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def trl_trainer(step, objective, scale, beta=0.0, delta=-1.0, importance_sampling="none", off_policy=True):
+def trl_trainer(
+    step, objective, scale, beta=0.0, delta=-1.0, importance_sampling="none", off_policy=True
+):
     """A stand-in for GRPOTrainer that generates, rewards and scores exactly the rows of `step`."""
-    policy, reference = (SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(2))
-    args = SimpleNamespace(per_device_train_batch_size=12, gradient_accumulation_steps=1, steps_per_generation=1, gradient_checkpointing_kwargs=None,
-                           delta=delta if delta > 0 else None, use_bias_correction_kl=False)
+    policy, reference = (
+        SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(2)
+    )
+    args = SimpleNamespace(
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        gradient_checkpointing_kwargs=None,
+        delta=delta if delta > 0 else None,
+        use_bias_correction_kl=False,
+    )
     (loss_type, level), corrected = NAMES[objective], importance_sampling != "none"
 
     def generate(prompts):
         completions = [[5] * n for n in step.lengths.tolist()]
         sampler = [row[:n].tolist() for row, n in zip(step.sampler, step.lengths)]
-        return [[1, 2]] * len(prompts), completions, None, ["x"] * len(prompts), sampler, {}, None, None
+        return (
+            [[1, 2]] * len(prompts),
+            completions,
+            None,
+            ["x"] * len(prompts),
+            sampler,
+            {},
+            None,
+            None,
+        )
 
     def forward(model, *args, **kwargs):
-        return (model if torch.is_tensor(model) else step.old if model is policy else step.ref), torch.zeros_like(step.old), None
+        return (
+            (model if torch.is_tensor(model) else step.old if model is policy else step.ref),
+            torch.zeros_like(step.old),
+            None,
+        )
 
     return SimpleNamespace(
-        _generate=generate, _calculate_rewards=lambda *a: step.rewards.reshape(-1, 1), _get_per_token_logps_and_entropies=forward,
-        accelerator=SimpleNamespace(device="cpu", process_index=0, num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        model=policy, ref_model=reference, args=args, loss_type=loss_type, importance_sampling_level=level, scale_rewards=scale, beta=beta,
-        epsilon_low=LOW, epsilon_high=CISPO if objective == "cispo" else HIGH,
-        num_generations=step.G, num_iterations=2 if off_policy else 1, max_completion_length=L, current_gradient_accumulation_steps=1,
-        use_vllm=corrected, vllm_importance_sampling_correction=corrected, vllm_importance_sampling_mode=importance_sampling,
-        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=CAP,
-        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), reward_funcs=[None], reward_func_names=["r"],
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, mask_truncated_completions=False, aux_loss_enabled=False, log_multimodal=False,
-        _entropy_bonus_enabled=False, environment_factories=None, environments=None, tools=None, pad_to_multiple_of=None,
-        _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[5], _metrics={"train": defaultdict(list)},
-        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)), _pending_extra_logs={}, _pending_metrics={})
+        _generate=generate,
+        _calculate_rewards=lambda *a: step.rewards.reshape(-1, 1),
+        _get_per_token_logps_and_entropies=forward,
+        accelerator=SimpleNamespace(
+            device="cpu",
+            process_index=0,
+            num_processes=1,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+        ),
+        model=policy,
+        ref_model=reference,
+        args=args,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        scale_rewards=scale,
+        beta=beta,
+        epsilon_low=LOW,
+        epsilon_high=CISPO if objective == "cispo" else HIGH,
+        num_generations=step.G,
+        num_iterations=2 if off_policy else 1,
+        max_completion_length=L,
+        current_gradient_accumulation_steps=1,
+        use_vllm=corrected,
+        vllm_importance_sampling_correction=corrected,
+        vllm_importance_sampling_mode=importance_sampling,
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=CAP,
+        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=torch.ones(1),
+        reward_funcs=[None],
+        reward_func_names=["r"],
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        mask_truncated_completions=False,
+        aux_loss_enabled=False,
+        log_multimodal=False,
+        _entropy_bonus_enabled=False,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        pad_to_multiple_of=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        eos_token_ids=[5],
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
 
 
 def trl_batch(trainer, step=STEP):
-    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * step.rewards.numel())
+    return GRPOTrainer._generate_and_score_completions(
+        trainer, [{"prompt": "p"}] * step.rewards.numel()
+    )
 
 
-CASES = [dict(), dict(beta=0.3), dict(delta=1.4), *(dict(importance_sampling=kind) for kind in SAMPLINGS),
-         dict(beta=0.3, delta=1.4, importance_sampling="token_truncate"), dict(beta=0.3, delta=1.4, importance_sampling="sequence_mask")]
+CASES = [
+    dict(),
+    dict(beta=0.3),
+    dict(delta=1.4),
+    *(dict(importance_sampling=kind) for kind in SAMPLINGS),
+    dict(beta=0.3, delta=1.4, importance_sampling="token_truncate"),
+    dict(beta=0.3, delta=1.4, importance_sampling="sequence_mask"),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())) or "plain")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, case.values())) or "plain"
+)
 @pytest.mark.parametrize("objective", NAMES)
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
 def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
@@ -84,23 +178,37 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
     value, grad = value_and_grad(lambda x: GRPOTrainer._compute_loss(trainer, x, batch), step.logps)
     assert grad.abs().max() > 1e-3
 
-    metrics, tokens = {key: values[0] for key, values in trainer._metrics["train"].items()}, int(step.lengths.sum())
+    metrics, tokens = (
+        {key: values[0] for key, values in trainer._metrics["train"].items()},
+        int(step.lengths.sum()),
+    )
     found = ours(step, {"objective": name, **case})
-    theirs = SimpleNamespace(value=value.item(), grad=torch.stack([grad, torch.zeros_like(grad)]), low=found.low, high=found.high, kl=metrics.get("kl", 0.0) * tokens)
+    theirs = SimpleNamespace(
+        value=value.item(),
+        grad=torch.stack([grad, torch.zeros_like(grad)]),
+        low=found.low,
+        high=found.high,
+        kl=metrics.get("kl", 0.0) * tokens,
+    )
     assert_same(found, theirs)
 
     low, high = found.low / tokens, found.high / tokens
-    if objective == "gspo":     # rows, before the learner counts them by their tokens
+    if objective == "gspo":  # rows, before the learner counts them by their tokens
         c = config(step.G, {"objective": name, **case})
         part = {"old_logps": step.old, "lengths": step.lengths}
-        low, high = (clipped.float().mean() for clipped in learner.surrogate(step.logps, part, targets_of(step, c)["advantages"].flatten(), c)[1:])
+        low, high = (
+            clipped.float().mean()
+            for clipped in learner.surrogate(
+                step.logps, part, targets_of(step, c)["advantages"].flatten(), c
+            )[1:]
+        )
     if objective == "cispo":
         close(high, metrics["cispo_clip_ratio"])
         assert low == 0 and (high > 0) == off_policy
     else:
         close(low, metrics["clip_ratio/low_mean"])
         close(high, metrics["clip_ratio/high_mean"])
-        assert (low > 0) == (high > 0) == off_policy     # off-policy, both sides do clip
+        assert (low > 0) == (high > 0) == off_policy  # off-policy, both sides do clip
 
 
 def test_every_case_drives_another_branch_of_trl():
@@ -109,20 +217,35 @@ def test_every_case_drives_another_branch_of_trl():
     for objective in NAMES:
         for case in CASES:
             trainer = trl_trainer(STEP, objective, "group", **case)
-            values.setdefault(round(GRPOTrainer._compute_loss(trainer, STEP.logps, trl_batch(trainer)).item(), 7), []).append((objective, *case))
+            values.setdefault(
+                round(GRPOTrainer._compute_loss(trainer, STEP.logps, trl_batch(trainer)).item(), 7),
+                [],
+            ).append((objective, *case))
     same = [found for found in values.values() if len(found) > 1]
     assert [("cispo",), ("cispo", "delta")] in same
-    assert all([name for name, *_ in found] == ["dapo", "bnpo"] for found in same if found[0][0] != "cispo") and len(same) == len(CASES) + 1
+    assert (
+        all(
+            [name for name, *_ in found] == ["dapo", "bnpo"]
+            for found in same
+            if found[0][0] != "cispo"
+        )
+        and len(same) == len(CASES) + 1
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_trl(scale):
-    close(loss.group_advantages(STEP.rewards, scale).flatten(), trl_batch(trl_trainer(STEP, "grpo", scale))["advantages"])
+    close(
+        loss.group_advantages(STEP.rewards, scale).flatten(),
+        trl_batch(trl_trainer(STEP, "grpo", scale))["advantages"],
+    )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampler_correction_equals_trl(sampling):
-    theirs = trl_batch(trl_trainer(STEP, "grpo", "group", importance_sampling=sampling))["importance_sampling_ratio"]
+    theirs = trl_batch(trl_trainer(STEP, "grpo", "group", importance_sampling=sampling))[
+        "importance_sampling_ratio"
+    ]
     found = loss.importance_ratio(STEP.old, STEP.sampler, STEP.lengths, sampling, CAP)
     assert found.shape == theirs.shape == (12, 5 if sampling.startswith("token") else 1)
     if sampling.startswith("token"):
@@ -135,11 +258,15 @@ def test_the_measured_mismatch_equals_trls():
     if not torch.distributed.is_initialized():
         start_distributed()
     trainer = trl_trainer(STEP, "grpo", "group", importance_sampling="token_truncate")
-    trainer.vllm_importance_sampling_clip_max = 1e9      # ours is measured before the cap
+    trainer.vllm_importance_sampling_clip_max = 1e9  # ours is measured before the cap
     trl_batch(trainer)
     batch = {"old_logps": STEP.old, "sampler_logps": STEP.sampler, "lengths": STEP.lengths}
     metrics = learner.sampler_mismatch(batch, int(STEP.lengths.sum()), -1)
-    theirs = {key: values[0] for key, values in trainer._metrics["train"].items() if key.startswith("sampling/")}
+    theirs = {
+        key: values[0]
+        for key, values in trainer._metrics["train"].items()
+        if key.startswith("sampling/")
+    }
     assert set(metrics) == set(theirs) and len(metrics) == 5
     for key in metrics:
         close(metrics[key], theirs[key])

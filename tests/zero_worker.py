@@ -1,7 +1,8 @@
 """Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO stage; rank 0 saves the parameters.
 
-    torchrun --nproc_per_node 2 tests/zero_worker.py MODEL OUT 0,2,3
+torchrun --nproc_per_node 2 tests/zero_worker.py MODEL OUT 0,2,3
 """
+
 import os
 import random
 import sys
@@ -21,14 +22,47 @@ from ranks import start_distributed
 P, G = 4, 4
 CASES = {
     "maxent": ["--objective=maxent"],
-    "maxent_cut": ["--objective=maxent", "--max_tokens_per_micro_batch=40"],        # a group needs over 40 tokens: it is cut
-    "grpo_two_updates": ["--objective=grpo", "--num_iterations=2", "--max_tokens_per_micro_batch=50"],
-    "modes_and_kl": ["--objective=dr_grpo", "--mode_entropy_coef=0.3", "--beta=0.1", "--max_tokens_per_micro_batch=90"],
-    "gspo_bonus": ["--objective=gspo", "--importance_sampling=none", "--policy_entropy_bonus_coef=0.05", "--max_tokens_per_micro_batch=50"],
-    "token_entropy": ["--objective=token_entropy", "--token_entropy_coef=0.5", "--importance_sampling=sequence_truncate"],
-    "infoseed_nce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--num_iterations=2", "--max_tokens_per_micro_batch=50"],
-    "infoseed_ce": ["--info_seed_enabled=True", "--info_seed_num_seeds=2", "--info_seed_lambda=3", "--info_seed_loss_type=ce",
-                    "--info_seed_pooling=last", "--max_tokens_per_micro_batch=50"],
+    "maxent_cut": [
+        "--objective=maxent",
+        "--max_tokens_per_micro_batch=40",
+    ],  # a group needs over 40 tokens: it is cut
+    "grpo_two_updates": [
+        "--objective=grpo",
+        "--num_iterations=2",
+        "--max_tokens_per_micro_batch=50",
+    ],
+    "modes_and_kl": [
+        "--objective=dr_grpo",
+        "--mode_entropy_coef=0.3",
+        "--beta=0.1",
+        "--max_tokens_per_micro_batch=90",
+    ],
+    "gspo_bonus": [
+        "--objective=gspo",
+        "--importance_sampling=none",
+        "--policy_entropy_bonus_coef=0.05",
+        "--max_tokens_per_micro_batch=50",
+    ],
+    "token_entropy": [
+        "--objective=token_entropy",
+        "--token_entropy_coef=0.5",
+        "--importance_sampling=sequence_truncate",
+    ],
+    "infoseed_nce": [
+        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=2",
+        "--info_seed_lambda=3",
+        "--num_iterations=2",
+        "--max_tokens_per_micro_batch=50",
+    ],
+    "infoseed_ce": [
+        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=2",
+        "--info_seed_lambda=3",
+        "--info_seed_loss_type=ce",
+        "--info_seed_pooling=last",
+        "--max_tokens_per_micro_batch=50",
+    ],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
 }
 
@@ -36,45 +70,75 @@ CASES = {
 def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
     """P * G ragged rollouts and rewards with ties, the same everywhere."""
     rng = random.Random(step)
-    rows = [{"prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)], "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))]}
-            for i in range(P * G)]
+    rows = [
+        {
+            "prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)],
+            "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))],
+        }
+        for i in range(P * G)
+    ]
     for row in rows:
         row["logprobs"] = [-rng.random() for _ in row["completion_ids"]]
     rewards = torch.tensor([[float(rng.random() < 0.4) for _ in range(G)] for _ in range(P)])
-    rewards[1] = 1.0        # an all-equal group
+    rewards[1] = 1.0  # an all-equal group
     if step == 1:
-        rewards[2:] = 0.0   # the second of two ranks has no other
+        rewards[2:] = 0.0  # the second of two ranks has no other
     return rows, rewards
 
 
 def three_updates(c: dict, rank: int, world: int) -> dict:
-    torch.manual_seed(0)        # InfoSeed's head
-    engine, reference = train.load_policy(c, torch.float32, torch.device("cpu")), train.load_reference(c, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)  # InfoSeed's head
+    engine, reference = (
+        train.load_policy(c, torch.float32, torch.device("cpu")),
+        train.load_reference(c, torch.float32, torch.device("cpu")),
+    )
     p = P // world
     for step in range(3):
         rows, rewards = rollouts_of(step)
-        mine = rows[rank * p * G:(rank + 1) * p * G]
+        mine = rows[rank * p * G : (rank + 1) * p * G]
         batch = rollout.to_batch(mine, "cpu")
         group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, None, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
         norm = step_counts(targets, group["lengths"])
         seeds = ()
-        if c["info_seed_enabled"]:      # the last two rows of every group
-            seed_batch = infoseed.under_base_prompt([row for i, row in enumerate(mine) if i % G >= G - 2], mine[::G], 2, "cpu")
+        if c["info_seed_enabled"]:  # the last two rows of every group
+            seed_batch = infoseed.under_base_prompt(
+                [row for i, row in enumerate(mine) if i % G >= G - 2], mine[::G], 2, "cpu"
+            )
             seeds = seed_batch, infoseed.features(engine, seed_batch, c)[0]
-        metrics, applied = train.update(engine, batch, {k: v[rank * p:(rank + 1) * p] for k, v in targets.items()}, c["beta"], norm, seeds, c)
-    result = {"weights": weights_of(engine, c), "loss": metrics["loss"], "seed_loss": metrics.get("seed/loss", 0.0),
-              "grad_norm": float(engine.get_global_grad_norm()), "applied": applied}
+        metrics, applied = train.update(
+            engine,
+            batch,
+            {k: v[rank * p : (rank + 1) * p] for k, v in targets.items()},
+            c["beta"],
+            norm,
+            seeds,
+            c,
+        )
+    result = {
+        "weights": weights_of(engine, c),
+        "loss": metrics["loss"],
+        "seed_loss": metrics.get("seed/loss", 0.0),
+        "grad_norm": float(engine.get_global_grad_norm()),
+        "applied": applied,
+    }
     return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
 
 
 def weights_of(engine, c: dict) -> dict:
-    return {name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])}
+    return {
+        name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])
+    }
 
 
-def poisoned_update(engine, batch: dict, targets: dict, c: dict, norm: dict, rank: int, p: int) -> dict:
+def poisoned_update(
+    engine, batch: dict, targets: dict, c: dict, norm: dict, rank: int, p: int
+) -> dict:
     """One more update whose loss is NaN on the last rank only."""
-    before, mine = weights_of(engine, c), {k: v[rank * p:(rank + 1) * p].clone() for k, v in targets.items()}
+    before, mine = (
+        weights_of(engine, c),
+        {k: v[rank * p : (rank + 1) * p].clone() for k, v in targets.items()},
+    )
     if rank == P // p - 1:
         for key in ("weights", "advantages"):
             if key in mine:
@@ -82,18 +146,32 @@ def poisoned_update(engine, batch: dict, targets: dict, c: dict, norm: dict, ran
     accumulate_gradients(engine, batch, mine, c["beta"], c, norm)
     engine.step()
     after = weights_of(engine, c)
-    return {"applied": engine.was_step_applied(), "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+    return {
+        "applied": engine.was_step_applied(),
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+    }
 
 
 if __name__ == "__main__":
     model, out, stages = sys.argv[1:4]
     rank, world, _ = start_distributed()
-    common = [f"--model={model}", "--num_generations=4", "--max_prompt_length=9", "--max_completion_length=9", "--learning_rate=1e-3", "--dataset_name=countdown"]
+    common = [
+        f"--model={model}",
+        "--num_generations=4",
+        "--max_prompt_length=9",
+        "--max_completion_length=9",
+        "--learning_rate=1e-3",
+        "--dataset_name=countdown",
+    ]
     for stage in stages.split(","):
         for name, flags in CASES.items():
-            result = three_updates(load_config([*common, *flags, f"--zero_stage={stage}"]), rank, world)
+            result = three_updates(
+                load_config([*common, *flags, f"--zero_stage={stage}"]), rank, world
+            )
             if rank == 0:
                 torch.save(result, Path(out) / f"{name}_{world}_{stage}.pt")
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)     # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what is tested, and may abort the process
+    os._exit(
+        0
+    )  # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what is tested, and may abort the process
