@@ -98,6 +98,7 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
     import learner
     import rollout
     import train
+    from common import load_config
 
     (P, G, T, _), folder, out = (
         parts(scenario).values(),
@@ -151,7 +152,7 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
         max_tokens_per_micro_batch=4096,
         reward_workers=0,
     )
-    train.main([f"--{key}={value}" for key, value in (settings | more).items()])
+    train.main(load_config([f"--{key}={value}" for key, value in (settings | more).items()]))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][:steps]
     found = [
         {

@@ -25,11 +25,10 @@ import time
 from itertools import count
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from common import RunStopped, UserError, script
-from policy import dtype_of, named_weights, seed_classes
+
+# torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
+# and it takes ten seconds.
 
 
 def save(
@@ -54,6 +53,11 @@ def save(
 def write(
     path: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict
 ) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from policy import named_weights
+
     rank, tmp = dist.get_rank(), path.with_suffix(".tmp")
     if rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -110,7 +114,7 @@ def flush(folder: Path, deep: bool = True) -> None:
             os.close(handle)
 
 
-def report(folder: Path, parameters: int, dtype: torch.dtype, c: dict) -> str:
+def report(folder: Path, parameters: int, dtype, c: dict) -> str:
     """A sentence on what will be saved, where, how often, how large it is and how long it takes, from a short trial of the disk."""
     if c["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
@@ -201,6 +205,8 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
 
 def verify_together(path) -> str:
     """verify() by all ranks: the same answer on each of them, so that none goes on alone."""
+    import torch.distributed as dist
+
     rank, world = dist.get_rank(), dist.get_world_size()
     found = [None] * world
     dist.all_gather_object(found, verify(path, rank, world))
@@ -284,6 +290,8 @@ def find(config: dict) -> Path | None:
 
 def check_fit(path: Path, config: dict) -> None:
     """UserError if the optimizer's state of a checkpoint is not one that this config can go on from."""
+    from policy import dtype_of, seed_classes
+
     saved, model = (
         json.loads((path / name).read_text()) for name in ("train_config.json", "config.json")
     )
@@ -303,6 +311,9 @@ def check_fit(path: Path, config: dict) -> None:
 def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
     """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch. Another number of
     ranks than saved it goes through DeepSpeed's universal format: the same to rounding, no longer to the bit."""
+    import torch
+    import torch.distributed as dist
+
     saved_world = len(list(path.glob("rng_*.pt")))
     if (
         saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0
@@ -320,6 +331,8 @@ def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
 
 
 def load_universal(path: Path, engine, rank: int) -> tuple:
+    import torch.distributed as dist
+
     folder = path.with_suffix(".universal.tmp")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -357,6 +370,8 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
 
 def engine_weights(path: Path, zero_stage: int) -> dict:
     """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that wrote them."""
+    import torch
+
     if zero_stage == 0:
         weights = torch.load(
             path / "engine" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
@@ -374,6 +389,7 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
 
 def export(path, out, trusted: bool = False) -> None:
     """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not trusted, not whole, or `out` is there already."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path, out = Path(path), Path(out)

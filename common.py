@@ -38,14 +38,15 @@ def leave(sentence: str, status: int) -> None:
     os._exit(status)
 
 
-def script(main) -> None:
-    """Runs main(argv) of a script; errors that are meant for a person come without a stack of library frames."""
+def script(work, argument=None):
+    """What work(argument) of a script returns, by default work(command line); errors that are
+    meant for a person come without a stack of library frames."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        return print(
-            f"{main.__globals__['__doc__']}\nconfig/default.py lists every key with its meaning; --key=value sets one."
-        )
+        print(sys.modules["__main__"].__doc__)
+        print("config/default.py lists every key with its meaning; --key=value sets one.")
+        sys.exit()
     try:
-        main(sys.argv[1:])
+        return work(sys.argv[1:] if argument is None else argument)
     except (UserError, RunStopped) as error:
         leave(str(error), 2 if isinstance(error, UserError) else 1)
     except OSError as error:

@@ -8,6 +8,12 @@ mean@k     share of correct answers                           pass@k      share 
 distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
 """
 
+from common import load_config, script
+
+# A wrong config is told here, at once: the imports that follow take ten seconds.
+if __name__ == "__main__":
+    config = script(load_config)
+
 import json
 import math
 import os
@@ -22,7 +28,7 @@ import torch.distributed as dist
 import data
 import rewards as R
 import rollout
-from common import UserError, load_config, script
+from common import UserError
 from prompts import encode_prompts, load_model_files
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
@@ -243,8 +249,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv) -> None:
-    c = load_config(argv)
+def main(c: dict) -> None:
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
@@ -277,4 +282,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, config)

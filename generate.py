@@ -8,6 +8,12 @@ num_generations lines a prompt, prompts in the order of the dataset: {"id", "tas
 again goes on where it was interrupted; OUT.config.json holds the settings that the lines were made with.
 """
 
+from common import load_config, script
+
+# A wrong config is told here, at once: the imports that follow take ten seconds.
+if __name__ == "__main__":
+    config = script(load_config)
+
 import json
 import math
 import os
@@ -18,7 +24,7 @@ import torch.distributed as dist
 import data
 import rewards as R
 import rollout
-from common import UserError, load_config, progress, script
+from common import UserError, progress
 from prompts import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
@@ -96,8 +102,7 @@ def lines_of(rollouts: list[dict], row: dict, values, rewards, columns: list) ->
     return found
 
 
-def main(argv) -> None:
-    c = load_config(argv)
+def main(c: dict) -> None:
     if not c["generate_output"]:
         raise UserError("generate_output is empty: name a .jsonl file to write to")
     R.check_names(c["reward_funcs"])
@@ -153,4 +158,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, config)

@@ -11,17 +11,19 @@ open it to a private network only.
 import os
 import sys
 
-import torch
-
 from common import UserError, load_config, script
-from policy import dtype_of
-from rollout import enforce_eager, kv_cache_bytes
 
 
 def command(
     c: dict, port: int, host: str, tp: int, dp: int, more: list[str]
 ) -> tuple[list[str], dict]:
     """(argv, environment additions) of the server for a resolved config."""
+    # here, not above: a wrong flag is told before the ten seconds that these take
+    import torch
+
+    from policy import dtype_of
+    from rollout import enforce_eager, kv_cache_bytes
+
     longest, gpu = c["max_prompt_length"] + c["max_completion_length"], torch.cuda.is_available()
     eager = enforce_eager(c, gpu)
     argv = [

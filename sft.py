@@ -7,6 +7,12 @@ model="tiny" first builds, without any download, a character-level tokenizer wit
 parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
 """
 
+from common import load_config, script
+
+# A wrong config is told here, at once: the imports that follow take ten seconds.
+if __name__ == "__main__":
+    config = script(load_config)
+
 import json
 import os
 import random
@@ -21,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import UserError, load_config, progress, script
+from common import UserError, progress
 from policy import Policy
 from prompts import load_model_files, seed_prompts
 from ranks import across_ranks, start_distributed
@@ -153,8 +159,7 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
     print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
 
 
-def main(argv) -> None:
-    c = load_config(argv)
+def main(c: dict) -> None:
     folder = Path(c["output_dir"])
     if folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -219,4 +224,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, config)

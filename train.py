@@ -20,6 +20,12 @@ Where this departs from the papers:
 6. InfoSeed's class means leave out the whole prompt of the row that they judge, else chance would not be 1 / seeds.
 """
 
+from common import load_config, script
+
+# A wrong config is told here, at once: the imports that follow take ten seconds.
+if __name__ == "__main__":
+    config = script(load_config)
+
 import math
 import os
 import sys
@@ -43,7 +49,7 @@ import loss as L
 import rewards as R
 import rollout
 from checks import warn_config
-from common import RunStopped, load_config, progress, script
+from common import RunStopped, progress
 from hub import Hub
 from inputs import dry_run, load_inputs
 from journal import MetricsLog, Timer, check_run_folder, make_run_folder, run_header
@@ -202,8 +208,7 @@ def steer(
     }
 
 
-def main(argv) -> None:
-    c = load_config(argv)
+def main(c: dict) -> None:
     dtype, rank, world = (
         dtype_of(c),
         int(os.environ.get("RANK", 0)),
@@ -487,4 +492,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, config)

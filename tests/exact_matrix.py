@@ -63,7 +63,7 @@ def accumulate_or_die(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return accumulate(*args)
 learner.accumulate_gradients = accumulate_or_die
-train.script(train.main)
+train.script(train.main, train.script(train.load_config))
 """
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import common
 import journal
 import ranks
 import sft
@@ -33,12 +32,14 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
     def refused(*flags) -> str:
         with pytest.raises(UserError) as caught:
             train.main(
-                [
-                    TINY,
-                    f"--model={tiny_model_dir}",
-                    f"--output_dir={tmp_path / 'run'}",
-                    *map(str, flags),
-                ]
+                load_config(
+                    [
+                        TINY,
+                        f"--model={tiny_model_dir}",
+                        f"--output_dir={tmp_path / 'run'}",
+                        *map(str, flags),
+                    ]
+                )
             )
         assert not (tmp_path / "run").exists() and "\n" not in str(caught.value)
         return str(caught.value)
@@ -263,13 +264,6 @@ def test_the_script_ends_with_status_2_and_one_line(tmp_path):
     assert "Traceback" not in done.stderr + done.stdout and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_says_how_to_run(flag, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", TINY, flag])
-    common.script(train.main)
-    assert "torchrun" in (text := capsys.readouterr().out) and "config/default.py" in text
-
-
 # --- dry run
 
 
@@ -293,13 +287,15 @@ def deepspeed_of(text: str) -> dict:
 
 def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path, capsys):
     train.main(
-        [
-            TINY,
-            f"--model={no_weights}",
-            f"--output_dir={tmp_path / 'run'}",
-            "--dry_run=True",
-            "--maxent_tau=0.5",
-        ]
+        load_config(
+            [
+                TINY,
+                f"--model={no_weights}",
+                f"--output_dir={tmp_path / 'run'}",
+                "--dry_run=True",
+                "--maxent_tau=0.5",
+            ]
+        )
     )
     said = capsys.readouterr().out
     assert "'<|user|>" in said and "<|assistant|>'" in said and "GiB" in said and "512 rows" in said
@@ -318,14 +314,16 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
         tmp_path / "rows.jsonl", problem, {**problem, "problem": "1" * 600}, {"problem": "And?"}
     )
     train.main(
-        [
-            str(ROOT / "config" / "math_maxent.py"),
-            f"--model={no_weights}",
-            f"--dataset_name={path}",
-            f"--eval_dataset_name={path}",
-            "--dry_run=True",
-            "--allow_leakage=True",
-        ]
+        load_config(
+            [
+                str(ROOT / "config" / "math_maxent.py"),
+                f"--model={no_weights}",
+                f"--dataset_name={path}",
+                f"--eval_dataset_name={path}",
+                "--dry_run=True",
+                "--allow_leakage=True",
+            ]
+        )
     )
     said = capsys.readouterr().out
     assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said

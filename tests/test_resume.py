@@ -170,13 +170,14 @@ class FakeEngine:
             torch.save(torch.rand(100_000), path / name)
 
 
-GROUP_OF_ONE = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None)
+GROUP_OF_ONE = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "barrier": lambda: None}
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """A process group of one, without torch.distributed."""
-    monkeypatch.setattr(checkpoint, "dist", GROUP_OF_ONE)
+    for name, answer in GROUP_OF_ONE.items():
+        monkeypatch.setattr(torch.distributed, name, answer)
     monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
 
 
@@ -200,7 +201,8 @@ def save(folder: Path, step: int, engine, **config) -> Path:
 
 
 def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
-    checkpoint.dist, engine = GROUP_OF_ONE, FakeEngine(model)
+    vars(torch.distributed).update(GROUP_OF_ONE)
+    engine = FakeEngine(model)
     for step in range(1, 100):
         save(folder, step, engine)
         with open(notes, "a") as file:
@@ -244,7 +246,8 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
 
 
 def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:
-    checkpoint.dist, engine = GROUP_OF_ONE, FakeEngine(model)
+    vars(torch.distributed).update(GROUP_OF_ONE)
+    engine = FakeEngine(model)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
     try:

@@ -26,7 +26,6 @@ from stand_ins import FakeWorld, Proxy, StandIn, choice, usual, with_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
-import common
 import rollout
 import serve
 import server
@@ -1258,12 +1257,6 @@ def test_serve_refuses_what_can_not_work(flags, words, monkeypatch):
     monkeypatch.setattr(serve.os, "execve", lambda *args: pytest.fail("started"))
     with pytest.raises(UserError, match=re.escape(words)):
         serve.main(["config/countdown_tiny.py", *flags])
-
-
-def test_serve_explains_itself(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--help"])
-    common.script(serve.main)
-    assert "python serve.py config/countdown_tiny.py --port=8000" in capsys.readouterr().out
 
 
 # --- weight_sync="nccl": the control calls; the broadcast itself needs GPUs

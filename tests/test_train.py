@@ -46,7 +46,7 @@ def run(
     if patch:
         patched = folder / f"patched_{script}"
         patched.write_text(
-            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{patch}\nimport {script[:-3]} as main\nmain.script(main.main)\n"
+            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{patch}\nimport {script[:-3]} as main\nmain.script(main.main, main.script(main.load_config))\n"
         )
         script = str(patched)
     return subprocess.run(

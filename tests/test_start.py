@@ -1,0 +1,63 @@
+"""The first second of every command: what is wrong with its words is said before torch is loaded."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "deepspeed", "transformers", "datasets", "vllm", "trl")
+TINY = "config/countdown_tiny.py"
+SCRIPTS = ("train", "sft", "evaluate", "generate", "serve", "compare", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """A function that runs a command in a Python where every heavy library fails to import."""
+    folder = tmp_path_factory.mktemp("nothing")
+    for name in HEAVY:
+        (folder / f"{name}.py").write_text("raise RuntimeError('this takes ten seconds')")
+
+    def run(*command) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+
+    return run
+
+
+def test_a_config_is_read_and_checked_without_torch(without_torch):
+    done = without_torch("-c", f"import checks, common; common.load_config(['{TINY}'])")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_how_to_run_before_torch_is_loaded(without_torch, script):
+    done = without_torch(f"{script}.py", TINY, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"{script}.py" in done.stdout and "config/default.py" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["train", "sft", "evaluate", "generate", "serve"])
+def test_a_mistyped_key_is_told_before_torch_is_loaded(without_torch, script):
+    done = without_torch(f"{script}.py", TINY, "--max_step=3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "unknown key 'max_step'; did you mean 'max_steps'?" in done.stderr
+
+
+def test_compare_tells_a_mistyped_key_before_torch_is_loaded(without_torch, tmp_path):
+    (tmp_path / "arms.py").write_text('slow = {"learning_rat": 1e-5}')
+    done = without_torch("compare.py", TINY, f"--arms={tmp_path / 'arms.py'}")
+    assert done.returncode == 2 and "did you mean 'learning_rate'?" in done.stderr, done.stderr
+
+
+def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
+    done = without_torch("checkpoint.py", "verify", tmp_path)
+    assert done.returncode == 1 and "manifest.json" in done.stdout, done.stderr
