@@ -6,8 +6,40 @@ for sentence in warn_config(config, vocabulary): ...
 
 import math
 import shlex
+from typing import NamedTuple
 
 from controllers import steers_beta, steers_tau
+
+
+class Objective(NamedTuple):
+    """All that is true of an objective but its formula, which is in loss.py. The defaults are those of dr_grpo."""
+
+    tokens: str = "constant"  # how terms of tokens are summed: "constant", "row_mean", "token_mean"
+    scale: str = "none"  # its own scale_rewards
+    ratio: str = "token"  # "token" and "sequence" are clipped, "cispo" is capped
+    group_loss: str = ""  # its loss over the scores of a whole group: "listwise"; "" it has none
+    weights: str = ""  # what w by tau are: the "target" of the policy, or those of the "rows"
+    beta: str = "loss"  # where the reference acts: a KL in the "loss", or it tilts the "weights"
+    term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"
+
+
+OBJECTIVES = {
+    "maxent": Objective(group_loss="listwise", weights="target", beta="weights"),
+    "xdr": Objective(weights="rows"),
+    "grpo": Objective(tokens="row_mean", scale="group"),
+    "dr_grpo": Objective(),
+    "dapo": Objective(tokens="token_mean", scale="group"),
+    "gspo": Objective(tokens="row_mean", scale="group", ratio="sequence"),
+    "cispo": Objective(tokens="token_mean", scale="group", ratio="cispo"),
+    "seed_grpo": Objective(term="answer_entropy"),
+    "token_entropy": Objective(term="token_entropy"),
+}
+
+
+def names(wanted) -> str:
+    """The objectives of which `wanted` is true, as they stand in sentences."""
+    return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
+
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
@@ -16,17 +48,7 @@ CHOICES = {
     "rollout_ahead": (0, 1),
     "vllm_enforce_eager": ("auto", "yes", "no"),
     "weight_sync": ("disk", "nccl"),
-    "objective": (
-        "maxent",
-        "xdr",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gspo",
-        "cispo",
-        "seed_grpo",
-        "token_entropy",
-    ),
+    "objective": tuple(OBJECTIVES),
     "scale_rewards": ("", "group", "batch", "none"),
     "importance_sampling": (
         "token_truncate",
@@ -311,21 +333,22 @@ def objective_claims(c: dict):
         c["delta"] == -1 or c["delta"] >= ceiling,
         f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}",
     )
+    objective = OBJECTIVES[c["objective"]]
     yield (
-        c["mode_entropy_coef"] == 0 or c["objective"] != "maxent",
-        "mode_entropy_coef belongs to the policy-gradient objectives; "
-        "maxent already makes equally rewarded answers equally likely: set it to 0 or change objective='maxent'",
+        c["mode_entropy_coef"] == 0 or not objective.group_loss,
+        f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: set it to 0, "
+        f"or change objective={c['objective']!r}, whose loss compares the answers of a group already",
     )
     yield (
-        not c["xdr_ref_tilt"] or (c["objective"] == "xdr" and c["beta"] > 0),
+        not c["xdr_ref_tilt"] or (objective.weights == "rows" and c["beta"] > 0),
         f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
     )
     yield (
-        not c["maxent_kl"] or (c["objective"] == "maxent" and c["beta"] > 0),
+        not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
         f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
     )
     yield (
-        not c["xdr_mode_adaptive_tau"] or c["objective"] == "xdr",
+        not c["xdr_mode_adaptive_tau"] or objective.weights == "rows",
         f"xdr_mode_adaptive_tau=True needs objective='xdr', not {c['objective']!r}",
     )
 
@@ -364,7 +387,7 @@ def controller_claims(c: dict):
     )
     if meta:
         yield (
-            c["objective"] == "maxent",
+            OBJECTIVES[c["objective"]].weights == "target",
             f"controller_meta_enabled=True steers the weights of maxent; objective={c['objective']!r} has none that it knows",
         )
         yield (
@@ -378,8 +401,8 @@ def controller_claims(c: dict):
         )
     if meta or steers_tau(c):
         yield (
-            c["objective"] in ("maxent", "xdr"),
-            f"an entropy target steers the weights of maxent and xdr; objective={c['objective']!r} has none",
+            OBJECTIVES[c["objective"]].weights != "",
+            f"an entropy target steers the weights of {names(lambda o: o.weights)}; objective={c['objective']!r} has none",
         )
         yield (
             c["maxent_tau_max"] > c["maxent_tau_min"],
@@ -429,7 +452,7 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
         )
-    if steers_tau(c) and c["objective"] == "xdr":
+    if steers_tau(c) and OBJECTIVES[c["objective"]].weights == "rows":
         warnings.append(
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way"
         )
@@ -441,10 +464,9 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
             "maxent_target_weight_entropy counts every active group, and here those whose answers are all equally good are active, with flat weights at "
             "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
         )
-    scaled = c["scale_rewards"] == "group" or (
-        c["scale_rewards"] == "" and c["objective"] in ("grpo", "dapo", "gspo", "cispo")
-    )  # as loss.OBJECTIVES, without torch
-    if seed_reward and scaled and c["objective"] != "maxent":
+    objective = OBJECTIVES[c["objective"]]
+    scale = c["scale_rewards"] or objective.scale
+    if seed_reward and scale == "group" and not objective.group_loss:
         warnings.append(
             "info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards the small seed rewards are blown up to standard deviation 1; "
             "use scale_rewards='none'"

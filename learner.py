@@ -16,6 +16,7 @@ import loss as L
 import packing
 import rewards as R
 import rollout
+from checks import OBJECTIVES
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_groups
@@ -127,7 +128,7 @@ def measure_groups(
         group["entropies"] = gather(
             score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"]
         )
-    if c["objective"] == "seed_grpo":
+    if OBJECTIVES[c["objective"]].term == "answer_entropy":
         group["clusters"] = gather(R.answer_clusters(rollouts, rows, right, c))
         group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
@@ -152,13 +153,14 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     group: "rewards" and "lengths" (P, G); where InfoSeed has added something to the rewards "task_rewards" (P, G), by which rows are best or correct;
     where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters", "mean_logps" (P, G) and "correct_modes" (P,)."""
     rewards, (P, G) = group["rewards"], group["rewards"].shape
+    objective = OBJECTIVES[c["objective"]]
     task_rewards = group.get("task_rewards", rewards)
     shaped = (
         rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
         if "entropies" in group
         else rewards
     )
-    if c["objective"] == "maxent":
+    if objective.weights == "target":
         utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
         weights = L.maxent_weights(utilities, group.get("ref_scores"), tau, beta)
         active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
@@ -171,13 +173,13 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
             "advantages": advantages,
             "utilities": utilities,
         }
-    advantages = L.group_advantages(shaped, c["scale_rewards"] or L.OBJECTIVES[c["objective"]][1])
+    advantages = L.group_advantages(shaped, c["scale_rewards"] or objective.scale)
     targets = {
         "rewards": task_rewards,
         "active": ~L.equal_groups(rewards),
         "advantages": advantages,
     }
-    if c["objective"] == "xdr":
+    if objective.weights == "rows":
         utilities = L.xdr_utilities(
             advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"]
         )
@@ -191,7 +193,7 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
         )
         if not math.isinf(tau):  # infinite: the dr_grpo path, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
-    if c["objective"] == "seed_grpo":
+    if objective.term == "answer_entropy":
         entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])
         targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     return targets
@@ -199,9 +201,12 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
 
 def couples_rows(c: dict) -> bool:
     """Whether part of the loss is a function of a whole group's scores."""
-    return (c["objective"] == "maxent" and c["maxent_loss"] != "policy_gradient") or c[
-        "mode_entropy_coef"
-    ] > 0
+    return not policy_gradient(c) or c["mode_entropy_coef"] > 0
+
+
+def policy_gradient(c: dict) -> bool:
+    """Whether advantages act on the log-probs of tokens; otherwise the whole loss is over the scores of groups."""
+    return not OBJECTIVES[c["objective"]].group_loss or c["maxent_loss"] == "policy_gradient"
 
 
 def scores_of(logps, lengths, c: dict):
@@ -210,14 +215,14 @@ def scores_of(logps, lengths, c: dict):
     return L.sequence_scores(
         logps,
         lengths,
-        maxent_norm if c["objective"] == "maxent" else c["mode_entropy_score_norm"],
+        maxent_norm if OBJECTIVES[c["objective"]].group_loss else c["mode_entropy_score_norm"],
         c["max_completion_length"],
     )
 
 
 def group_loss(scores, targets: dict, c: dict, norm: dict):
     """The part of the loss that takes the rows of a group together, from their scores (p, G): maxent or the mode-entropy term."""
-    if c["objective"] == "maxent":
+    if OBJECTIVES[c["objective"]].group_loss:
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
         return loss(scores, targets["weights"], targets["active"], norm["active"])
     longest = (
@@ -231,9 +236,10 @@ def group_loss(scores, targets: dict, c: dict, norm: dict):
 def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
     """What a policy gradient maximises, per token, and the tokens clipped below and above: each (n, T), or (n, 1) for gspo."""
     log_ratio = logps - part["old_logps"]
-    if c["objective"] == "cispo":
+    ratio = OBJECTIVES[c["objective"]].ratio
+    if ratio == "cispo":
         return L.cispo_surrogate(logps, log_ratio, advantages, c["cispo_epsilon_max"])
-    if c["objective"] == "gspo":
+    if ratio == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]
     return L.clipped_surrogate(log_ratio, advantages, c["epsilon"], high, c["delta"])
@@ -241,21 +247,23 @@ def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
 
 def adds_kl(c: dict) -> bool:
     """Whether beta * KL is a term of the loss; maxent and a tilted xdr have beta in their weights instead."""
-    return {"maxent": c["maxent_kl"], "xdr": not c["xdr_ref_tilt"]}.get(c["objective"], True)
+    if OBJECTIVES[c["objective"]].beta == "weights":
+        return c["maxent_kl"]
+    return not c["xdr_ref_tilt"]
 
 
 def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, norm: dict) -> tuple:
     """The part of the loss that is a sum over tokens: surrogate, KL, entropy. (loss, clipped below, clipped above, KL sum)."""
     mask = completion_mask(part["lengths"])
     share = L.token_weights(
-        L.OBJECTIVES[c["objective"]][0],
+        OBJECTIVES[c["objective"]].tokens,
         mask,
         norm["rows"],
         norm["tokens"],
         c["max_completion_length"],
     )  # (n, T)
     total, low, high, kl_sum = logps.new_zeros(()), mask & False, mask & False, logps.new_zeros(())
-    if c["objective"] != "maxent" or c["maxent_loss"] == "policy_gradient":
+    if policy_gradient(c):
         gain, low, high = surrogate(logps, part, advantages, c)
         correction = L.importance_ratio(
             part["old_logps"],
@@ -265,7 +273,7 @@ def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, nor
             c["importance_sampling_cap"],
         )
         total = total - (share * correction * gain).sum()
-    if c["objective"] == "token_entropy":
+    if OBJECTIVES[c["objective"]].term == "token_entropy":
         total = total - c["token_entropy_coef"] * (share * entropy).sum()
     if "ref_logps" in part:
         kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
@@ -283,7 +291,8 @@ def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, nor
 
 def idle_rows(targets: dict, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal rewards. They need no backward."""
-    if c["mode_entropy_coef"] > 0 or c["objective"] == "token_entropy" or (adds_kl(c) and beta > 0):
+    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
+    if c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
     idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)
     return idle.repeat_interleave(targets["rewards"].shape[1])

@@ -22,20 +22,6 @@ import math
 import torch
 from torch import Tensor
 
-# objective: (how its tokens are aggregated, its own scale_rewards)
-OBJECTIVES = {
-    "maxent": ("constant", "none"),
-    "xdr": ("constant", "none"),
-    "grpo": ("row_mean", "group"),
-    "dapo": ("token_mean", "group"),
-    "dr_grpo": ("constant", "none"),
-    "gspo": ("row_mean", "group"),
-    "cispo": ("token_mean", "group"),
-    "seed_grpo": ("constant", "none"),
-    "token_entropy": ("constant", "none"),
-}
-
-
 # --- rewards to advantages and weights, (P, G) in, (P, G) out
 
 

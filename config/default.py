@@ -85,8 +85,8 @@ soft_overlong_buffer = (
 )
 
 # --- objective
-objective = "maxent"  # "maxent", "xdr", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "seed_grpo", "token_entropy"
-scale_rewards = ""  # "group", "batch", "none"; "" the objective's own: grpo, dapo, gspo, cispo "group", the others "none"; maxent has no use for it
+objective = "maxent"  # a name of OBJECTIVES in checks.py; loss.py has their formulas
+scale_rewards = ""  # "group", "batch", "none"; "" the objective's own (OBJECTIVES in checks.py); maxent has no use for it
 num_iterations = 1  # optimizer updates per batch of rollouts
 epsilon = 0.2  # clip of the probability ratio, below
 epsilon_high = -1.0  # above; -1 the same as epsilon

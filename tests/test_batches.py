@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import checks
 import evaluate
 import learner
-import loss
 import rollout
 import sft
 from common import load_config
@@ -420,7 +420,11 @@ def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm, pack):
 
 # --- what is trained
 
-OBJECTIVES = [*loss.OBJECTIVES, "maxent --maxent_loss=policy_gradient", "maxent --maxent_loss=mle"]
+OBJECTIVES = [
+    *checks.OBJECTIVES,
+    "maxent --maxent_loss=policy_gradient",
+    "maxent --maxent_loss=mle",
+]
 
 
 def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checks import warn_config
+from checks import OBJECTIVES, warn_config
 from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
-from loss import OBJECTIVES
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
@@ -350,6 +349,16 @@ def test_every_shipped_config_loads_and_says_how_to_launch_it(name):
         assert config["model"] and config["output_dir"] == f"runs/{name.removesuffix('.py')}"
 
 
+def test_every_objective_is_described_in_readme_and_beside_its_formula():
+    """The table in checks.py says what is true of an objective, loss.py's docstring its formula, the
+    README what it is for."""
+    formulas = ast.get_docstring(ast.parse((ROOT / "loss.py").read_text()))
+    table = (ROOT / "README.md").read_text().split("| `objective` |")[1].split("\n\n")[0]
+    for name in OBJECTIVES:
+        assert re.search(rf"\b{name}\b", formulas), name
+        assert f"`{name}`" in table, name
+
+
 def test_the_math_pair_differs_in_the_keys_of_the_objective_only():
     grpo, maxent = (
         load_config([str(ROOT / "config" / f"math_{name}.py")]) for name in ("grpo", "maxent")
@@ -536,9 +545,9 @@ def test_settings_that_work_against_each_other_are_warned_about():
     assert "scale_rewards='group'" in warnings_of(
         100, *seeds, "--objective=grpo"
     ) and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
-    for objective, (_, scale) in OBJECTIVES.items():
+    for objective, about in OBJECTIVES.items():
         assert ("scale_rewards" in warnings_of(100, *seeds, f"--objective={objective}")) == (
-            scale == "group"
+            about.scale == "group"
         ), objective
     assert (
         warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+import checks
 import infoseed
-import loss
 import ranks
 import rollout
 import train
@@ -74,7 +74,7 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
 
 
 REWARDS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0.5, 1], [0, 0, 0, 0]])
-OBJECTIVES = list(loss.OBJECTIVES)
+OBJECTIVES = list(checks.OBJECTIVES)
 
 
 def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_model_dir):

@@ -37,6 +37,7 @@ from test_loss import (
 )
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+import checks
 import learner
 import loss
 from ranks import start_distributed
@@ -172,7 +173,9 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
     name = "dapo" if objective == "bnpo" else objective
     step = STEP if off_policy else changed(STEP, logps=STEP.old)
     case = {"importance_sampling": "none", **case}
-    trainer = trl_trainer(step, objective, loss.OBJECTIVES[name][1], off_policy=off_policy, **case)
+    trainer = trl_trainer(
+        step, objective, checks.OBJECTIVES[name].scale, off_policy=off_policy, **case
+    )
     batch = trl_batch(trainer)
     assert ("old_per_token_logps" in batch) == (off_policy or case["importance_sampling"] != "none")
     value, grad = value_and_grad(lambda x: GRPOTrainer._compute_loss(trainer, x, batch), step.logps)
