@@ -25,7 +25,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from common import RunStopped, UserError, script
+from common import RunStopped, UserError, own_flags, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -422,15 +422,12 @@ def export(path, out, trusted: bool = False) -> None:
 
 
 def main(argv) -> None:
-    trusted, argv = (
-        "--trust_checkpoint=True" in argv,
-        [a for a in argv if a != "--trust_checkpoint=True"],
-    )
-    if len(argv) == 3 and argv[0] == "export":
-        export(argv[1], argv[2], trusted)
-    elif len(argv) == 2 and argv[0] == "verify":
-        problem = verify(argv[1])
-        print(problem or f"{argv[1]} is whole")
+    own, words = own_flags(argv, {"trust_checkpoint": False})
+    if len(words) == 3 and words[0] == "export":
+        export(words[1], words[2], own["trust_checkpoint"])
+    elif len(words) == 2 and words[0] == "verify":
+        problem = verify(words[1])
+        print(problem or f"{words[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(
