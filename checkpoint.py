@@ -25,7 +25,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from common import RunStopped, UserError, own_flags, script
+from common import RunStopped, UserError, lost_a_rank, own_flags, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -42,6 +42,8 @@ def save(
     except (
         Exception
     ) as error:  # torch, safetensors and DeepSpeed each have their own for a full disk
+        if lost_a_rank(error):
+            raise  # common.script has the sentence: the disk is not to blame
         free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
         raise RunStopped(
             f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "

@@ -38,6 +38,12 @@ def leave(sentence: str, status: int) -> None:
     os._exit(status)
 
 
+def lost_a_rank(error: Exception) -> bool:
+    """Whether it is what torch.distributed raises on a rank when another one is gone."""
+    words = ("gloo", "NCCL", "Connection closed by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
 def script(work, argument=None):
     """What work(argument) of a script returns, by default work(command line); errors that are
     meant for a person come without a stack of library frames."""
@@ -56,7 +62,7 @@ def script(work, argument=None):
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+        if not lost_a_rank(error):
             raise
         leave(
             f"another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}",
