@@ -25,7 +25,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from common import RunStopped, UserError, script
+from common import RunStopped, UserError, lost_a_rank, own_flags, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -42,6 +42,8 @@ def save(
     except (
         Exception
     ) as error:  # torch, safetensors and DeepSpeed each have their own for a full disk
+        if lost_a_rank(error):
+            raise  # common.script has the sentence: the disk is not to blame
         free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
         raise RunStopped(
             f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
@@ -422,15 +424,12 @@ def export(path, out, trusted: bool = False) -> None:
 
 
 def main(argv) -> None:
-    trusted, argv = (
-        "--trust_checkpoint=True" in argv,
-        [a for a in argv if a != "--trust_checkpoint=True"],
-    )
-    if len(argv) == 3 and argv[0] == "export":
-        export(argv[1], argv[2], trusted)
-    elif len(argv) == 2 and argv[0] == "verify":
-        problem = verify(argv[1])
-        print(problem or f"{argv[1]} is whole")
+    own, words = own_flags(argv, {"trust_checkpoint": False})
+    if len(words) == 3 and words[0] == "export":
+        export(words[1], words[2], own["trust_checkpoint"])
+    elif len(words) == 2 and words[0] == "verify":
+        problem = verify(words[1])
+        print(problem or f"{words[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(

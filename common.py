@@ -38,6 +38,12 @@ def leave(sentence: str, status: int) -> None:
     os._exit(status)
 
 
+def lost_a_rank(error: Exception) -> bool:
+    """Whether it is what torch.distributed raises on a rank when another one is gone."""
+    words = ("gloo", "NCCL", "Connection closed by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
 def script(work, argument=None):
     """What work(argument) of a script returns, by default work(command line); errors that are
     meant for a person come without a stack of library frames."""
@@ -46,6 +52,8 @@ def script(work, argument=None):
         print("config/default.py lists every key with its meaning; --key=value sets one.")
         sys.exit()
     try:
+        if argument is None:
+            tell_repeats(sys.argv[1:])
         return work(sys.argv[1:] if argument is None else argument)
     except (UserError, RunStopped) as error:
         leave(str(error), 2 if isinstance(error, UserError) else 1)
@@ -54,7 +62,7 @@ def script(work, argument=None):
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+        if not lost_a_rank(error):
             raise
         leave(
             f"another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}",
@@ -138,27 +146,58 @@ def coerce(value, default, where: str):
 
 
 def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value; strings need no quotes."""
-    key, equals, text = argument[2:].partition("=")
-    if not equals or not argument.startswith("--"):
-        raise UserError(
-            f"{argument}: write --key=value, in one word: --{argument.lstrip('-').partition('=')[0] or 'key'}=..."
-        )
-    if isinstance(defaults.get(ALIASES.get(key, key)), str):
+    """{key: value} of one --key=value; strings need no quotes, true and false no capital."""
+    key, _, text = argument[2:].partition("=")
+    default = defaults.get(ALIASES.get(key, key))
+    if isinstance(default, str):
         return {key: text}
+    if isinstance(default, bool) and text.lower() in ("true", "false"):
+        return {key: text.lower() == "true"}
     try:
         return {key: ast.literal_eval(text)}
     except (ValueError, SyntaxError, TypeError):
         return {key: text}  # merge() says which type was expected
 
 
+def refuse_two_words(argv) -> None:
+    """UserError for `--port 8000`, and for anything else that begins with - and is no --key=value."""
+    for i, word in enumerate(argv):
+        if not word.startswith("-") or (word.startswith("--") and "=" in word):
+            continue
+        value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
+        name = word.lstrip("-").partition("=")[0] or "key"
+        raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
+
+
+def tell_repeats(argv) -> None:
+    """Of a key that is given twice the last value counts, as scripts that add flags rely on: that is said."""
+    last = {}
+    for word in argv:
+        key, equals, _ = word.partition("=")
+        if key in last and equals and os.environ.get("RANK", "0") == "0":
+            print(f"{last[key]} is not used: {word} comes after it", file=sys.stderr, flush=True)
+        last[key] = word
+
+
+def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
+    """The flags of a command that are no keys of the config, as a dict like `defaults`, and what
+    is left of `argv`: files and flags of the config."""
+    refuse_two_words(argv)
+    own, rest = defaults, []
+    for word in argv:
+        if word.startswith("--") and word[2:].partition("=")[0] in defaults:
+            own = merge(own, read_flag(word, defaults), "command line")
+        else:
+            rest.append(word)
+    return own, rest
+
+
 def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its --key=value, whatever their order."""
+    refuse_two_words(argv)  # before the files are read: in "--seed 3" the 3 is none
     defaults = read_config_file(ROOT / "config" / "default.py")
     config = dict(defaults)
-    flags = [
-        read_flag(a, defaults) for a in argv if a.startswith("-")
-    ]  # before the files: in "--seed 3" the 3 is no file
+    flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
     for path in [a for a in argv if not a.startswith("-")]:
         config = merge(config, read_config_file(path), path)
     for flag in flags:

@@ -30,9 +30,9 @@ from common import (
     UserError,
     load_config,
     merge,
+    own_flags,
     progress,
     read_config_file,
-    read_flag,
     refuse_missing_folder,
     script,
 )
@@ -45,12 +45,7 @@ DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 
 def read_own(argv) -> tuple[dict, list[str]]:
     """Our own flags, and the arguments of every run."""
-    own, shared = OWN, []
-    for a in argv:
-        if a.startswith("--") and a[2:].partition("=")[0] in OWN:
-            own = merge(own, read_flag(a, OWN), "command line")
-        else:
-            shared.append(a)
+    own, shared = own_flags(argv, OWN)
     for key in [key for key in ("seeds", "ranks", "jobs") if own[key] < 1]:
         raise UserError(f"--{key}={own[key]} must be at least 1")
     if not own["arms"]:

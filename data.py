@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tasks
 from common import UserError
-from prompts import encode_prompts, seed_prompts
+from prompts import encode_prompts, seed_prompts, use_cache_without_hub
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
 OURS = (
@@ -128,10 +128,12 @@ def read_dataset(
     name: str, config: str, split: str, columns: tuple, also: tuple = ()
 ) -> list[dict]:
     """Rows, with `columns` and as many of `also` and OURS as there are, of a .parquet file, a folder written by save_to_disk, or a dataset of the hub,
-    which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy or out of reach."""
+    which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy."""
     import datasets
 
     here = name.endswith(".parquet") or Path(name).is_dir()
+    if not here and use_cache_without_hub(datasets.config.HF_ENDPOINT):
+        datasets.config.HF_HUB_OFFLINE = True
     known = (
         ""
         if here

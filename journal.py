@@ -152,9 +152,12 @@ class MetricsLog:
                     settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
                 )
             except wandb.errors.Error as error:
+                cure = "log in, or use --wandb_mode=offline"
+                if config["wandb_mode"] == "offline":
+                    cure = "correct wandb_project or wandb_name, or leave report_to empty"
                 raise UserError(
-                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "
-                    f"or use --wandb_mode=offline"
+                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}, wandb_project="
+                    f"{config['wandb_project']!r}: {' '.join(str(error).split())}; {cure}"
                 ) from None
 
     def write(self, step: int, metrics: dict) -> None:

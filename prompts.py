@@ -4,12 +4,31 @@ config, tokenizer = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
 rows = encode_prompts(rows, tokenizer, system_prompt="", max_length=512, long_prompts="error")     # with "prompt_ids"
 """
 
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+import huggingface_hub.constants
 import jinja2
 from transformers import AutoConfig, AutoTokenizer
 
 from common import UserError, refuse_missing_folder
+
+
+def use_cache_without_hub(endpoint: str) -> bool:
+    """Whether the hub can't be reached. Its library is then told to look into its cache alone, or
+    it would ask again and again for half a minute. Behind a proxy that is left to the library."""
+    hub = huggingface_hub.constants
+    address = urlsplit(endpoint)
+    if not hub.HF_HUB_OFFLINE and not {"http", "https", "all"} & set(getproxies()):
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname, port), timeout=10).close()
+        except OSError as error:
+            print(f"{endpoint} can't be reached ({error}): only its cache is used", flush=True)
+            hub.HF_HUB_OFFLINE = True
+    return hub.HF_HUB_OFFLINE
 
 
 def load_model_files(model: str, chat_template: str = ""):
@@ -20,6 +39,8 @@ def load_model_files(model: str, chat_template: str = ""):
             "model is empty: name a Hugging Face id or a folder, such as --model=Qwen/Qwen2.5-0.5B-Instruct"
         )
     refuse_missing_folder(model)
+    if not Path(model).is_dir():
+        use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     try:
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:  # OSError covers an unreachable hub

@@ -15,6 +15,8 @@ import json
 import os
 import random
 import shutil
+import sys
+import time
 import warnings
 from itertools import pairwise
 
@@ -59,6 +61,13 @@ class VllmEngine:
         os.environ.setdefault(
             "VLLM_CPU_OMP_THREADS_BIND", "nobind"
         )  # ranks share the cores: the kernel places them
+        rank, begin = dist.get_rank(), time.perf_counter()
+
+        def say(text: str) -> None:
+            if rank == 0:
+                print(text, file=sys.stderr, flush=True)
+
+        say("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
         gc.freeze()  # or the collector looks at all modules again and again while vLLM is imported and set up: two seconds
         gc.disable()
         try:
@@ -81,6 +90,8 @@ class VllmEngine:
             torch._dynamo.config.disable = True
         self.sleeps = self.on_gpu and config["vllm_enable_sleep_mode"]
         longest = config["max_prompt_length"] + config["max_completion_length"]
+        compiles = "" if eager else ", and compiling it, which takes a minute or two"
+        say(f"starting vLLM: loading {model} as {str(dtype).removeprefix('torch.')}{compiles}")
         self.llm = vllm.LLM(
             model=model,
             dtype=str(dtype).removeprefix("torch."),
@@ -104,6 +115,7 @@ class VllmEngine:
             ),
         )
         gc.enable()
+        say(f"vLLM {vllm.__version__} is ready after {time.perf_counter() - begin:.0f} s")
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
         self.group = dist.new_subgroups(self.tp, timeout=DEADLINE)[0] if self.tp > 1 else None
 

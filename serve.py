@@ -11,7 +11,9 @@ open it to a private network only.
 import os
 import sys
 
-from common import UserError, load_config, script
+from common import UserError, load_config, own_flags, script
+
+OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
 
 
 def command(
@@ -85,31 +87,19 @@ def command(
 
 
 def main(argv) -> None:
-    own, more = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
-    settings = {"port": "8000", "host": "127.0.0.1", "tp": "1", "dp": "1"}
-    for flag in list(own):
-        key, _, value = flag.removeprefix("--").partition("=")
-        if flag.startswith("--") and key in settings:
-            settings[key] = value
-            own.remove(flag)
-    numbers = {
-        key: int(value) if value.isdecimal() else 0
-        for key, value in settings.items()
-        if key != "host"
-    }
-    for key, value in numbers.items():
-        if value < 1:
-            raise UserError(f"--{key}={settings[key]} must be a whole number above 0")
-    if numbers["port"] > 65535:
-        raise UserError(f"--port={settings['port']}: ports end at 65535")
-    c = load_config(own)
+    ours, more = argv, []
+    if "--" in argv:
+        ours, more = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    own, rest = own_flags(ours, OWN)
+    for key in ("port", "tp", "dp"):
+        if own[key] < 1:
+            raise UserError(f"--{key}={own[key]} must be a whole number above 0")
+    if own["port"] > 65535:
+        raise UserError(f"--port={own['port']}: ports end at 65535")
+    c = load_config(rest)
     if not c["model"]:
         raise UserError("model is empty: name a Hugging Face model or a folder")
-    arguments, environment = command(
-        c, numbers["port"], settings["host"], numbers["tp"], numbers["dp"], more
-    )
+    arguments, environment = command(c, **own, more=more)
     print("starting", *arguments[1:], flush=True)
     os.execve(sys.executable, arguments, os.environ | environment)
 

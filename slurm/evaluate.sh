@@ -33,7 +33,7 @@ if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
   model=$temporary/model
   trust=()
   for argument in "${@:2}"; do
-    if [[ $argument == --trust_checkpoint=True ]]; then trust=("$argument"); fi
+    if [[ ${argument,,} == --trust_checkpoint=true ]]; then trust=("$argument"); fi
   done
   python checkpoint.py export "$checkpoint" "$model" ${trust[@]+"${trust[@]}"}
 fi

@@ -4,6 +4,7 @@ import http.server
 import json
 import math
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -738,6 +739,30 @@ def test_a_hub_that_stays_out_of_reach_is_one_sentence_after_growing_pauses(hub,
     assert "'some/sums'" in message and (
         not trouble or (len(pauses) >= 4 and pauses == sorted(pauses))
     ), (message, pauses)
+
+
+@pytest.fixture
+def no_network(hub, monkeypatch):
+    """The pauses that were made, where nothing listens at the hub's address."""
+    with socket.socket() as closed:  # bound, so that nobody else gets it, and not listening
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", nowhere)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        yield hub[1]
+
+
+def test_a_dataset_without_a_network_is_one_sentence_and_nobody_waits(no_network, capsys):
+    assert "can't be reached" in refusal(of_hub) and no_network == []
+    assert capsys.readouterr().out.count("can't be reached") == 1
+
+
+def test_a_model_without_a_network_is_one_sentence_and_nobody_waits(no_network, capsys):
+    assert "model='some/model'" in refusal(prompts.load_model_files, "some/model")
+    assert no_network == [] and capsys.readouterr().out.count("can't be reached") == 1
 
 
 def test_jsonl_rows_come_with_id_task_prompt_answer_and_their_own_columns(tmp_path):

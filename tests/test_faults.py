@@ -124,6 +124,10 @@ def write_to_a_full_disk(argv):
         file.write("a line of metrics")
 
 
+def run_training(argv) -> None:
+    train.main(common.load_config(argv))
+
+
 def script(main, *argv) -> None:
     sys.argv = ["train.py", *argv]
     common.script(main)
@@ -398,6 +402,27 @@ def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names
     )
 
 
+def log_to_a_project_that_can_not_be(folder: Path) -> None:
+    os.environ.update(WANDB)
+    settings = {
+        "report_to": "wandb",
+        "wandb_project": "a/project",
+        "wandb_name": "",
+        "wandb_mode": "offline",
+    }
+    common.script(lambda argv: journal.MetricsLog(folder, settings, 0))
+
+
+def test_a_project_that_can_not_be_is_not_told_to_go_offline_where_it_is(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = child.start(log_to_a_project_that_can_not_be, folder, log=Path(f"{folder}.log"))
+    assert child.status(process) == 2, log_of(folder)[-3000:]
+    error = error_of(folder)
+    assert "wandb_project='a/project'" in error and "correct wandb_project" in error
+    assert "--wandb_mode=offline" not in error
+
+
 def log_to_a_service_that_dies(folder: Path) -> None:
     log = journal.MetricsLog(
         folder,
@@ -456,7 +481,7 @@ def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_any
         "--dataset_config=",
         f"--output_dir={tmp_path / 'run'}",
     ]
-    assert child.status(child.start(script, train.main, *words, log=tmp_path / "log")) == 2
+    assert child.status(child.start(script, run_training, *words, log=tmp_path / "log")) == 2
     assert (
         re.findall("error: .*", (tmp_path / "log").read_text())[0].startswith(
             f"error: {rows}:3: not JSON"

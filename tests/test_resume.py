@@ -20,6 +20,7 @@ from exact_matrix import ROOT, finish, first_difference, killed_and_resumed, log
 from transformers import AutoModelForCausalLM
 
 import checkpoint
+import common
 import sft
 from common import RunStopped, UserError
 from journal import make_run_folder
@@ -272,6 +273,19 @@ def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint
         and "\n" not in sentence.read_text()
     )
     assert checkpoint.latest(tmp_path).name == "step_000001"
+
+
+def test_a_rank_that_dies_in_a_save_does_not_read_as_a_full_disk(
+    alone, tiny_model_dir, tmp_path, monkeypatch, capsys
+):
+    def barrier() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    monkeypatch.setattr(torch.distributed, "barrier", barrier)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    common.script(lambda argv: save(tmp_path, 1, FakeEngine(tiny_model_dir)))
+    error = capsys.readouterr().err
+    assert "another rank has died" in error and "could not be written" not in error
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common import UserError, load_config, own_flags
+
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "vllm", "trl")
 TINY = "config/countdown_tiny.py"
@@ -61,3 +63,42 @@ def test_compare_tells_a_mistyped_key_before_torch_is_loaded(without_torch, tmp_
 def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
     done = without_torch("checkpoint.py", "verify", tmp_path)
     assert done.returncode == 1 and "manifest.json" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command, cure",
+    [
+        (
+            ["serve.py", TINY, "--port", "8000"],
+            "--port: write --key=value, in one word: --port=8000",
+        ),
+        (["train.py", "--seed", "3"], "--seed: write --key=value, in one word: --seed=3"),
+        (["train.py", "-seed=3"], "-seed=3: write --key=value, in one word: --seed=..."),
+        (["compare.py", TINY, "--jobs", "2"], "--jobs: write --key=value, in one word: --jobs=2"),
+        (["train.py", "--dry_run", TINY], f"in one word: --dry_run={TINY}"),
+    ],
+)
+def test_a_flag_in_two_words_is_told_how_to_be_one(without_torch, command, cure):
+    done = without_torch(*command)
+    assert done.returncode == 2 and cure in done.stderr, done.stderr
+
+
+def test_a_flag_that_is_given_twice_is_said_to_be(without_torch):
+    done = without_torch("train.py", TINY, "--seed=1", "--max_step=3", "--seed=2")
+    assert done.stderr.startswith("--seed=1 is not used: --seed=2 comes after it\nerror: "), (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize("text", ["true", "TRUE", "True", "false", "False"])
+def test_true_and_false_need_no_capital_letter(text):
+    config = load_config([f"--dry_run={text}"])
+    assert config["dry_run"] is (text.lower() == "true")
+    own, rest = own_flags([f"--report_only={text}", TINY], {"report_only": False})
+    assert own == {"report_only": text.lower() == "true"} and rest == [TINY]
+
+
+@pytest.mark.parametrize("text", ["yes", "1", "on", ""])
+def test_other_words_for_true_are_refused(text):
+    with pytest.raises(UserError, match="dry_run must be of type bool"):
+        load_config([f"--dry_run={text}"])

@@ -90,7 +90,7 @@ def two_ranks(tiny_model_dir, tmp_path_factory):
         ranks=2,
     )
     ended_well(done)
-    return folder, done.stdout
+    return folder, done.stdout, done.stderr
 
 
 def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
@@ -119,7 +119,7 @@ def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
 
 
 def test_a_run_shows_its_header_its_first_prompt_and_two_rollouts(two_ranks):
-    folder, text = two_ranks
+    folder, text, _ = two_ranks
     assert (
         "world_size=2" in text
         and "prompt (" in text
@@ -131,6 +131,12 @@ def test_a_run_shows_its_header_its_first_prompt_and_two_rollouts(two_ranks):
         json.loads((folder / "config.json").read_text())["maxent_tau"] == 0.2
         and len((folder / "launches.jsonl").read_text().splitlines()) == 1
     )
+
+
+def test_vllm_does_not_start_without_a_word(two_ranks):
+    words = two_ranks[2]
+    for line in ("starting vLLM: importing it", "starting vLLM: loading ", "is ready after "):
+        assert words.count(line) == 1, words[-3000:]  # by one of the two ranks
 
 
 def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
