@@ -15,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checks
+import stop
 
 ROOT = Path(__file__).resolve().parent
 # of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
@@ -47,6 +48,8 @@ def lost_a_rank(error: Exception) -> bool:
 def script(work, argument=None):
     """What work(argument) of a script returns, by default work(command line); errors that are
     meant for a person come without a stack of library frames."""
+    stop.listen(stop.end_now)  # until a run is ready to save what it has
+    stop.end_with_torchrun()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(sys.modules["__main__"].__doc__)
         print("config/default.py lists every key with its meaning; --key=value sets one.")

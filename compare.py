@@ -12,7 +12,6 @@ Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last check
 results.md and comparison.png; results.py says what the figures there mean.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -36,8 +35,9 @@ from common import (
     refuse_missing_folder,
     script,
 )
-from journal import check_run_folder
+from journal import check_place, hold_folder
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
+from stop import listen
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
@@ -56,7 +56,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
         own["output"]
         or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))])
     )
-    check_run_folder({"output_dir": str(output)}, resuming=True)
+    check_place(output)
     return own | {"output": output}, shared
 
 
@@ -166,29 +166,17 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
         )
 
 
-def carry_out(runs: list[dict], own: dict) -> None:
-    """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and the others go on. Leaves no process behind."""
-    own["output"].mkdir(parents=True, exist_ok=True)
-    locked, live, stop = (
-        open(own["output"] / ".lock", "w"),
-        [],
-        [],
-    )  # held by us, and by the runs as long as they live
-    try:
-        fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another compare.py is at work in {own['output']}, or a run that it left behind; --report_only=True shows what is finished"
-        ) from None
+def carry_out(runs: list[dict], own: dict, locked) -> None:
+    """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and the others go on. Leaves no process behind.
+    `locked` goes to every run: should we be killed, they hold the folder as long as they live."""
+    live, stop = [], []
     waiting = [run for run in runs if state_of(run) != "done"]
     print(
         f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} rank(s) each, into {own['output']}",
         flush=True,
     )
     bar = progress(total=len(waiting), unit="run", disable=not waiting)
-    for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(s) != signal.SIG_IGN:  # as nohup does
-            signal.signal(s, lambda number, frame: stop.append(signal.Signals(number).name))
+    listen(lambda number, frame: stop.append(signal.Signals(number).name))
     try:
         while (waiting or live) and not stop:
             if waiting and len(live) < own["jobs"]:
@@ -225,7 +213,9 @@ def main(argv) -> None:
     if not own["report_only"]:
         for run in runs:
             refuse_missing_folder(run["config"]["model"])
-        carry_out(runs, own)
+        look = "look at what is finished with --report_only=True"
+        with hold_folder(output, cure=look) as locked:
+            carry_out(runs, own, locked)
     done, baseline = [run for run in runs if state_of(run) == "done"], runs[0]["arm"]
     missing = [run for run in runs if run not in done]
     if baseline not in [run["arm"] for run in done]:

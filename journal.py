@@ -1,17 +1,22 @@
 """What a run writes about itself into its folder: config, launches, metrics; and how long its phases take.
 
-check_run_folder(config, resuming)          # before anything is loaded
-make_run_folder(config, run_header(world), resuming)
-log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
+with hold_folder(config["output_dir"], rank):
+    check_run_folder(config, resuming)          # before anything is loaded
+    make_run_folder(config, run_header(world), resuming)
+    log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +26,8 @@ from pathlib import Path
 
 from common import ROOT, UserError
 
+LOCK = ".lock"
+NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
 WANDB_FINISH_SECONDS = 300  # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
 
 
@@ -54,17 +61,110 @@ def run_header(world: int) -> dict:
     }  # one of the last two
 
 
-def check_run_folder(config: dict, resuming: bool) -> None:
-    """UserError if output_dir holds something that this run may not touch."""
-    folder = Path(config["output_dir"])
+# --- the folder
+
+
+@contextmanager
+def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"):
+    """Makes `folder` and holds it: nobody else who asks for it can write there meanwhile. A UserError
+    that names the holder if somebody does. Rank 0 holds for all ranks of its run.
+
+    It is an flock on a file in there, which the system gives up when this process ends, however it
+    does; no process that we start inherits it, unless it is handed the file. On NFS the server keeps
+    the lock, so that other nodes see it; a node that has crashed holds it until its lease is over, a
+    minute or two. A file system without locks (Lustre mounted without `flock`) is a warning."""
+    if rank:
+        yield None
+        return
+    folder = Path(folder)
+    check_place(folder)
+    made = not folder.exists()
+    lock = take_lock(folder, cure)
+    try:
+        yield lock
+    finally:
+        if is_at(folder / LOCK, lock):
+            (folder / LOCK).unlink()
+        lock.close()
+        if made and not any(folder.glob("*")) and folder.is_dir():
+            folder.rmdir()  # what ended before it has written anything leaves no trace
+
+
+def take_lock(folder: Path, cure: str):
+    """The open and locked file, with our name in it."""
+    for _ in range(10):  # the last holder takes the file along when it leaves: then a new one
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / LOCK, "a+", opener=open_no_link)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"{str(folder)!r} can't be written to: {error.strerror}") from None
+        if not try_lock(lock):
+            raise UserError(f"{str(folder)!r} is in use by {holder(lock)}: end it, or {cure}")
+        if is_at(folder / LOCK, lock):
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+            os.register_at_fork(after_in_child=lock.close)  # else a fork would go on holding it
+            return lock
+        lock.close()
+    raise UserError(f"{str(folder)!r}: others make and remove this folder all the time; {cure}")
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """The folder may be a stranger's, and a link in it lead to any file of ours."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
+def try_lock(lock) -> bool:
+    """False if somebody else has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(
+            f"warning: {lock.name} can't be locked ({error.strerror}): nothing keeps a second run "
+            "out of this folder",
+            flush=True,
+        )
+    return True
+
+
+def holder(lock) -> str:
+    """Who holds it, by its own words in the file."""
+    lock.seek(0)
+    named = re.match(r"process \d+ on [\w.-]+", lock.read(300))
+    return f"{named[0]}, or by what that has started" if named else "another process"
+
+
+def is_at(path: Path, file) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def check_place(folder: Path) -> None:
+    """UserError where a folder can't be made or written to."""
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(
             f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}"
         )
-    if (
-        resuming or not folder.exists() or all(path.name == "logs" for path in folder.iterdir())
-    ):  # those of a batch script are there first
+
+
+def is_empty(folder: Path) -> bool:
+    return not folder.exists() or all(path.name in NOT_OF_A_RUN for path in folder.iterdir())
+
+
+def check_run_folder(config: dict, resuming: bool) -> None:
+    """UserError if output_dir holds something that this run may not touch."""
+    folder = Path(config["output_dir"])
+    if resuming or is_empty(folder):
         return
     if not config["overwrite_output_dir"]:
         raise UserError(
@@ -105,7 +205,7 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     for path in [] if resuming else folder.iterdir():
-        if path.name != "logs":
+        if path.name not in NOT_OF_A_RUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in ("stop", "done"):
         (folder / name).unlink(missing_ok=True)

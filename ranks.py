@@ -5,6 +5,8 @@ rank, world, device = start_distributed()
 
 import os
 import socket
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -13,8 +15,11 @@ import torch.distributed as dist
 import transformers
 
 import rollout
-from common import DEADLINE, UserError
+from common import DEADLINE, RunStopped, UserError
 from policy import dtype_of, named_weights
+from stop import under_torchrun
+
+MEETING_SECONDS = 45  # that ranks started by hand wait for each other
 
 if not torch.cuda.is_available():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
@@ -42,6 +47,67 @@ def refuse_idle_gpu() -> None:
     )
 
 
+def check_environment() -> None:
+    """UserError for a rank that does not know its place, as one that was started by hand may not."""
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
+    if not os.environ.get("MASTER_ADDR"):
+        wrong.append("MASTER_ADDR")
+    if "MASTER_PORT" not in wrong and int(os.environ["MASTER_PORT"]) > 65535:
+        wrong.append("MASTER_PORT")
+    if wrong:
+        raise UserError(
+            f"RANK={os.environ['RANK']!r} is in the environment without a usable "
+            f"{', '.join(wrong)}: start the ranks with torchrun, or unset RANK for a single process"
+        )
+
+
+def meet():
+    """Waits until all ranks are there, MEETING_SECONDS at most: then a sentence that names who is
+    not. Under torchrun there is no need: it sees a rank that dies, and ends the others."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = f"rank {rank} of {world} waits at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    end = time.monotonic() + MEETING_SECONDS
+    if rank:
+        wait_for_port(host, port, end, place)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=MEETING_SECONDS),
+            wait_for_workers=False,
+            multi_tenant=True,  # the process group's own store is then on the same port
+        )
+        store.set(f"here/{rank}", "")
+        while missing := [str(i) for i in range(world) if not store.check([f"here/{i}"])]:
+            if time.monotonic() > end:
+                raise RunStopped(
+                    f"{place}, and after {MEETING_SECONDS} s missing are: {', '.join(missing)}"
+                )
+            time.sleep(0.2)
+    except dist.DistError as error:
+        raise RunStopped(f"{place}, and lost rank 0: {str(error).splitlines()[0]}") from None
+    return store
+
+
+def wait_for_port(host: str, port: int, end: float, place: str) -> None:
+    """Until rank 0 listens there. TCPStore would wait twice as long, and fill the screen."""
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RunStopped(
+                    f"{place}, and after {MEETING_SECONDS} s rank 0 is not there ({error})"
+                ) from None
+        time.sleep(0.2)
+
+
 def start_distributed():
     """(rank, world, device); one process without torchrun is a world of one."""
     if "RANK" not in os.environ:
@@ -55,6 +121,8 @@ def start_distributed():
                 MASTER_PORT=str(probe.getsockname()[1]),
             )
     refuse_idle_gpu()
+    check_environment()
+    store = None if under_torchrun() else meet()  # kept until the process group has its own
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -64,6 +132,7 @@ def start_distributed():
     deepspeed.init_distributed(
         dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False
     )
+    del store
     return dist.get_rank(), dist.get_world_size(), device
 
 

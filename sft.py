@@ -28,6 +28,7 @@ import data
 import packing
 import rollout
 from common import UserError, progress
+from journal import hold_folder, is_empty
 from policy import Policy
 from prompts import load_model_files, seed_prompts
 from ranks import across_ranks, start_distributed
@@ -160,8 +161,14 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 
 
 def main(c: dict) -> None:
+    with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
+        train(c)
+
+
+def train(c: dict) -> None:
+    """The warm start, into a folder that nobody else writes to."""
     folder = Path(c["output_dir"])
-    if folder.exists() and any(folder.iterdir()):
+    if not is_empty(folder):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
         )

@@ -52,7 +52,14 @@ from checks import warn_config
 from common import RunStopped, progress
 from hub import Hub
 from inputs import dry_run, load_inputs
-from journal import MetricsLog, Timer, check_run_folder, make_run_folder, run_header
+from journal import (
+    MetricsLog,
+    Timer,
+    check_run_folder,
+    hold_folder,
+    make_run_folder,
+    run_header,
+)
 from policy import CheckedAdamW, Policy, dtype_of, named_weights, seed_classes, set_temperature
 from ranks import across_ranks, gather_groups, leave_together, start_distributed
 from replay import Replay
@@ -218,6 +225,13 @@ def main(c: dict) -> None:
         if rank == 0:
             dry_run(c, world, dtype, deepspeed_config(c, dtype))
         return
+    with hold_folder(c["output_dir"], rank):
+        train(c, dtype, world)
+
+
+def train(c: dict, dtype: torch.dtype, world: int) -> None:
+    """The run, in a folder that nobody else writes to."""
+    rank = int(os.environ.get("RANK", 0))
     resuming = checkpoint.check_request(
         c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"]
     )  # False too for a run that starts from another

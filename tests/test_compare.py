@@ -1,6 +1,5 @@
 """compare.py: its statistics against slow loops and simulations, what it does with folders it finds, what it refuses; and once for real."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,8 +17,10 @@ from scipy import stats
 
 import checkpoint
 import compare
+import journal
 import results
 from common import RunStopped, UserError
+from stop import SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "config" / "countdown_tiny.py")
@@ -371,7 +372,7 @@ def test_overrides_reach_the_scripts_as_they_were_written(tmp_path):
 
 @pytest.fixture
 def own_signals():
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {s: signal.getsignal(s) for s in SIGNALS}
     for s in before:  # a shell's background job and nohup start a process deaf to some of them
         signal.signal(s, signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
     yield
@@ -469,9 +470,8 @@ def test_a_signal_stops_what_was_started(tmp_path, launched, number):
 def test_two_at_once_in_one_folder_is_refused_but_looking_is_not(tmp_path, launched):
     runs, argv = plan(tmp_path, "a = {}")
     write_run(runs[0])
-    with open(tmp_path / "out" / ".lock", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another compare.py is at work"):
+    with journal.hold_folder(tmp_path / "out"):
+        with pytest.raises(UserError, match=rf"process {os.getpid()} on .*--report_only=True"):
             compare.main(argv)
         compare.main([*argv, "--report_only=True"])
 
@@ -679,7 +679,7 @@ def test_a_picture_for(tmp_path, arms, seeds, modes):
 def test_what_can_not_work_is_one_sentence_before_any_run_starts(
     tmp_path, monkeypatch, arms, flags, words
 ):
-    monkeypatch.setattr(compare, "carry_out", lambda runs, own: pytest.fail("runs started"))
+    monkeypatch.setattr(compare, "carry_out", lambda *args: pytest.fail("runs started"))
     file = tmp_path / "arms.py"
     if arms is not None:
         file.write_text(arms)

@@ -24,7 +24,7 @@ import common
 import sft
 from common import RunStopped, UserError
 from journal import make_run_folder
-from stop import Stop
+from stop import SIGNALS, Stop
 
 
 def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen:
@@ -407,6 +407,8 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
 
 
 def listen(folder: Path) -> None:
+    for number in SIGNALS:  # whoever started pytest may have made it deaf to some
+        signal.signal(number, signal.SIG_DFL)
     stop = Stop(folder, 1)
     while True:
         (folder / ("heard" if stop.asked() else "ready")).touch()
@@ -425,10 +427,7 @@ def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp
 
 
 def test_only_rank_0_looks_for_the_file(tmp_path):
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    }
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         (tmp_path / "stop").touch()
         assert (
