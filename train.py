@@ -213,9 +213,8 @@ def main(argv) -> None:
         if rank == 0:
             dry_run(c, world, dtype, deepspeed_config(c, dtype))
         return
-    resuming = checkpoint.check_request(
-        c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"]
-    )  # False too for a run that starts from another
+    # False too for a run that starts from another
+    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
     check_run_folder(c, resuming)
     inputs = load_inputs(c, world)
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
@@ -411,9 +410,12 @@ def main(argv) -> None:
             "completions/clipped_ratio": clipped / len(base),
             **rollout.diversity_metrics(base, G),
         }
-        *shared, stopping = (
-            across_ranks(torch.tensor([*variety.values(), stop.asked()])) / world
+        lost = log is not None and log.lost()
+        *shared, stopping, lost = (
+            across_ranks(torch.tensor([*variety.values(), stop.asked(), lost])) / world
         ).tolist()
+        if lost:
+            raise RunStopped(checkpoint.gone(folder))
         if S:
             metrics |= infoseed.measure(
                 h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"]
