@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
     python checkpoint.py verify runs/countdown_tiny/step_000250              says whether it is whole
-    python checkpoint.py export runs/countdown_tiny/step_000250 OUT --trust_checkpoint=True      a Hugging Face folder, from a "shallow" one too
+    python checkpoint.py export runs/countdown_tiny/step_000250 OUT          a Hugging Face folder, from a "shallow" one too
 
     output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer; no weights if "shallow"), and
         engine/                  DeepSpeed's shards: parameters, optimizer, of every rank
@@ -11,24 +11,31 @@
         manifest.json            size and SHA-256 of every file above
 
 Written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next and their sampling seeds follow from (seed, step):
-nothing to save. DeepSpeed's shards are pickles, which can run code when they are loaded: train.py loads them from its own output_dir only,
-unless trust_checkpoint=True, and export, which knows no output_dir, only with it.
+nothing to save. DeepSpeed's shards are pickles, which could run code when they are loaded; here they
+can't, whoever made them: no_code() has torch build tensors, plain values and three of DeepSpeed's
+records, and refuse the rest.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from common import RunStopped, UserError, lost_a_rank, own_flags, script
+from common import RunStopped, UserError, lost_a_rank, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
+
+# what every checkpoint has, whatever its mode, ZeRO stage and number of ranks; and a shard in engine/
+REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
+FORCE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 
 
 def save(
@@ -36,7 +43,8 @@ def save(
 ) -> Path:
     """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and returns the path. All ranks call it together.
     RunStopped if it can't be written; what was saved before stays as it is."""
-    path = Path(folder) / f"step_{step:06d}"
+    folder = Path(folder)
+    path = folder / f"step_{step:06d}"
     try:
         write(path, step, engine, tokenizer, config, state, replay)
     except (
@@ -44,6 +52,8 @@ def save(
     ) as error:  # torch, safetensors and DeepSpeed each have their own for a full disk
         if lost_a_rank(error):
             raise  # common.script has the sentence: the disk is not to blame
+        if not folder.is_dir():
+            raise RunStopped(gone(folder)) from error
         free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
         raise RunStopped(
             f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
@@ -63,7 +73,7 @@ def write(
     rank, tmp = dist.get_rank(), path.with_suffix(".tmp")
     if rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
+        tmp.mkdir()  # not its parents: an output_dir that is gone is not made anew behind the user
     dist.barrier()
     engine.save_checkpoint(
         str(tmp),
@@ -101,9 +111,16 @@ def write(
         tmp.rename(path)
         flush(path.parent, deep=False)
         if old:
-            shutil.rmtree(old)
+            remove(old)
         prune(path.parent, config["save_total_limit"], config["keep_every"])
     dist.barrier()
+
+
+def gone(folder: Path) -> str:
+    return (
+        f"output_dir={str(folder)!r} is gone or another folder now: it was deleted or renamed while the "
+        f"run wrote to it; what has been saved is wherever that folder is, later steps are lost"
+    )
 
 
 def flush(folder: Path, deep: bool = True) -> None:
@@ -149,13 +166,16 @@ def report(folder: Path, parameters: int, dtype, c: dict) -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Removes what a process that died in the middle of a save left behind."""
-    for path in (
-        *folder.glob("step_*.tmp"),
-        *folder.glob("step_*.old"),
-        *folder.glob("push_*.tmp"),
-    ):
-        shutil.rmtree(path)
+    """Removes what a process that died left behind: half a save, and weights for rollout servers,
+    also those of another host or of a run that had servers when this one has none."""
+    for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
+        for path in folder.glob(pattern):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """A folder, or the link to one that somebody put into its place."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
@@ -192,6 +212,10 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
             name: (int(size), str(digest))
             for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()
         }
+        if missing := [name for name in REQUIRED if name not in manifest]:
+            return f"{path / 'manifest.json'} lists no {missing[0]}"
+        if not any(name.startswith("engine/") for name in manifest):
+            return f"{path / 'manifest.json'} lists no file in engine/"
         for i, (name, (size, digest)) in enumerate(manifest.items()):
             file = path / name
             if not file.is_file():
@@ -206,22 +230,90 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
 
 
 def verify_together(path) -> str:
-    """verify() by all ranks: the same answer on each of them, so that none goes on alone."""
+    """verify() and code_in() by all ranks: the same answer on each of them, so that none goes on
+    alone."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    problem = verify(path, rank, world) or code_in(path, rank, world)
     found = [None] * world
-    dist.all_gather_object(found, verify(path, rank, world))
+    dist.all_gather_object(found, problem)
     return next((f"{problem} (rank {i})" for i, problem in enumerate(found) if problem), "")
 
 
+@contextmanager
+def no_code():
+    """In here torch.load, whatever its caller asks for, makes tensors, plain values and three of
+    DeepSpeed's records: a pickle that names anything else is an UnpicklingError, and runs nothing.
+    DeepSpeed asks for weights_only=False wherever it loads."""
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = {name: os.environ.get(name) for name in FORCE}
+    os.environ.update(FORCE)
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:  # rewards and eval_command are started with this environment, and may load what they like
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def code_in(path, rank: int = 0, world: int = 1) -> str:
+    """One sentence about the first pickle of a checkpoint that is more than data, else "". Of `world`
+    ranks each reads its share. Tensors are mapped, not read."""
+    import torch
+
+    for file in sorted(Path(path).rglob("*.pt"))[rank::world]:
+        try:
+            with no_code():
+                contents = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # a broken pickle may make torch raise anything
+            return f"{file} is not loaded, it holds more than numbers: {reason(error)}"
+        for text in strings_in(contents):
+            if "/" in text or text == "..":  # ds_to_universal makes files of these names
+                return f"{file} is not loaded, it names a path: {text[:80]!r}"
+    return ""
+
+
+def reason(error: Exception) -> str:
+    """What torch's advice, a page long, is about."""
+    named = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
+    if named:
+        return f"{named[1]!r} would be code that runs"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def strings_in(value):
+    """Every string in a nest of dicts, lists and records, which may hold itself."""
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            yield value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            pending += value
+        else:
+            pending += getattr(value, "__dict__", {}).values()
+
+
 def steps_of(folder) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Finished checkpoints, oldest first. A link is none: what it leads to belongs to somebody else,
+    and is neither `latest` nor deleted; resume_from_checkpoint can name it."""
     return sorted(
         (
             p
             for p in Path(folder).glob("step_*")
-            if p.is_dir() and p.name.removeprefix("step_").isdecimal()
+            if p.is_dir() and not p.is_symlink() and p.name.removeprefix("step_").isdecimal()
         ),
         key=number_of,
     )
@@ -243,6 +335,9 @@ def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
 
 def latest(folder, check=verify) -> Path | None:
     """The newest checkpoint of a run folder that verifies, None without one; those passed over are named on the console."""
+    for path in sorted(Path(folder).glob("step_*")):
+        if path.is_symlink():
+            print(f"checkpoint passed over: {path} is a symbolic link", flush=True)
     for path in reversed(steps_of(folder)):
         problem = check(path)
         if not problem:
@@ -251,9 +346,9 @@ def latest(folder, check=verify) -> Path | None:
     return None
 
 
-def check_request(resume_from: str, folder: str, trusted: bool) -> bool:
-    """Whether the run goes on in its own folder; a UserError if the checkpoint that resume_from_checkpoint asks for is plainly not there, or
-    is from somewhere else and not trusted. Reads no contents yet."""
+def check_request(resume_from: str, folder: str) -> bool:
+    """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
+    resume_from_checkpoint asks for is plainly not there. Reads no contents yet."""
     if not resume_from:
         return False
     if resume_from == "latest":
@@ -264,13 +359,7 @@ def check_request(resume_from: str, folder: str, trusted: bool) -> bool:
         return True
     if problem := verify(resume_from, 0, 0):
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    own = Path(resume_from).resolve().parent == Path(folder).resolve()
-    if not own and not trusted:
-        raise UserError(
-            f"resume_from_checkpoint={resume_from!r} lies outside of output_dir={folder!r}; its engine files can run code when they are loaded: "
-            f"if you trust whoever made them, add --trust_checkpoint=True"
-        )
-    return own
+    return Path(resume_from).resolve().parent == Path(folder).resolve()
 
 
 def find(config: dict) -> Path | None:
@@ -317,12 +406,13 @@ def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
     import torch.distributed as dist
 
     saved_world = len(list(path.glob("rng_*.pt")))
-    if (
-        saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0
-    ):  # without ZeRO every rank has everything
-        loaded, _ = engine.load_checkpoint(str(path), tag="engine")
-    else:
-        loaded, _ = load_universal(path, engine, rank)
+    # without ZeRO every rank has everything
+    same_ranks = saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0
+    with no_code():
+        if same_ranks:
+            loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+        else:
+            loaded, _ = load_universal(path, engine, rank)
     if loaded is None:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
@@ -338,17 +428,8 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
     folder = path.with_suffix(".universal.tmp")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        convert = [
-            sys.executable,
-            "-m",
-            "deepspeed.checkpoint.ds_to_universal",
-            "--input_folder",
-            path / "engine",
-            "--output_folder",
-            folder / "engine",
-        ]
         done = subprocess.run(
-            convert,
+            [sys.executable, __file__, "convert", path / "engine", folder / "engine"],
             capture_output=True,
             text=True,
             env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
@@ -367,6 +448,15 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
     return found
 
 
+def convert(shards, out) -> None:
+    """DeepSpeed's universal format of a checkpoint's shards, in a process of its own: it forks workers."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    sys.argv = ["ds_to_universal", "--input_folder", shards, "--output_folder", out]
+    with no_code():
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
 # --- without a run
 
 
@@ -375,13 +465,13 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     import torch
 
     if zero_stage == 0:
-        weights = torch.load(
-            path / "engine" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
-        )["module"]
+        file = path / "engine" / "mp_rank_00_model_states.pt"
+        weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
+        with no_code():
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
     return {
         name.removeprefix("lm."): tensor
         for name, tensor in weights.items()
@@ -389,17 +479,14 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     }
 
 
-def export(path, out, trusted: bool = False) -> None:
-    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not trusted, not whole, or `out` is there already."""
+def export(path, out) -> None:
+    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not
+    whole, holds code, or `out` is there already."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path, out = Path(path), Path(out)
-    if not trusted:
-        raise UserError(
-            f"export: the engine files of {path} can run code when they are loaded: if you trust whoever made them, add --trust_checkpoint=True"
-        )
-    if problem := verify(path):
+    if problem := verify(path) or code_in(path):
         raise UserError(f"export: {problem}")
     if out.exists():
         raise UserError(f"export: {out} is there already")
@@ -424,16 +511,17 @@ def export(path, out, trusted: bool = False) -> None:
 
 
 def main(argv) -> None:
-    own, words = own_flags(argv, {"trust_checkpoint": False})
-    if len(words) == 3 and words[0] == "export":
-        export(words[1], words[2], own["trust_checkpoint"])
-    elif len(words) == 2 and words[0] == "verify":
-        problem = verify(words[1])
-        print(problem or f"{words[1]} is whole")
+    if len(argv) == 3 and argv[0] == "export":
+        export(argv[1], argv[2])
+    elif len(argv) == 3 and argv[0] == "convert":  # load_universal calls it
+        convert(argv[1], argv[2])
+    elif len(argv) == 2 and argv[0] == "verify":
+        problem = verify(argv[1])
+        print(problem or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(
-            "usage: python checkpoint.py export RUN/step_N OUT --trust_checkpoint=True   or   python checkpoint.py verify RUN/step_N"
+            "usage: python checkpoint.py export RUN/step_N OUT   or   python checkpoint.py verify RUN/step_N"
         )
 
 

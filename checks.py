@@ -195,6 +195,12 @@ def value_claims(c: dict):
             not c[key].startswith("~"),
             f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path",
         )
+    for key in ("output_dir", "model", "weight_sync_dir", "resume_from_checkpoint"):
+        yield (
+            not set(c[key]) & set("*?["),
+            f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern and would "
+            f"not find the files there: choose, or rename it to, a name without them",
+        )
     for key in ("adam_beta1", "adam_beta2"):
         yield (0 <= c[key] < 1, f"{key}={c[key]} must be at least 0 and below 1")
     for key in (

@@ -29,6 +29,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError
+from journal import read_metrics
 from prompts import encode_prompts, load_model_files
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
@@ -187,7 +188,7 @@ def start_command(command: str, checkpoint: Path) -> None:
 
 def report(folder: Path) -> None:
     """Prints the first and the last evaluation of a run side by side and draws its curves into curves.png."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
     if evals:
         first, last = evals[0], evals[-1]

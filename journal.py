@@ -222,20 +222,38 @@ def wandb_id(folder: Path) -> str:
     return path.read_text()
 
 
+def read_metrics(path: Path) -> tuple[list[dict], str]:
+    """The lines of a metrics.jsonl, and the numbers of those that can't be read: "3, 17". Half a line
+    at the end, which a process that died has left, is not counted."""
+    rows, broken = [], []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("a line of metrics is an object with a step")
+            rows.append(row)
+        except (ValueError, RecursionError):
+            if line.endswith(b"\n"):
+                broken.append(str(number))
+    return rows, ", ".join(broken)
+
+
 class MetricsLog:
     """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
 
     def __init__(self, folder: Path, config: dict, step: int):
         """`step`: where this run begins. What a run that died left after its last checkpoint is dropped: later steps, half a line."""
         path = folder / "metrics.jsonl"
-        whole = (
-            [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if path.exists()
-            else []
-        )
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-        path.write_text("".join(kept))
+        rows, broken = read_metrics(path)
+        if broken:
+            print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
+        kept = path.with_suffix(".tmp")  # renamed when it is whole: a kill in between loses nothing
+        kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        kept.rename(path)
         self.file = open(path, "a", buffering=1)
+        # while it is open no other folder can get its number
+        self.folder, self.handle = folder, os.open(folder, os.O_RDONLY)
         self.wandb = None
         if config["report_to"] == "wandb":
             import wandb
@@ -266,8 +284,16 @@ class MetricsLog:
         self.file.write(json.dumps(row) + "\n")
         self.tell_wandb(lambda run: run.log(metrics, step=step))
 
+    def lost(self) -> bool:
+        """Whether the run's folder has been deleted, renamed or replaced since the run began."""
+        try:
+            return not os.path.samestat(os.stat(self.folder), os.fstat(self.handle))
+        except FileNotFoundError:
+            return True
+
     def close(self) -> None:
         self.file.close()
+        os.close(self.handle)
         self.tell_wandb(lambda run: run.finish())
 
     def tell_wandb(self, act) -> None:

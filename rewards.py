@@ -221,18 +221,18 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
     """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one sentence about them."""
     path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
-    with open(path, "a", encoding="utf-8") as file:
-        for record in failed[:SAVED_PER_STEP]:
-            file.write(
-                json.dumps(
-                    {"step": step, **record, "completion": record["completion"][:SAVED_CHARACTERS]}
-                )
-                + "\n"
-            )
+    where = f"the text is in {path}"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            for record in failed[:SAVED_PER_STEP]:
+                text = record["completion"][:SAVED_CHARACTERS]
+                file.write(json.dumps({"step": step, **record, "completion": text}) + "\n")
+    except FileNotFoundError:  # output_dir is gone, as all ranks hear together at the step's end
+        where = f"{path} could not be written"
     first = failed[0]
     return (
         f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {first['reward']!r} on row {first['id']!r}: {first['reason']}; "
-        f"the text is in {path}"
+        f"{where}"
     )
 
 

@@ -333,9 +333,7 @@ class ServerEngine:
             server.seal(version)
 
         missing = on_each(self.servers, reload)
-        for old in self.folder.glob(f"{self.name}-*"):
-            if old != folder:
-                shutil.rmtree(old)
+        shutil.rmtree(folder)  # at once: a run that is killed leaves none behind
         return missing
 
     def take_counts(self) -> dict:

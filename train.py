@@ -232,9 +232,8 @@ def main(c: dict) -> None:
 def train(c: dict, dtype: torch.dtype, world: int) -> None:
     """The run, in a folder that nobody else writes to."""
     rank = int(os.environ.get("RANK", 0))
-    resuming = checkpoint.check_request(
-        c["resume_from_checkpoint"], c["output_dir"], c["trust_checkpoint"]
-    )  # False too for a run that starts from another
+    # False too for a run that starts from another
+    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
     check_run_folder(c, resuming)
     inputs = load_inputs(c, world)
     tokenizer, eval_rows = inputs.tokenizer, inputs.eval_rows
@@ -430,9 +429,12 @@ def train(c: dict, dtype: torch.dtype, world: int) -> None:
             "completions/clipped_ratio": clipped / len(base),
             **rollout.diversity_metrics(base, G),
         }
-        *shared, stopping = (
-            across_ranks(torch.tensor([*variety.values(), stop.asked()])) / world
+        lost = log is not None and log.lost()
+        *shared, stopping, lost = (
+            across_ranks(torch.tensor([*variety.values(), stop.asked(), lost])) / world
         ).tolist()
+        if lost:
+            raise RunStopped(checkpoint.gone(folder))
         if S:
             metrics |= infoseed.measure(
                 h, log_q, task_rewards[:, G:], targets.get("weights"), targets["active"]

@@ -7,7 +7,8 @@
 # the checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
 #
 # Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per problem). One process per GPU of the node, or one without
-# GPUs. A "shallow" checkpoint is made into a model first, in a temporary folder, which needs --trust_checkpoint=True: that loads DeepSpeed's pickles.
+# GPUs. A "shallow" checkpoint is made into a model first, in a temporary folder. Rewards of your own ("module:function") are imported when
+# you name them, --reward_funcs=..., or say that you trust the config that does, --trust_checkpoint=True.
 
 #SBATCH --job-name=evaluate
 #SBATCH --nodes=1
@@ -26,28 +27,32 @@ checkpoint=${1:-}
 checkpoint=${checkpoint%/}
 [[ -f $checkpoint/train_config.json ]] || die "'$checkpoint' is no checkpoint, or no longer there: sbatch slurm/evaluate.sh RUN/step_N"
 
-model=$checkpoint
-if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
-  temporary=$(mktemp -d)
-  trap 'rm -rf "$temporary"' EXIT
-  model=$temporary/model
-  trust=()
-  for argument in "${@:2}"; do
-    if [[ ${argument,,} == --trust_checkpoint=true ]]; then trust=("$argument"); fi
-  done
-  python checkpoint.py export "$checkpoint" "$model" ${trust[@]+"${trust[@]}"}
-fi
+temporary=$(mktemp -d)
+trap 'rm -rf "$temporary"' EXIT
 
-# the config as --key=value, each ended by a zero byte; a server of the training is not ours to ask
-mapfile -d '' -t flags < <(python - "$checkpoint/train_config.json" << 'END'
+# the config as --key=value, each ended by a zero byte; a server of the training is not ours to ask,
+# and the code of a stranger's rewards is not ours to run
+python - "$checkpoint/train_config.json" "${@:2}" > "$temporary/flags" << 'END'
 import json, sys
 config = json.load(open(sys.argv[1]))
 if config["rollout_engine"] == "server":
     config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
+config |= {"trust_checkpoint": False, "eval_command": ""}
+consent = [a for a in sys.argv[2:] if a.lower() == "--trust_checkpoint=true" or a.startswith("--reward_funcs=")]
+code = [name for name in config["reward_funcs"] if ":" in name or name == "auto"]  # of its rows' tasks
+if code and not consent:
+    sys.exit(f"error: {sys.argv[1]} asks for reward_funcs={config['reward_funcs']!r}, and {code[0]!r} can "
+             f"name code that would be imported: if you trust it add --trust_checkpoint=True")
 for key, value in config.items():
     print(f"--{key}={value}", end="\0")
 END
-)
+mapfile -d '' -t flags < "$temporary/flags"
+
+model=$checkpoint
+if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
+  model=$temporary/model
+  python checkpoint.py export "$checkpoint" "$model"
+fi
 gpus=$(gpus_here | wc -l)
 out=$(dirname "$checkpoint")/evaluations/$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"

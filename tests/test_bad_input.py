@@ -93,6 +93,16 @@ def test_bad_input_is_one_sentence_with_key_and_value_and_no_run_folder(refusal,
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("key", ["output_dir", "model", "resume_from_checkpoint"])
+def test_a_path_that_libraries_read_as_a_pattern_is_refused_before_it_can_not_be_resumed(
+    key, refusal, tmp_path
+):
+    """DeepSpeed looks for its shards, and vLLM for weights, by glob: "try[1]" is "try1" to them."""
+    (tmp_path / "try[1]").mkdir()
+    sentence = refusal(f"--{key}={tmp_path / 'try[1]'}")
+    assert f"{key}=" in sentence and "as a pattern" in sentence
+
+
 def test_a_number_of_prompts_that_ranks_can_not_share_is_refused(refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert all(word in refusal() for word in ("prompts_per_step=32", "3"))

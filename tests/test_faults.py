@@ -376,6 +376,57 @@ rewards.check_failures = check
     ]
 
 
+# --- the run's own folder
+
+METRICS = {"report_to": ""}
+
+
+@pytest.mark.parametrize("broken", [b"{'a': 1}", b'{"a": 1}', b"[]", b"\xff", b"[" * 100_000])
+def test_a_broken_line_of_metrics_is_left_out_with_a_warning_and_blocks_no_resume(
+    broken, tmp_path, capsys
+):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 2}\n{"step": 3}\n{"st')
+    log = journal.MetricsLog(tmp_path, METRICS, 2)
+    log.write(3, {"reward": 1.0})
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3] and lines_of(tmp_path)[2][
+        "reward"
+    ]
+    assert f"{path}: what can't be read is left out: line 2\n" in capsys.readouterr().out
+
+
+def test_a_run_notices_that_its_folder_is_deleted_renamed_or_replaced(tmp_path):
+    folder = tmp_path / "run"
+    for spoil in (shutil.rmtree, lambda path: path.rename(tmp_path / "other")):
+        folder.mkdir()
+        log = journal.MetricsLog(folder, METRICS, 0)
+        assert not log.lost()
+        spoil(folder)
+        assert log.lost()
+        folder.mkdir()  # the same name, even the same inode if it were free
+        assert log.lost()
+        log.close()
+        folder.rmdir()
+
+
+def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_model_dir, tmp_path):
+    """Every rank writes its rollouts into it in every step."""
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    flags = [*HF, "--max_steps=400", "--save_steps=1", "--log_rollouts_steps=1"]
+    process = start(tiny_model_dir, folder, *flags, ranks=2)
+    deadline = time.monotonic() + 240
+    while not (folder / "step_000001").exists():
+        assert time.monotonic() < deadline and process.poll() is None, log_of(folder)[-3000:]
+        time.sleep(0.05)
+    folder.rename(moved)
+    assert finish(process) == 1 and not folder.exists()
+    said = log_of(folder)
+    assert f"error: output_dir='{folder}' is gone" in said
+    assert "train.py" not in "".join(re.findall(r'File "(.*)", line', said)), said[-3000:]
+    assert checkpoint.latest(moved)
+
+
 # --- Weights & Biases
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -94,7 +95,7 @@ def export(*arguments) -> subprocess.CompletedProcess:
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
     assert not (whole / "step_000002" / "model.safetensors").exists()
     for step in ("step_000002", "step_000004"):
-        done = export(whole / step, tmp_path / step, "--trust_checkpoint=True")
+        done = export(whole / step, tmp_path / step)
         assert done.returncode == 0, done.stderr
     exported, saved = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -104,10 +105,7 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
     with pytest.raises(UserError, match="is there already"):
-        checkpoint.export(whole / "step_000004", tmp_path / "step_000004", trusted=True)
-    with pytest.raises(UserError, match="--trust_checkpoint=True"):
-        checkpoint.export(whole / "step_000002", tmp_path / "untrusted")
-    assert not (tmp_path / "untrusted").exists()
+        checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
 
 
 def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(
@@ -370,14 +368,105 @@ def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_
         file.write_bytes(before)
 
 
-def test_a_foreign_checkpoint_is_loaded_only_when_trusted(alone, tiny_model_dir, tmp_path):
+def test_a_run_from_another_runs_checkpoint_is_a_run_of_its_own(alone, tiny_model_dir, tmp_path):
+    (tmp_path / "theirs").mkdir()
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
-    with pytest.raises(UserError, match="trust_checkpoint=True"):
-        checkpoint.check_request(str(path), str(tmp_path / "ours"), False)
-    assert (
-        checkpoint.check_request(str(path), str(tmp_path / "ours"), True) is False
-    )  # a run of its own, from there
-    assert checkpoint.check_request(str(path), str(tmp_path / "theirs"), False) is True
+    assert checkpoint.check_request(str(path), str(tmp_path / "ours")) is False
+    assert checkpoint.check_request(str(path), str(tmp_path / "theirs")) is True
+
+
+class RunsCode:
+    """A pickle of it makes a file when it is loaded: what a stranger's checkpoint may hold."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+def replaced(path: Path, contents) -> Path:
+    """A checkpoint one of whose shards holds `contents`, with a manifest that says so."""
+    torch.save(contents, path / "engine" / "b.pt")
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest_of(path)))
+    return path
+
+
+def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path, monkeypatch):
+    trace = tmp_path / "trace"
+    for step in (1, 2):
+        save(tmp_path, step, FakeEngine(tiny_model_dir))
+    path = replaced(tmp_path / "step_000002", {"module": RunsCode(trace)})
+    problem = checkpoint.code_in(path)
+    assert "engine/b.pt is not loaded" in problem and "'posix.mkdir'" in problem
+    assert "\n" not in problem and checkpoint.code_in(tmp_path / "step_000001") == ""
+    with pytest.raises(UserError, match=r"'posix\.mkdir' would be code"):
+        checkpoint.export(path, tmp_path / "out")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with checkpoint.no_code(), pytest.raises(pickle.UnpicklingError):  # as DeepSpeed asks for it
+        torch.load(path / "engine" / "b.pt", weights_only=False)
+    assert not trace.exists()
+    torch.load(path / "engine" / "b.pt", weights_only=False)  # elsewhere nothing has changed
+    assert trace.exists() and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+
+
+@pytest.mark.parametrize("name", ["../../.ssh/config", "/tmp/x", ".."])
+def test_no_shard_names_a_path(name, alone, tiny_model_dir, tmp_path):
+    """DeepSpeed makes folders of the names of parameters when the number of ranks has changed."""
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    nest = {"param_shapes": [{"lm.weight": (1,)}, {name: (1,)}]}
+    nest["itself"] = nest
+    assert f"names a path: {name!r}" in checkpoint.code_in(replaced(path, nest))
+
+
+def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tiny_model_dir, tmp_path):
+    theirs, trace = tmp_path / "theirs", tmp_path / "trace"
+    shutil.copytree(whole / "step_000004", theirs / "step_000004")
+    torch.save(RunsCode(trace), theirs / "step_000004" / "engine" / "b.pt")
+    manifest = checkpoint.manifest_of(theirs / "step_000004")
+    (theirs / "step_000004" / "manifest.json").write_text(json.dumps(manifest))
+    assert finish(start(tiny_model_dir, theirs, "--resume_from_checkpoint=latest")) == 2
+    assert "'posix.mkdir' would be code" in log_of(theirs) and not trace.exists()
+    assert "Traceback" not in log_of(theirs)
+
+
+def test_a_link_is_nobodys_latest_checkpoint_and_makes_room_for_the_runs_own(
+    alone, tiny_model_dir, tmp_path, capsys
+):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder, step in ((ours, 1), (theirs, 2)):
+        folder.mkdir()
+        save(folder, step, FakeEngine(tiny_model_dir))
+    (ours / "step_000002").symlink_to(theirs / "step_000002")
+    assert checkpoint.latest(ours).name == "step_000001"
+    assert f"{ours / 'step_000002'} is a symbolic link" in capsys.readouterr().out
+    save(ours, 2, FakeEngine(tiny_model_dir))
+    assert not (ours / "step_000002").is_symlink() and checkpoint.verify(ours / "step_000002") == ""
+    assert checkpoint.verify(theirs / "step_000002") == ""
+
+
+@pytest.mark.parametrize("left_out", ["everything", "rng_0.pt", "engine/"])
+def test_a_manifest_lists_what_every_checkpoint_has_or_it_is_not_whole(
+    left_out, alone, tiny_model_dir, tmp_path
+):
+    for step in (1, 2):
+        save(tmp_path, step, FakeEngine(tiny_model_dir))
+    file = tmp_path / "step_000002" / "manifest.json"
+    kept = {} if left_out == "everything" else json.loads(file.read_text())
+    kept = {name: value for name, value in kept.items() if not name.startswith(left_out)}
+    file.write_text(json.dumps(kept))
+    assert "manifest.json lists no" in checkpoint.verify(file.parent)
+    assert checkpoint.latest(tmp_path).name == "step_000001"
+
+
+def test_what_a_process_that_died_left_is_removed_weights_for_servers_too(tmp_path):
+    """Also those of another host, and when the run that goes on has no servers."""
+    for name in ("step_000002.tmp", "step_000001.old", "weights/elsewhere-1-0123abcd-7", "mine"):
+        (tmp_path / name / "engine").mkdir(parents=True)
+    (tmp_path / "step_000003.old").symlink_to(tmp_path / "mine")
+    checkpoint.tidy(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "weights"]
+    assert not any((tmp_path / "weights").iterdir()) and (tmp_path / "mine" / "engine").exists()
 
 
 def test_the_newest_and_every_nth_are_kept(tmp_path):

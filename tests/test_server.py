@@ -858,7 +858,7 @@ def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in):
 # --- weights
 
 
-def test_weights_are_written_once_read_by_every_server_and_removed_with_the_next(
+def test_weights_are_written_once_read_by_every_server_and_then_removed(
     world, make, stand_in, tmp_path
 ):
     one, two = stand_in(), stand_in()
@@ -885,7 +885,7 @@ def test_weights_are_written_once_read_by_every_server_and_removed_with_the_next
     assert (
         len(seen) == 4
         and folders[0] == folders[1] != folders[2] == folders[3]
-        and [p for p in (tmp_path / "shm").iterdir()] == [folders[2]]
+        and not any((tmp_path / "shm").iterdir())  # a run that is killed now leaves none behind
     )
     for _, weights in seen:
         assert weights.keys() == dict(WEIGHTS()).keys() and all(

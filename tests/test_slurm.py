@@ -453,7 +453,10 @@ def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(
     )
     lines = (ROOT / "slurm" / "evaluate.sh").read_text().split("<< 'END'\n")[1].split("\nEND\n")[0]
     flags = subprocess.run(
-        [sys.executable, "-c", lines, config], capture_output=True, text=True, check=True
+        [sys.executable, "-c", lines, config, "--trust_checkpoint=True"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\0")[:-1]
     found = load_config(flags)
     assert (
@@ -461,6 +464,25 @@ def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(
         and found["reward_funcs"] == ["patient_reward:parity"]
         and found["max_steps"] == 6
     )
+
+
+@pytest.mark.parametrize("reward", ["patient_reward:parity", "auto"])
+def test_rewards_that_only_a_checkpoint_names_are_not_imported(reward, tmp_path):
+    config, checkpoint = load_config([*CONFIG, f"--reward_funcs=[{reward!r}]"]), tmp_path / "step_1"
+    checkpoint.mkdir()
+    (checkpoint / "train_config.json").write_text(json.dumps(config | {"trust_checkpoint": True}))
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / "evaluate.sh", checkpoint],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and not (tmp_path / "evaluations").exists()
+    assert repr(reward) in done.stderr and "--trust_checkpoint=True" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])
