@@ -13,7 +13,6 @@ results.md and comparison.png; results.py says what the figures there mean.
 """
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -28,15 +27,16 @@ from common import (
     ROOT,
     RunStopped,
     UserError,
+    check_writable,
     load_config,
     merge,
     progress,
     read_config_file,
     read_flag,
+    read_settings,
     refuse_missing_folder,
     script,
 )
-from journal import check_run_folder
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
@@ -61,7 +61,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
         own["output"]
         or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))])
     )
-    check_run_folder({"output_dir": str(output)}, resuming=True)
+    check_writable("--output", output, folder=True)
     return own | {"output": output}, shared
 
 
@@ -120,8 +120,8 @@ def state_of(run: dict) -> str:
     """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another config."""
     if not (run["folder"] / "config.json").exists():
         return "new"
-    there = DEFAULTS | json.loads(
-        (run["folder"] / "config.json").read_text()
+    there = DEFAULTS | read_settings(
+        run["folder"] / "config.json"
     )  # a key that is younger than the run had its default
     for key in [
         key for key, value in run["config"].items() if key not in SET_HERE and there[key] != value

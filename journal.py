@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common import ROOT, UserError
+from common import ROOT, UserError, check_writable
 
 WANDB_FINISH_SECONDS = 300  # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
 
@@ -57,11 +57,9 @@ def run_header(world: int) -> dict:
 def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(
-            f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}"
-        )
+    check_writable("output_dir", folder, folder=True)
+    if config.get("weight_sync_dir"):
+        check_writable("weight_sync_dir", config["weight_sync_dir"], folder=True)
     if (
         resuming or not folder.exists() or all(path.name == "logs" for path in folder.iterdir())
     ):  # those of a batch script are there first

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import UserError, load_config, progress, script
+from common import UserError, check_writable, load_config, progress, script
 from policy import Policy
 from prompts import load_model_files, seed_prompts
 from ranks import across_ranks, start_distributed
@@ -87,11 +87,6 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed 0, 1, ... if InfoSeed is on]), EOS included;
     solutions over max_completion_length are left out, with a printed count."""
     given = [row.get("solutions") or [] for row in rows]
-    for row, solutions in zip(rows, given):
-        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
-            raise UserError(
-                f'dataset_name: "solutions" of row {row["id"]!r} must be a list of texts, not {str(solutions)[:60]!r}'
-            )
     texts = [text for solutions in given for text in solutions]
     if not texts:
         raise UserError(
@@ -156,6 +151,7 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 def main(argv) -> None:
     c = load_config(argv)
     folder = Path(c["output_dir"])
+    check_writable("output_dir", folder, folder=True)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
