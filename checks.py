@@ -5,6 +5,7 @@ for sentence in warn_config(config, vocabulary): ...
 """
 
 import math
+import operator
 import shlex
 from typing import NamedTuple
 
@@ -45,7 +46,6 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
-    "rollout_ahead": (0, 1),
     "vllm_enforce_eager": ("auto", "yes", "no"),
     "weight_sync": ("disk", "nccl"),
     "objective": tuple(OBJECTIVES),
@@ -69,80 +69,130 @@ CHOICES = {
     "info_seed_loss_type": ("infonce", "ce"),
     "info_seed_pooling": ("mean", "last"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),
-    "zero_stage": (0, 1, 2, 3),
     "reference_placement": ("device", "sharded", "cpu"),
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),
     "wandb_mode": ("online", "offline"),
 }
-POSITIVE = (
-    "prompts_per_step",
-    "max_prompt_length",
-    "max_completion_length",
-    "temperature",
-    "maxent_q_temperature",
-    "max_steps",
-    "learning_rate",
-    "reward_timeout",
-    "reward_memory_gib",
-    "soft_overlong_buffer",
-    "max_tokens_per_micro_batch",
-    "logprob_chunk_size",
-    "max_skipped_steps",
-    "importance_sampling_cap",
-    "cispo_epsilon_max",
-    "maxent_tau_min",
-    "beta_min",
-    "maxent_tau_lr",
-    "controller_meta_lr",
-    "info_seed_temperature",
-    "controller_meta_update_interval",
-    "controller_meta_truncation_steps",
-    "controller_meta_virtual_lr",
-    "vllm_kv_cache_gib",
-    "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size",
-    "eval_max_prompts",
-    "eval_num_generations",
-    "eval_seeds",
-    "eval_temperature",
-    "sft_steps",
-    "sft_batch_size",
-    "sft_learning_rate",
-    "num_iterations",
-    "rollout_concurrency",
-    "rollout_timeout",
-)
-NOT_NEGATIVE = (
-    "info_seed_lambda",
-    "info_seed_reward",
-    "beta",
-    "maxent_tau",
-    "maxent_q_epsilon",
-    "mode_entropy_coef",
-    "policy_entropy_bonus_coef",
-    "token_entropy_coef",
-    "seed_grpo_alpha",
-    "epsilon",
-    "kl_target",
-    "kl_horizon",
-    "kl_ctl_step_size",
-    "maxent_target_horizon",
-    "controller_meta_beta_grad_clip",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "eval_steps",
-    "save_total_limit",
-    "log_rollouts_steps",
-    "seed",
-    "reward_workers",
-    "generate_max_prompts",
-    "keep_every",
-    "replay_size",
-    "replay_ucb",
-    "resample_equal_groups",
-)
+# Every number of default.py, in its order: (lower bound, upper bound). No upper bound: MOST.
+RANGES = {
+    # run
+    "seed": (">= 0", "< 4294967296"),
+    # data
+    "max_prompt_length": ("> 0", None),
+    "replay_size": (">= 0", None),
+    "replay_fraction": (">= 0", "<= 1"),
+    "replay_ucb": (">= 0", None),
+    "resample_equal_groups": (">= 0", None),
+    # rollouts
+    "prompts_per_step": ("> 0", None),
+    "num_generations": (">= 2", None),
+    "max_completion_length": ("> 0", None),
+    "temperature": (">= 0.01", None),
+    "max_logp_difference": ("-1 or >= 0", None),
+    "vllm_gpu_memory_utilization": ("> 0", "< 1"),
+    "vllm_kv_cache_gib": (">= 0.001", "<= 1000000"),
+    "vllm_tensor_parallel_size": ("> 0", None),
+    "rollout_concurrency": ("> 0", None),
+    "rollout_timeout": ("> 0", "<= 1500"),
+    "rollout_ahead": (">= 0", "<= 1"),
+    # rewards
+    "reward_workers": (">= 0", "<= 1024"),
+    "reward_timeout": ("> 0", "<= 3600"),
+    "reward_memory_gib": ("> 0", "<= 1000000"),
+    "max_reward_failures": (">= 0", "<= 1"),
+    "soft_overlong_buffer": ("> 0", None),
+    # objective
+    "num_iterations": ("> 0", None),
+    "epsilon": (">= 0", None),
+    "epsilon_high": ("-1 or >= 0", None),
+    "delta": ("-1 or >= 1", None),
+    "cispo_epsilon_max": ("> 0", None),
+    "importance_sampling_cap": ("> 0", None),
+    "beta": (">= 0", None),
+    "policy_entropy_bonus_coef": (">= 0", None),
+    "token_entropy_coef": (">= 0", None),
+    "seed_grpo_alpha": (">= 0", None),
+    "maxent_tau": (">= 0", "<= inf"),
+    "maxent_q_temperature": ("> 0", None),
+    "maxent_q_epsilon": (">= 0", None),
+    "mode_entropy_coef": (">= 0", None),
+    # controllers
+    "maxent_target_weight_entropy": ("-1 or >= 0", None),
+    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),
+    "maxent_target_final": ("-1 or >= 0", None),
+    "maxent_target_horizon": (">= 0", None),
+    "maxent_tau_lr": ("> 0", None),
+    "maxent_tau_min": ("> 0", None),
+    "maxent_tau_max": ("> 0", None),
+    "maxent_tau_warmup_steps": ("-1 or >= 0", None),
+    "kl_target": (">= 0", None),
+    "kl_horizon": (">= 0", None),
+    "kl_ctl_step_size": (">= 0", None),
+    "beta_min": ("> 0", None),
+    "beta_max": ("> 0", None),
+    "controller_meta_lr": ("> 0", None),
+    "controller_meta_tau_lr": ("-1 or >= 0", None),
+    "controller_meta_beta_lr": ("-1 or >= 0", None),
+    "controller_meta_beta_grad_clip": (">= 0", None),
+    "controller_meta_update_interval": ("> 0", None),
+    "controller_meta_virtual_lr": ("> 0", None),
+    "controller_meta_truncation_steps": ("> 0", None),
+    # InfoSeed
+    "info_seed_num_seeds": ("> 0", None),
+    "info_seed_lambda": (">= 0", None),
+    "info_seed_temperature": ("> 0", None),
+    "info_seed_reward": (">= 0", None),
+    # optimizer
+    "max_steps": ("> 0", None),
+    "learning_rate": ("> 0", None),
+    "warmup_steps": (">= 0", None),
+    "weight_decay": (">= 0", None),
+    "adam_beta1": (">= 0", "< 1"),
+    "adam_beta2": (">= 0", "< 1"),
+    "max_grad_norm": (">= 0", None),
+    "max_skipped_steps": ("> 0", None),
+    "max_tokens_per_micro_batch": ("> 0", None),
+    "logprob_chunk_size": ("> 0", None),
+    "zero_stage": (">= 0", "<= 3"),
+    # evaluation
+    "eval_steps": (">= 0", None),
+    "eval_max_prompts": ("> 0", None),
+    "eval_num_generations": ("> 0", None),
+    "eval_temperature": (">= 0.01", None),
+    "eval_seeds": ("> 0", None),
+    # generate.py
+    "generate_max_prompts": (">= 0", None),
+    # checkpoints and logs
+    "save_steps": ("-1 or >= 0", None),
+    "save_total_limit": (">= 0", None),
+    "keep_every": (">= 0", None),
+    "log_rollouts_steps": (">= 0", None),
+    # sft.py
+    "sft_steps": ("> 0", None),
+    "sft_batch_size": ("> 0", None),
+    "sft_learning_rate": ("> 0", None),
+}
+# Of a number without an upper bound in the table: 32 bits hold what is counted, float32 what is computed.
+MOST = {int: "<= 2147483647", float: "<= 1e30"}
+REASONS = {  # behind the sentence on a range, where it does not explain itself
+    "seed": "vLLM takes no larger one",
+    "num_generations": "a completion is compared with its group, and alone it has advantage 0",
+    "temperature": "vLLM samples at 0.01 instead of anything lower",
+    "eval_temperature": "vLLM samples at 0.01 instead of anything lower",
+    "vllm_gpu_memory_utilization": "the learner needs memory too",
+    "rollout_timeout": "a prompt is tried up to six times, and ranks give up on each other after "
+    "three hours",
+    "reward_timeout": "ranks give up on each other after three hours",
+    "replay_fraction": "it is a share of a step's prompts",
+    "max_reward_failures": "it is a share of a step",
+}
+SIGNS = {  # sign -> (whether it holds, how it is said)
+    ">": (operator.gt, "greater than"),
+    ">=": (operator.ge, "at least"),
+    "<": (operator.lt, "below"),
+    "<=": (operator.le, "at most"),
+}
 
 
 def claims(c: dict):
@@ -162,6 +212,26 @@ def is_a_command(text: str) -> bool:
     return True
 
 
+def in_range(key: str, value) -> tuple[bool, str]:
+    """Whether a number lies in its range of RANGES, and the sentence if it doesn't."""
+    lower, upper = RANGES[key]
+    upper = upper or MOST[type(value)]
+    off = lower.startswith("-1 or ")  # -1 turns the key off
+    lower_holds, lower_words = check_bound(value, lower.removeprefix("-1 or "))
+    upper_holds, upper_words = check_bound(value, upper)
+    sentence = f"{key}={value} must be {'-1, or ' if off else ''}{lower_words} and {upper_words}"
+    if key in REASONS:
+        sentence += f": {REASONS[key]}"
+    return (off and value == -1) or (lower_holds and upper_holds), sentence
+
+
+def check_bound(value, bound: str) -> tuple[bool, str]:
+    """Whether `value` is on the right side of a bound such as "> 0", and the bound in words."""
+    sign, number = bound.split()
+    holds, words = SIGNS[sign]
+    return holds(value, float(number)), f"{words} {number}"
+
+
 def value_claims(c: dict):
     """Each key by itself."""
     for key, choices in CHOICES.items():
@@ -169,12 +239,8 @@ def value_claims(c: dict):
             c[key] in choices,
             f"{key}={c[key]!r} must be one of {', '.join(map(repr, choices))}",
         )
-    for key in POSITIVE:
-        yield (c[key] > 0, f"{key}={c[key]} must be greater than 0")
-    for key in NOT_NEGATIVE:
-        yield (c[key] >= 0, f"{key}={c[key]} must not be negative")
-    for key, value in c.items():
-        yield (value != math.inf or key == "maxent_tau", f"{key}=inf must be finite")
+    for key in RANGES:
+        yield in_range(key, c[key])
     yield (
         not c["eval_command"] or "{checkpoint}" in c["eval_command"],
         f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path",
@@ -188,8 +254,12 @@ def value_claims(c: dict):
         "output_dir",
         "model",
         "dataset_name",
+        "easy_dataset_name",
         "eval_dataset_name",
         "resume_from_checkpoint",
+        "weight_sync_dir",
+        "eval_output",
+        "generate_output",
     ):
         yield (
             not c[key].startswith("~"),
@@ -201,23 +271,6 @@ def value_claims(c: dict):
             f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern and would "
             f"not find the files there: choose, or rename it to, a name without them",
         )
-    for key in ("adam_beta1", "adam_beta2"):
-        yield (0 <= c[key] < 1, f"{key}={c[key]} must be at least 0 and below 1")
-    for key in (
-        "max_logp_difference",
-        "maxent_target_weight_entropy",
-        "maxent_target_excess_entropy",
-        "maxent_target_final",
-        "maxent_tau_warmup_steps",
-        "save_steps",
-        "controller_meta_tau_lr",
-        "controller_meta_beta_lr",
-    ):
-        yield (c[key] == -1 or c[key] >= 0, f"{key}={c[key]} must be -1 or not negative")
-    yield (
-        c["vllm_gpu_memory_utilization"] < 1,
-        f"vllm_gpu_memory_utilization={c['vllm_gpu_memory_utilization']} must be below 1: the learner needs memory too",
-    )
 
 
 def rows_of_a_group(c: dict) -> int:
@@ -227,12 +280,6 @@ def rows_of_a_group(c: dict) -> int:
 
 def group_claims(c: dict):
     """Sizes of groups, and what engine and optimizer can do together."""
-    G = c["num_generations"]
-    yield (
-        G >= 2,
-        f"num_generations={G} must be at least 2: a completion is compared with its group (the group's mean, its standard deviation "
-        f"under scale_rewards={c['scale_rewards']!r}), and alone it has advantage 0",
-    )
     if c["info_seed_enabled"]:
         yield (
             "{seed}" in c["info_seed_prompt_template"],
@@ -261,11 +308,6 @@ def group_claims(c: dict):
         f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling and learning share a process",
     )
     yield (
-        c["rollout_timeout"] <= 1500,
-        f"rollout_timeout={c['rollout_timeout']} must be at most 1500 seconds: a prompt is tried up to six times, and ranks "
-        f"give up on each other after three hours",
-    )
-    yield (
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
     )
@@ -279,14 +321,14 @@ def data_claims(c: dict):
         f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}",
     )
     yield (
-        all(type(w) in (int, float) and math.isfinite(w) for w in c["reward_weights"]),
-        f"reward_weights={c['reward_weights']} must be finite numbers",
+        all(abs(weight) <= 1e30 for weight in c["reward_weights"]),
+        f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e30",
     )
     yield (
         all(type(name) is str for name in c["dataset_more_columns"]),
         f"dataset_more_columns={c['dataset_more_columns']} must be a list of names",
     )
-    for key, lowest in (("temperature_schedule", 1e-6), ("easy_schedule", 0)):
+    for key, lowest in (("temperature_schedule", 0.01), ("easy_schedule", 0)):
         yield (
             all(
                 type(step) is int
@@ -314,14 +356,6 @@ def data_claims(c: dict):
         f"dataset_mixture and dataset_name={c['dataset_name']!r} are both set: put the dataset into the mixture, with --dataset_name= empty",
     )
     yield (
-        0 <= c["replay_fraction"] <= 1,
-        f"replay_fraction={c['replay_fraction']} is a share of a step's prompts, between 0 and 1",
-    )
-    yield (
-        0 <= c["max_reward_failures"] <= 1,
-        f"max_reward_failures={c['max_reward_failures']} is a share of a step, between 0 and 1",
-    )
-    yield (
         "soft_overlong" not in c["reward_funcs"]
         or c["soft_overlong_buffer"] <= c["max_completion_length"],
         f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above max_completion_length={c['max_completion_length']}",
@@ -330,10 +364,6 @@ def data_claims(c: dict):
 
 def objective_claims(c: dict):
     """Terms of the loss that exclude or need each other."""
-    yield (
-        c["epsilon_high"] == -1 or c["epsilon_high"] >= 0,
-        f"epsilon_high={c['epsilon_high']} must be -1 (as epsilon) or not negative",
-    )
     ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
     yield (
         c["delta"] == -1 or c["delta"] >= ceiling,
@@ -367,10 +397,6 @@ def controller_claims(c: dict):
     yield (
         entropy == -1 or excess == -1,
         f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are both on: choose one",
-    )
-    yield (
-        excess == -1 or 0 < excess < 1,
-        f"maxent_target_excess_entropy={excess} must lie between 0 and 1",
     )
     if c["maxent_target_final"] >= 0:
         yield (

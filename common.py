@@ -6,9 +6,11 @@ config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=v
 import ast
 import difflib
 import errno
+import json
 import math
 import os
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +23,11 @@ ROOT = Path(__file__).resolve().parent
 # of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
 # hash of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun
 DEADLINE = timedelta(hours=3)
+LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value
+DEEPEST = 10  # lists and dicts within each other
+NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
+LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and names get endings
+LONGEST_PATH = 3800  # bytes: Linux takes 4095, and folders get contents
 ALIASES = {"init_kl_coeff": "beta"}  # older names of the research code -> ours
 
 
@@ -79,9 +86,13 @@ def script(work, argument=None):
 def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's file runs nothing."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_CONFIG + 1)
+        tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
         raise UserError(f"config file {path} can't be read: {error.strerror}") from None
+    except UserError:
+        raise
     except (SyntaxError, ValueError) as error:
         raise UserError(
             f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: {error}"
@@ -96,19 +107,71 @@ def read_config_file(path) -> dict:
             and isinstance(node.targets[0], ast.Name)
         ):
             raise UserError(
-                f"{path}:{node.lineno}: expected `key = value`, found {ast.unparse(node)[:60]!r}"
+                f"{path}:{node.lineno}: expected `key = value`, found {source_of(node, text)}"
             )
         key = node.targets[0].id
         try:
-            value = ast.literal_eval(node.value)
+            value = parse(ast.literal_eval, node.value, f"{path}:{node.lineno}: {key}")
+        except UserError:
+            raise
         except (ValueError, TypeError):
             raise UserError(
-                f"{path}:{node.lineno}: {key} must be a plain literal, not {ast.unparse(node.value)[:60]!r}"
+                f"{path}:{node.lineno}: {key} must be a plain literal, not {source_of(node.value, text)}"
             ) from None
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
         values[key] = value
     return values
+
+
+def parse(parser, source, where: str):
+    """parser(source), of ast; a UserError where the source, text or a node, is too much for it."""
+    if isinstance(source, str) and len(source) > LONGEST_CONFIG:
+        raise UserError(f"{where} is longer than {LONGEST_CONFIG} characters")
+    try:
+        return parser(source)
+    except (RecursionError, MemoryError):  # both mean the depth of it
+        raise UserError(f"{where} {NESTED}") from None
+
+
+def source_of(node, text: str) -> str:
+    """The beginning of a node's own text. Not ast.unparse, which fails on what is nested deeply."""
+    return shown((ast.get_source_segment(text, node) or "")[:60])
+
+
+def shown(value) -> str:
+    """A value as a sentence shows it: without escape sequences, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def check_literal(value, where: str, depth: int = 0) -> None:
+    """UserError for what no setting needs, and what some library behind it can't take."""
+    if depth > DEEPEST:
+        raise UserError(f"{where} {NESTED}")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            check_literal(item, where, depth + 1)
+    elif isinstance(value, int):
+        if value.bit_length() > 100:  # Python itself refuses to print thousands of digits
+            raise UserError(f"{where} is or holds a whole number of more than 30 digits")
+    elif isinstance(value, str):
+        check_characters(value, where)
+    elif not isinstance(value, (float, type(None))):
+        raise UserError(f"{where} must be text, numbers, lists and dicts, not {shown(value)}")
+
+
+def check_characters(text: str, where: str) -> None:
+    """UserError for a null byte, which ends a text in C, and for half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = shown(text[error.start])
+        raise UserError(f"{where}: {shown(text)} holds {bad}, which is not a character") from None
+    if "\0" in text:
+        raise UserError(f"{where}: {shown(text)} holds a null byte")
 
 
 def merge(config: dict, values: dict, source: str) -> dict:
@@ -131,6 +194,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
 def coerce(value, default, where: str):
     """`value` in the type of `default`: ints may stand for floats, "inf" is a float, True is not a number."""
     kind = type(default)
+    check_literal(value, where)
     if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
         return math.inf
     if kind is float and type(value) is int:
@@ -138,11 +202,18 @@ def coerce(value, default, where: str):
     if (
         kind is dict and type(value) is dict
     ):  # JSON, such as a run's config.json, turns the steps of a schedule into text
-        return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+        return {
+            int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 30 else k: v
+            for k, v in value.items()
+        }
     if type(value) is not kind:
         raise UserError(
-            f"{where} must be of type {kind.__name__} like {default!r}, not {type(value).__name__} {value!r}"
+            f"{where} must be of type {kind.__name__} like {default!r}, "
+            f"not {type(value).__name__} {shown(value)}"
         )
+    if kind is list and default:  # a list holds what its default holds
+        where = f"{where}={shown(value)}, entry"
+        return [coerce(item, default[0], f"{where} {i}") for i, item in enumerate(value)]
     if kind is float and math.isnan(value):
         raise UserError(f"{where} is not a number")
     return value
@@ -157,7 +228,9 @@ def read_flag(argument: str, defaults: dict) -> dict:
     if isinstance(default, bool) and text.lower() in ("true", "false"):
         return {key: text.lower() == "true"}
     try:
-        return {key: ast.literal_eval(text)}
+        return {key: parse(ast.literal_eval, text, f"command line: {key}")}
+    except UserError:
+        raise
     except (ValueError, SyntaxError, TypeError):
         return {key: text}  # merge() says which type was expected
 
@@ -216,9 +289,63 @@ def check_config(c: dict) -> None:
             raise UserError(sentence)
 
 
+def check_lengths(path: Path, where: str) -> None:
+    """UserError for a path or a name in it that no file system takes."""
+    longest = max(len(os.fsencode(name)) for name in path.parts)
+    if longest > LONGEST_NAME:
+        raise UserError(f"{where}: a name of {longest} bytes is in it, {LONGEST_NAME} are the most")
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise UserError(f"{where}: a path may have {LONGEST_PATH} bytes at most")
+
+
+def check_writable(key: str, path, folder: bool) -> None:
+    """UserError if `path` can't be written, as a folder or as a file: said before anything is
+    loaded, not when there is something to write."""
+    where = f"{key}={shown(str(path))} can't be written"
+    check_characters(str(path), where)
+    absolute = Path(path).absolute()
+    check_lengths(absolute, where)
+    there = absolute
+    while not os.path.lexists(there):
+        there = there.parent
+    is_folder = folder or there != absolute  # what has to be a folder for this
+    if not os.path.exists(there):
+        raise UserError(f"{where}: {str(there)!r} is a link that leads nowhere")
+    if is_folder and not os.path.isdir(there):
+        raise UserError(f"{where}: {str(there)!r} is a file, not a folder")
+    if not is_folder and not os.path.isfile(there):
+        raise UserError(f"{where}: {str(there)!r} is a folder or a device, not a file")
+    if not is_folder and not os.access(there, os.W_OK):
+        raise UserError(f"{where}: it is there and protected against writing")
+    place = there if is_folder else there.parent
+    try:  # nothing else tells for root, on read-only disks and in /proc
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UserError(
+            f"{where}: nothing can be made in {str(place)!r}: {error.strerror}"
+        ) from None
+
+
+def read_settings(path: Path) -> dict:
+    """The settings that one of these scripts has left in a .json file; a UserError if it is
+    somebody else's."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{str(path)!r} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "reward_funcs" not in found:
+        raise UserError(
+            f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
+            f"choose another place, or move it away"
+        )
+    return found
+
+
 def refuse_missing_folder(model: str) -> None:
     """A path is no hub id: where it leads nowhere the hub need not be asked."""
-    if model.startswith(("/", "./", "../", "runs/")) and not Path(model).is_dir():
+    if model.startswith(("/", "./", "../", "runs/")) and not os.path.isdir(model):
         raise UserError(
             f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how"
         )

@@ -12,7 +12,6 @@ Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last check
 results.md and comparison.png; results.py says what the figures there mean.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -27,15 +26,17 @@ from common import (
     ROOT,
     RunStopped,
     UserError,
+    check_writable,
     load_config,
     merge,
     own_flags,
     progress,
     read_config_file,
+    read_settings,
     refuse_missing_folder,
     script,
 )
-from journal import check_place, hold_folder
+from journal import hold_folder
 from results import EVAL_SEEDS, SET_HERE, draw, write_results
 from stop import listen
 
@@ -56,7 +57,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
         own["output"]
         or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))])
     )
-    check_place(output)
+    check_writable("--output", output, folder=True)
     return own | {"output": output}, shared
 
 
@@ -115,8 +116,8 @@ def state_of(run: dict) -> str:
     """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another config."""
     if not (run["folder"] / "config.json").exists():
         return "new"
-    there = DEFAULTS | json.loads(
-        (run["folder"] / "config.json").read_text()
+    there = DEFAULTS | read_settings(
+        run["folder"] / "config.json"
     )  # a key that is younger than the run had its default
     for key in [
         key for key, value in run["config"].items() if key not in SET_HERE and there[key] != value

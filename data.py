@@ -6,12 +6,13 @@ function of (seed, step, rank, world): there is no cursor to save, and another n
 
 import inspect
 import json
+import os
 import random
 from functools import lru_cache
 from pathlib import Path
 
 import tasks
-from common import UserError
+from common import UserError, shown
 from prompts import encode_prompts, seed_prompts, use_cache_without_hub
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
@@ -56,40 +57,70 @@ def load_rows(
             return rows(split, -1, seed, **({"config": config} if config else {}))
         except ValueError as error:
             raise UserError(f"dataset_name={name!r}: {error}") from None
-    found = (
-        read_jsonl(name)
-        if name.endswith(".jsonl")
-        else read_dataset(name, config, split, (prompt_column, answer_column, *more), also)
-    )
-    rows = [
-        {
-            **row,
-            "id": str(row.get("id", i)),
+    in_lines = name.endswith(".jsonl")
+    if in_lines:
+        found = read_jsonl(name)
+    else:
+        columns = (prompt_column, answer_column, *more)
+        found = dict(enumerate(read_dataset(name, config, split, columns, also)))
+    rows = []
+    for i, (number, row) in enumerate(found.items()):
+        if not row.get(prompt_column) or row.get(answer_column) in (None, ""):
+            continue
+        where = f"{name}:{number}" if in_lines else f"dataset_name={name!r}, row {number}"
+        check_row(row, prompt_column, where)
+        own = {
+            "id": str(i if row.get("id") is None else row["id"]),
             "task": own_task(row) or task,
             "prompt": row[prompt_column],
             "answer": row[answer_column],
         }
-        for i, row in enumerate(found)
-        if row.get(prompt_column) and row.get(answer_column) not in (None, "")
-    ]
+        rows.append({**row, **own})
+        rows[-1].pop("completion", None)  # a reward's own argument
     if not rows:
-        columns = ", ".join(found[0]) if len(found) else "none"
+        columns = ", ".join(found[min(found)]) if found else "none"
         raise UserError(
             f"dataset_name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
             f"and an answer (column {answer_column!r}); its columns are: {columns}"
         )
-    for row in rows:
-        if not isinstance(row["prompt"], str):
-            raise UserError(
-                f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
-                f"not a {type(row['prompt']).__name__}"
-            )
-        row.pop("completion", None)  # a reward's own argument
     if len(rows) < len(found):
         print(
             f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out"
         )
     return rows
+
+
+def is_count(value) -> bool:
+    return type(value) in (int, float) and 0 <= value < 2**31
+
+
+def is_texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def is_name(value) -> bool:
+    return type(value) in (str, int, float)
+
+
+# What a row's field must be where the row has it, and that in words. "task" may be anything: a
+# column of that name is often a class label.
+FIELDS = {
+    "id": (is_name, "text or a number"),
+    "solutions": (is_texts, "a list of texts"),
+    "num_modes": (is_count, "a number from 0 on"),
+}
+
+
+def check_row(row: dict, prompt_column: str, where: str) -> None:
+    """UserError with the place of a row whose prompt, or one of FIELDS, is of the wrong type."""
+    if not isinstance(row[prompt_column], str):
+        raise UserError(
+            f"{where}: the prompt (column {prompt_column!r}) must be text, "
+            f"not a {type(row[prompt_column]).__name__}"
+        )
+    for field, (fits, words) in FIELDS.items():
+        if row.get(field) is not None and not fits(row[field]):
+            raise UserError(f"{where}: {field!r} must be {words}, not {shown(row[field])}")
 
 
 def own_task(row: dict) -> str:
@@ -98,30 +129,35 @@ def own_task(row: dict) -> str:
     return found if isinstance(found, str) and ":" not in found else ""
 
 
-def read_jsonl(path: str) -> list[dict]:
-    rows = []
+def read_jsonl(path: str) -> dict[int, dict]:
+    """{number of a line: the row in it}; a UserError names file and line of one that can't be used."""
+    rows = {}
     try:
         with open(path, "rb") as file:  # as text it would be decoded ahead of its lines
             for number, line in enumerate(file, 1):
                 if line := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise UserError(
-                            f"{path}:{number}: a row must be a JSON object, not {line[:40]!r}"
-                        )
-                    rows.append(row)
+                    rows[number] = read_row(line, f"{path}:{number}")
     except OSError as error:
         raise UserError(f"dataset_name={path!r} can't be read: {error.strerror}") from None
-    except UserError:
-        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also a number of thousands of digits, and thousands of brackets
-        raise UserError(f"{path}:{number}: not JSON: {error}") from None
     return rows
+
+
+def read_row(line: str, where: str) -> dict:
+    """The JSON object of one line."""
+    try:
+        row = json.loads(line)
+        if "\\u" in line:  # only so can half of a character, which no tokenizer takes, come in
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[error.start]
+        raise UserError(f"{where}: {bad!r} is not a character but half of one") from None
+    except (ValueError, RecursionError) as error:  # also thousands of digits or brackets
+        raise UserError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be a JSON object, not {line[:40]!r}")
+    return row
 
 
 def read_dataset(
@@ -131,7 +167,7 @@ def read_dataset(
     which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy."""
     import datasets
 
-    here = name.endswith(".parquet") or Path(name).is_dir()
+    here = name.endswith(".parquet") or os.path.isdir(name)
     if not here and use_cache_without_hub(datasets.config.HF_ENDPOINT):
         datasets.config.HF_HUB_OFFLINE = True
     known = (
@@ -142,7 +178,7 @@ def read_dataset(
     try:
         if name.endswith(".parquet"):
             dataset = datasets.load_dataset("parquet", data_files=name, split="train")
-        elif Path(name).is_dir() and any(
+        elif os.path.isdir(name) and any(
             (Path(name) / file).exists() for file in ("dataset_info.json", "dataset_dict.json")
         ):
             dataset = datasets.load_from_disk(name)
@@ -175,9 +211,10 @@ def read_dataset(
     wanted = dict.fromkeys(
         [*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)]
     )
-    return dataset.select_columns(
-        list(wanted)
-    ).to_list()  # the rest may be gigabytes of other people's rollouts
+    try:  # the other columns may be gigabytes of other people's rollouts
+        return dataset.select_columns(list(wanted)).to_list()
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset_name={name!r} holds text that is not UTF-8: {error}") from None
 
 
 def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
@@ -215,6 +252,9 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
             raise UserError(
                 f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)"
             )
+        for key in columns:
+            if not isinstance(named.get(key, ""), str):
+                raise UserError(f"{where}: columns={named!r}: {key!r} must be a column's name")
         own = columns | {key: named[key] for key in columns if key in named}
         sources.append(
             load_rows(

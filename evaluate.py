@@ -28,7 +28,7 @@ import torch.distributed as dist
 import data
 import rewards as R
 import rollout
-from common import UserError
+from common import UserError, check_writable
 from journal import read_metrics
 from prompts import encode_prompts, load_model_files
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
@@ -251,16 +251,14 @@ def draw_curves(lines: list[dict], path: Path) -> None:
 
 
 def main(c: dict) -> None:
+    output = Path(c["eval_output"])
+    unfinished = Path(f"{output}.tmp")  # so that the file is whole or not there
+    if c["eval_output"]:
+        check_writable("eval_output", output, folder=False)
+        check_writable("eval_output", unfinished, folder=False)
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
-    if c["eval_output"]:  # now, not after an hour of sampling
-        try:
-            Path(c["eval_output"]).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"eval_output={c['eval_output']!r}: its folder can't be made: {error.strerror}"
-            ) from None
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)
     stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
@@ -274,11 +272,11 @@ def main(c: dict) -> None:
     if rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
         if c["eval_output"]:
-            unfinished = Path(c["eval_output"] + ".tmp")  # so that the file is whole or not there
+            output.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(
                 "".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8"
             )
-            unfinished.rename(c["eval_output"])
+            unfinished.rename(output)
     leave_together(sampler)
 
 

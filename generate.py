@@ -24,7 +24,7 @@ import torch.distributed as dist
 import data
 import rewards as R
 import rollout
-from common import UserError, progress
+from common import UserError, check_writable, progress, read_settings
 from prompts import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
@@ -41,29 +41,37 @@ FREE = (
 )  # may change half-way: the lines stay the same
 
 
-def finished_prompts(path: Path, config: dict) -> int:
-    """How many prompts the file holds whole; what comes after them, part of a group or of a line, is cut off. A UserError if its lines
-    were made with other settings."""
+def check_settings(path: Path, config: dict) -> dict:
+    """The settings that decide about the lines of `path`, as they are written beside it. A UserError
+    if it, or what lies beside it, was made with others or by another program."""
     beside = Path(f"{path}.config.json")
-    settings = json.loads(
+    settings = json.loads(  # as it is read back
         json.dumps({key: value for key, value in config.items() if key not in FREE})
-    )  # as it is read back
+    )
+    found = read_settings(beside) if os.path.lexists(beside) else None
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(settings, indent=1))
-        path.touch()
-    if not beside.exists():
+        return settings
+    if found is None:
         raise UserError(
             f"generate_output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it"
         )
-    made_with = load_config([]) | json.loads(
-        beside.read_text()
-    )  # a key that is younger than the file had its default
+    made_with = load_config([]) | found  # a key that is younger than the file had its default
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(
                 f"generate_output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it"
             )
+    return settings
+
+
+def finished_prompts(path: Path, config: dict) -> int:
+    """How many prompts the file holds whole; what comes after them, part of a group or of a line, is cut off. A UserError if its lines
+    were made with other settings."""
+    settings = check_settings(path, config)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{path}.config.json").write_text(json.dumps(settings, indent=1))
+        path.touch()
     with open(path, "rb") as file:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     whole = len(lengths) // config["num_generations"] * config["num_generations"]
@@ -105,14 +113,14 @@ def lines_of(rollouts: list[dict], row: dict, values, rewards, columns: list) ->
 def main(c: dict) -> None:
     if not c["generate_output"]:
         raise UserError("generate_output is empty: name a .jsonl file to write to")
+    path = Path(c["generate_output"])
+    check_writable("generate_output", path, folder=False)
+    check_settings(path, c)
     R.check_names(c["reward_funcs"])
     _, tokenizer = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[: c["generate_max_prompts"] or len(rows)]
-    columns, path = (
-        R.columns_of(c["reward_funcs"], c["reward_weights"], rows),
-        Path(c["generate_output"]),
-    )
+    columns = R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     R.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
 
     rank, world, device = start_distributed()

@@ -17,7 +17,7 @@ import packing
 import rewards as R
 import rollout
 from checks import rows_of_a_group, warn_config
-from common import UserError
+from common import UserError, check_writable
 from prompts import check_context, end_of_turn, load_model_files
 from ranks import check_tensor_parallel
 
@@ -79,6 +79,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}"
     )
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
+    check_writable("output_dir", c["output_dir"], folder=True)
 
     inputs = load_inputs(c, world)
     model, tokenizer, rows = (

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common import ROOT, UserError
+from common import ROOT, UserError, check_writable
 
 LOCK = ".lock"
 NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
@@ -77,7 +77,7 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
         yield None
         return
     folder = Path(folder)
-    check_place(folder)
+    check_writable("output_dir", folder, folder=True)
     made = not folder.exists()
     lock = take_lock(folder, cure)
     try:
@@ -148,15 +148,6 @@ def is_at(path: Path, file) -> bool:
         return False
 
 
-def check_place(folder: Path) -> None:
-    """UserError where a folder can't be made or written to."""
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(
-            f"output_dir={str(folder)!r} can't be made: {str(there)!r} is {'not writable' if there.is_dir() else 'a file'}"
-        )
-
-
 def is_empty(folder: Path) -> bool:
     return not folder.exists() or all(path.name in NOT_OF_A_RUN for path in folder.iterdir())
 
@@ -164,6 +155,9 @@ def is_empty(folder: Path) -> bool:
 def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
+    check_writable("output_dir", folder, folder=True)
+    if config.get("weight_sync_dir"):
+        check_writable("weight_sync_dir", config["weight_sync_dir"], folder=True)
     if resuming or is_empty(folder):
         return
     if not config["overwrite_output_dir"]:

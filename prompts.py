@@ -4,6 +4,7 @@ config, tokenizer = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
 rows = encode_prompts(rows, tokenizer, system_prompt="", max_length=512, long_prompts="error")     # with "prompt_ids"
 """
 
+import os
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,7 +47,7 @@ def load_model_files(model: str, chat_template: str = ""):
     except (OSError, ValueError) as error:  # OSError covers an unreachable hub
         what = (
             "is a folder without a usable model"
-            if Path(model).is_dir()
+            if os.path.isdir(model)
             else "is not a folder, and can't be loaded from the hub"
         )
         raise UserError(f"model={model!r} {what}: {str(error).splitlines()[0]}") from None

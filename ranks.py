@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import rollout
-from common import DEADLINE, RunStopped, UserError
+from common import DEADLINE, RunStopped, UserError, check_writable
 from policy import dtype_of, named_weights
 from stop import under_torchrun
 
@@ -147,6 +147,8 @@ def check_tensor_parallel(c: dict, world: int) -> None:
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
     check_tensor_parallel(c, dist.get_world_size())
+    if c["rollout_engine"] == "server" and c["weight_sync_dir"]:
+        check_writable("weight_sync_dir", c["weight_sync_dir"], folder=True)
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
     if c["rollout_engine"] == "server":  # it may hold others
         sampler.sync(

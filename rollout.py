@@ -41,12 +41,18 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
 
 
 def kv_cache_bytes(config: dict) -> int:
-    """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said."""
+    """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said. UserError for more than this machine has."""
     own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if own:
         print(
             f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
             flush=True,
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not own and config["vllm_kv_cache_gib"] * 2**30 > memory:
+        raise UserError(
+            f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is more than the "
+            f"{memory / 2**30:.0f} GiB of memory of this machine"
         )
     return int(config["vllm_kv_cache_gib"] * 2**30)
 
@@ -55,6 +61,10 @@ class VllmEngine:
     """vLLM inside this process, one engine per rank or one per `vllm_tensor_parallel_size` ranks, started under torchrun."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
+        if device.type == "cuda":
+            memory = {"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]}
+        else:
+            memory = {"kv_cache_memory_bytes": kv_cache_bytes(config)}
         # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -92,7 +102,7 @@ class VllmEngine:
         longest = config["max_prompt_length"] + config["max_completion_length"]
         compiles = "" if eager else ", and compiling it, which takes a minute or two"
         say(f"starting vLLM: loading {model} as {str(dtype).removeprefix('torch.')}{compiles}")
-        self.llm = vllm.LLM(
+        settings = dict(
             model=model,
             dtype=str(dtype).removeprefix("torch."),
             seed=config["seed"],
@@ -108,12 +118,19 @@ class VllmEngine:
             enforce_eager=eager,
             enable_sleep_mode=self.sleeps,
             disable_log_stats=True,
-            **(
-                {"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]}
-                if self.on_gpu
-                else {"kv_cache_memory_bytes": kv_cache_bytes(config)}
-            ),
+            **memory,
         )
+        try:
+            self.llm = vllm.LLM(**settings)
+        except ValueError as error:
+            if "cache" not in str(error):
+                raise
+            key = "vllm_gpu_memory_utilization" if self.on_gpu else "vllm_kv_cache_gib"
+            reason = str(error).split(". ")[0]
+            raise UserError(
+                f"{key}={config[key]} is too little for vLLM with max_prompt_length + "
+                f"max_completion_length = {longest} tokens: {reason}"
+            ) from None
         gc.enable()
         say(f"vLLM {vllm.__version__} is ready after {time.perf_counter() - begin:.0f} s")
         # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts

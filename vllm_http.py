@@ -158,9 +158,15 @@ def addresses(setting: str) -> list[str]:
                 f"rollout_server={setting!r}: {url!r} must begin with http:// or https://"
             )
         try:
-            httpx.URL(url)
+            found = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise UserError(f"rollout_server={setting!r}: {url!r}: {error}") from None
+        if not found.host:
+            raise UserError(f"rollout_server={setting!r}: {url!r} names no host")
+        if found.port is not None and not 1 <= found.port <= 65535:
+            raise UserError(
+                f"rollout_server={setting!r}: {url!r}: port {found.port} can't exist, ports are 1 to 65535"
+            )
     if not urls:
         raise UserError(
             "rollout_engine='server' needs rollout_server='http://host:port', several separated by commas; python serve.py starts one"

@@ -5,14 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+import common
+import compare
+import evaluate
+import generate
 import journal
 import ranks
 import sft
 import train
+import vllm_http
 from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +71,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
         (["--model="], ["model is empty"]),
         (
             ["--num_generations=1", "--scale_rewards=group"],
-            ["num_generations=1", "scale_rewards='group'"],
+            ["num_generations=1", "at least 2"],
         ),
         (["--max_prompt_length=5"], ["max_prompt_length=5", "10489 of 10489", "tokens"]),
         (
@@ -199,6 +205,182 @@ def test_a_run_folder_that_is_a_file_is_refused(refusal, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert f"output_dir={str(tmp_path / 'file')!r}" in refusal(f"--output_dir={tmp_path / 'file'}")
     assert "output_dir" in refusal(f"--output_dir={tmp_path / 'file' / 'run'}")
+
+
+# --- places that can't be written
+
+
+def long_name(folder: Path) -> Path:
+    return folder / "new" / ("n" * 300)
+
+
+def long_path(folder: Path) -> Path:
+    return folder / "/".join(["n" * 100] * 50)
+
+
+def dangling(folder: Path) -> Path:
+    (folder / "link").symlink_to(folder / "nowhere")
+    return folder / "link"
+
+
+def under_a_dangling_link(folder: Path) -> Path:
+    return dangling(folder) / "new"
+
+
+def under_a_file(folder: Path) -> Path:
+    (folder / "file").write_text("mine")
+    return folder / "file" / "new"
+
+
+def in_proc(folder: Path) -> Path:
+    return Path("/proc/new")
+
+
+PLACES = {
+    long_name: "300 bytes",
+    long_path: "3800 bytes at most",
+    dangling: "a link that leads nowhere",
+    under_a_dangling_link: "a link that leads nowhere",
+    under_a_file: "is a file, not a folder",
+    in_proc: "nothing can be made in '/proc'",
+}
+
+
+@pytest.fixture
+def refused_by(tiny_model_dir, tmp_path, monkeypatch):
+    """The sentence with which a script refuses flags, before it reads the model's files or data."""
+
+    def sentence(script, *flags) -> str:
+        for name in ("load_model_files", "load_inputs"):
+            if hasattr(script, name):
+                monkeypatch.setattr(script, name, lambda *_: pytest.fail("files were read"))
+        with pytest.raises(UserError) as caught:
+            script.main(
+                [TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *flags]
+            )
+        return str(caught.value)
+
+    return sentence
+
+
+@pytest.mark.parametrize("place, words", PLACES.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_what_can_not_be_written_is_said_before_anything_is_read(
+    refused_by, tmp_path, place, words
+):
+    path = place(tmp_path)
+    for script, key in (
+        (train, "output_dir"),
+        (train, "weight_sync_dir"),
+        (sft, "output_dir"),
+        (evaluate, "eval_output"),
+        (generate, "generate_output"),
+    ):
+        message = refused_by(script, f"--{key}={path}")
+        assert message.startswith(f"{key}=") and "can't be written" in message and words in message
+    with pytest.raises(UserError, match=f"^--output=.*{words}"):
+        compare.read_own([f"--output={path}", "--arms=arms.py"])
+
+
+def test_a_folder_is_no_file_and_a_file_no_folder(refused_by, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "unfinished.jsonl.tmp").mkdir()
+    for script, key, path in (
+        (evaluate, "eval_output", tmp_path),
+        (evaluate, "eval_output", "/dev/null"),  # a rename would take its place
+        (evaluate, "eval_output", tmp_path / "unfinished.jsonl"),
+        (generate, "generate_output", tmp_path),
+    ):
+        assert "a folder or a device, not a file" in refused_by(script, f"--{key}={path}")
+    for script, key in ((train, "output_dir"), (train, "weight_sync_dir"), (sft, "output_dir")):
+        message = refused_by(script, f"--{key}={tmp_path / 'file'}")
+        assert "is a file, not a folder" in message
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def as_nobody():
+    """Two folders, one that may not be entered and one that may not be written, seen by somebody
+    who is not root: root may do everything."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are for one user
+        closed, read_only = Path(name, "closed"), Path(name, "read_only")
+        closed.mkdir(mode=0)
+        read_only.mkdir(mode=0o555)
+        Path(name).chmod(0o755)
+        user = os.geteuid()
+        os.seteuid(user or 65534)
+        try:
+            yield closed, read_only
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o755)
+
+
+def test_a_folder_that_one_may_not_enter_or_write_is_refused(as_nobody):
+    closed, read_only = as_nobody
+    for path, folder in (
+        (closed, True),
+        (closed / "new" / "run", True),
+        (closed / "new.jsonl", False),
+        (read_only, True),
+        (read_only / "new", True),
+        (read_only / "new.jsonl", False),
+    ):
+        with pytest.raises(UserError, match=f"^key='{path}' can't be written: .*Permission denied"):
+            common.check_writable("key", path, folder=folder)
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for path, folder in (
+        (tmp_path, True),
+        (tmp_path / "a" / "b", True),
+        (tmp_path / "a" / "b", False),
+        (tmp_path / "file", False),
+        (tmp_path / "link", False),
+    ):
+        common.check_writable("key", path, folder=folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_dry_run_says_that_the_run_folder_can_not_be_made(refused_by, tmp_path):
+    assert "can't be written" in refused_by(
+        train, "--dry_run=True", f"--output_dir={under_a_file(tmp_path)}"
+    )
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"model_type": "qwen2"}', "{broken", "[" * 5000])
+def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, text):
+    output = tmp_path / "out.jsonl"
+    beside = tmp_path / "out.jsonl.config.json"
+    beside.write_text(text)
+    for there in (False, True):
+        if there:
+            output.write_text("")
+        message = refused_by(generate, f"--generate_output={output}")
+        assert "is somebody else's" in message and str(beside) in message
+        assert beside.read_text() == text
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="is somebody else's"):
+        compare.state_of({"folder": tmp_path, "config": {}})
+
+
+def test_a_model_with_an_endless_name_is_one_sentence(refusal):
+    assert "is not a folder" in refusal("--model=/" + "n" * 300)
+    assert "can't be loaded" in refusal("--model=" + "n" * 300)
+    assert "can't be loaded" in refusal("--dataset_name=" + "n" * 300)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1"])
+def test_a_port_that_can_not_exist_is_not_waited_for(port):
+    with pytest.raises(UserError, match=f"port {port} can't exist"):
+        vllm_http.addresses(f"http://127.0.0.1:8000,http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("url", ["http://:8000", "http:///path"])
+def test_a_server_without_a_host_is_not_waited_for(url):
+    with pytest.raises(UserError, match="names no host"):
+        vllm_http.addresses(url)
 
 
 def test_resuming_from_another_run_does_not_write_over_a_third(

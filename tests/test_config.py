@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checks import OBJECTIVES, warn_config
+from checks import OBJECTIVES, RANGES, warn_config
 from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
@@ -265,14 +265,89 @@ BAD = [
     "output_dir=~/run",
     "model=~/model",
     "learning_rate=1e999",
+    "seed=4294967296",
+    "seed=18446744073709551616",
+    "max_steps=2147483648",
+    "beta=1e+31",
+    "temperature=0.001",
+    "eval_temperature=0.001",
+    "reward_timeout=10000000000.0",
+    "reward_memory_gib=1000000000000.0",
+    "reward_workers=100000",
+    "vllm_kv_cache_gib=1e-06",
+    "vllm_kv_cache_gib=1e+07",
+    "reward_funcs=[1]",
+    "reward_funcs=[['math']]",
+    "eval_output=~/out.jsonl",
 ]
 
 
 @pytest.mark.parametrize("setting", BAD)
 def test_every_bad_value_is_one_sentence_with_key_and_value(setting):
     key, value = setting.split("=")
-    shown = value.replace("1e999", "inf")
+    shown = value.replace("1e999", "inf").replace("1e+07", "10000000.0")
     assert key in refusal("--" + setting) and shown in refusal("--" + setting)
+
+
+def test_every_number_has_a_range_in_the_order_of_the_defaults():
+    assert list(RANGES) == [key for key, value in DEFAULTS.items() if type(value) in (int, float)]
+
+
+@pytest.mark.parametrize(
+    "setting, bounds",
+    [
+        ("seed=-1", "at least 0 and below 4294967296: vLLM"),
+        ("adam_beta1=1.0", "at least 0 and below 1"),
+        ("save_steps=-2", "-1, or at least 0 and at most 2147483647"),
+        ("maxent_tau=-1.0", "at least 0 and at most inf"),
+        ("weight_decay=-1.0", "at least 0 and at most 1e30"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_both_bounds(setting, bounds):
+    assert f"{setting} must be {bounds}" in refusal("--" + setting)
+
+
+MONSTERS = {
+    "digits": ("9" * 400, "more than 30 digits"),
+    "thousands of digits": ("9" * 5000, ""),
+    "more digits than Python prints": ("0x" + "f" * 9000, "more than 30 digits"),
+    "brackets": ("[" * 150 + "]" * 150, "nested deeper"),
+    "too many brackets": ("[" * 5000 + "]" * 5000, ""),
+    "signs": ("-" * 100_000 + "1", "nested deeper"),
+    "sums": ("1+" * 50_000 + "1", "nested deeper"),
+    "bytes": ("b'x'", "must be"),
+    "null byte": (r"'a\0b'", "null byte"),
+    "half of a character": (r"'a\udcff'", "not a character"),
+}
+
+
+@pytest.mark.parametrize("text, words", MONSTERS.values(), ids=MONSTERS)
+@pytest.mark.parametrize("key", ["seed", "beta", "reward_funcs", "dataset_mixture"])
+def test_a_value_that_no_library_takes_is_refused_as_it_is_read(tmp_path, key, text, words):
+    for where, argument in (
+        ("command line", f"--{key}=[{text}]"),
+        ("command line", f"--{key}={text}"),
+        ("mine.py", write(tmp_path, f"{key} = [{text}]")),
+        ("mine.py", write(tmp_path, f"{key} = {{0: {text}}}", "mine.py.2")),
+    ):
+        message = refusal(argument)
+        assert where in message and words in message, message
+        assert len(message) < 400
+
+
+@pytest.mark.parametrize("key", ["output_dir", "model", "system_prompt", "dataset_name"])
+@pytest.mark.parametrize("text", ["a\0b", "a\udcff"])
+def test_a_text_that_is_none_is_refused_with_its_key(key, text):
+    assert key in refusal(f"--{key}={text}") and repr(text) in refusal(f"--{key}={text}")
+
+
+def test_a_line_of_a_config_file_that_is_no_literal_is_shown_however_deep_it_is(tmp_path):
+    path = write(tmp_path, "max_steps = 3\nseed = " + "[" * 150 + "x" + "]" * 150)
+    assert f"{path}:2: seed must be a plain literal, not '[[[" in refusal(path)
+
+
+def test_a_config_file_without_an_end_is_not_read_to_it():
+    assert "/dev/zero is longer than 1000000 characters" in refusal("/dev/zero")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +378,7 @@ def test_every_bad_value_is_one_sentence_with_key_and_value(setting):
             "reward_funcs=['math','countdown'] reward_weights=[1.0]",
             ["reward_weights=[1.0]", "reward_funcs=['math', 'countdown']"],
         ),
-        ("num_generations=1 scale_rewards=group", ["num_generations=1", "scale_rewards='group'"]),
+        ("num_generations=1 scale_rewards=group", ["num_generations=1", "at least 2", "group"]),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):

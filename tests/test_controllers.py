@@ -1143,11 +1143,11 @@ REFUSED = [
     ([ENTROPY, "--maxent_target_excess_entropy=0.5"], "both on: choose one"),
     (
         ["--maxent_target_excess_entropy=0.0"],
-        "maxent_target_excess_entropy=0.0 must lie between 0 and 1",
+        "maxent_target_excess_entropy=0.0 must be -1, or greater than 0 and below 1",
     ),
     (
         ["--maxent_target_excess_entropy=1.0"],
-        "maxent_target_excess_entropy=1.0 must lie between 0 and 1",
+        "maxent_target_excess_entropy=1.0 must be -1, or greater than 0 and below 1",
     ),
     (
         ["--maxent_target_final=0.5", "--maxent_target_horizon=10"],

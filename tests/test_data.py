@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import datasets
 import huggingface_hub
 import jinja2
+import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
@@ -322,8 +323,6 @@ def test_a_row_of_data_names_no_code(tmp_path, task):
 @pytest.mark.parametrize(
     "solutions, words",
     [
-        ("a text", "must be a list of texts, not 'a text'"),
-        ([3], "not '[3]'"),
         (None, 'none of its rows has "solutions"'),
         (["x" * 99], "1 of 1 solutions are longer: nothing is left"),
     ],
@@ -377,6 +376,10 @@ def test_one_task_twice_is_two_sources():
         (
             {"id": "crossword", "columns": {"more": "level"}},
             ["columns={'more': 'level'}", "a list"],
+        ),
+        (
+            {"id": "crossword", "columns": {"prompt": ["q"]}},
+            ["columns={'prompt': ['q']}", "'prompt' must be a column's name"],
         ),
         ({"id": "crossword", "split": "dev"}, ["'dev'"]),
         ({"id": "no/such"}, ["'no/such'"]),
@@ -513,7 +516,7 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
             ["--dataset_mixture=[{'id': 'countdown'}]", "--dataset_name=countdown"],
             ["dataset_mixture", "dataset_name='countdown'"],
         ),
-        (["--replay_fraction=1.5"], ["replay_fraction=1.5", "between 0 and 1"]),
+        (["--replay_fraction=1.5"], ["replay_fraction=1.5", "at least 0 and at most 1"]),
         (["--replay_fraction=-0.1"], ["replay_fraction=-0.1"]),
         (["--replay_size=-1"], ["replay_size=-1"]),
         (["--replay_ucb=-0.5"], ["replay_ucb=-0.5"]),
@@ -814,6 +817,55 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
     )
     assert [row["prompt"] for row in load(path)] == ["a"]
     assert "4 of 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "field, words",
+    [
+        ('"num_modes": "3"', "'num_modes' must be a number from 0 on, not '3'"),
+        ('"num_modes": true', "'num_modes' must be a number from 0 on, not True"),
+        ('"num_modes": -1', "'num_modes' must be a number from 0 on, not -1"),
+        ('"num_modes": NaN', "'num_modes' must be a number from 0 on, not nan"),
+        ('"num_modes": 1' + "0" * 400, "'num_modes' must be a number from 0 on, not 100"),
+        ('"solutions": "a text"', "'solutions' must be a list of texts, not 'a text'"),
+        ('"solutions": [3]', "'solutions' must be a list of texts, not [3]"),
+        ('"id": ["a"]', "'id' must be text or a number, not ['a']"),
+        ('"prompt": ["a"]', "'prompt') must be text, not a list"),
+        (r'"prompt": "a\ud800"', r"'\ud800' is not a character but half of one"),
+        (r'"more": {"deep": ["\udfff"]}', r"'\udfff' is not a character but half of one"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_with_file_and_line(tmp_path, field, words):
+    good = {"prompt": "a", "answer": "1", "num_modes": 2, "solutions": ["1"], "id": 7}
+    path = jsonl(tmp_path, good, "", '{"prompt": "b", "answer": "1", ' + field + "}")
+    message = refusal(load, path)
+    assert message.startswith(f"{path}:3: ") and words in message, message
+
+
+def test_fields_that_are_null_count_as_missing(tmp_path):
+    nothing = {"id": None, "num_modes": None, "solutions": None, "task": None}
+    (row,) = load(jsonl(tmp_path, {"prompt": "a", "answer": "1"} | nothing))
+    assert row["id"] == "0" and row["task"] == ""
+
+
+def test_a_whole_character_of_two_halves_is_read(tmp_path):
+    (row,) = load(jsonl(tmp_path, r'{"prompt": "\ud83d\ude00", "answer": "\u00e9"}'))
+    assert (row["prompt"], row["answer"]) == ("\U0001f600", "\u00e9")
+
+
+def test_a_field_of_the_wrong_type_in_a_parquet_file_is_refused_with_its_row(tmp_path):
+    path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], num_modes=["2", "3"])
+    message = refusal(load, path)
+    assert path in message and "row 0" in message and "'num_modes' must be a number" in message
+
+
+def test_a_parquet_file_with_bytes_for_text_is_one_sentence(tmp_path):
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    path = str(tmp_path / "rows.parquet")
+    table = pyarrow.table({"prompt": prompts, "answer": ["1"]})
+    pyarrow.parquet.write_table(table, path)
+    assert path in refusal(load, path) and "UTF-8" in refusal(load, path)
 
 
 @pytest.mark.parametrize(

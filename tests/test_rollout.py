@@ -15,6 +15,7 @@ from common import UserError
 from sft import tiny_model, tiny_tokenizer
 
 WORKER = Path(__file__).parent / "engine_worker.py"
+TINY = Path(__file__).parent.parent / "config" / "countdown_tiny.py"
 
 
 def work(what: str, model, *flags, ranks: int = 0) -> dict:
@@ -99,6 +100,26 @@ def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(monk
         "vllm_kv_cache_gib=0.25 is not used" in (said := capsys.readouterr().out)
         and "VLLM_CPU_KVCACHE_SPACE=3" in said
     )
+
+
+def test_a_cache_larger_than_the_machine_is_refused(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    with pytest.raises(UserError, match=r"vllm_kv_cache_gib=10000\.0 is more than the .* GiB"):
+        rollout.kv_cache_bytes({"vllm_kv_cache_gib": 10_000.0})
+
+
+@pytest.mark.slow
+def test_a_cache_too_small_for_one_completion_is_one_sentence(tiny_model_dir):
+    flags = ["--max_completion_length=950", "--vllm_kv_cache_gib=0.001", "--eval_max_prompts=1"]
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", TINY, f"--model={tiny_model_dir}", *flags],
+        cwd=TINY.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "error: vllm_kv_cache_gib=0.001 is too little for vLLM" in done.stderr
 
 
 @pytest.mark.slow

@@ -839,7 +839,7 @@ def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypat
 def test_settings_that_do_not_go_together_are_refused():
     for flags, words in (
         (["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
-        (["--rollout_ahead=2", "--rollout_engine=server"], "must be one of 0, 1"),
+        (["--rollout_ahead=2", "--rollout_engine=server"], "must be at least 0 and at most 1"),
         (["--weight_sync=tape"], "'disk', 'nccl'"),
         (["--rollout_concurrency=0"], "greater than 0"),
         (["--rollout_timeout=0"], "greater than 0"),
