@@ -23,7 +23,8 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, script
-from prompts import encode_prompts, load_model_files
+from model_files import load_model_files
+from prompts import encode_prompts
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
 
@@ -246,7 +247,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
 def main(argv) -> None:
     c = load_config(argv)
     R.check_names(c["reward_funcs"])
-    _, tokenizer = load_model_files(c["model"], c["chat_template"])
+    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     if c["eval_output"]:  # now, not after an hour of sampling
         try:
@@ -257,7 +258,6 @@ def main(argv) -> None:
             ) from None
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)
-    stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
     records = [
         r
         for seed in range(c["eval_seeds"])

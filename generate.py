@@ -19,7 +19,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError, load_config, progress, script
-from prompts import load_model_files
+from model_files import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
 FREE = (
@@ -101,7 +101,7 @@ def main(argv) -> None:
     if not c["generate_output"]:
         raise UserError("generate_output is empty: name a .jsonl file to write to")
     R.check_names(c["reward_funcs"])
-    _, tokenizer = load_model_files(c["model"], c["chat_template"])
+    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[: c["generate_max_prompts"] or len(rows)]
     columns, path = (
@@ -117,7 +117,7 @@ def main(argv) -> None:
     sampling = {
         "temperature": c["temperature"],
         "max_tokens": c["max_completion_length"],
-        "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer),
+        "stop_token_ids": stop_ids,
     }
     bar = progress(
         total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt"

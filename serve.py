@@ -14,6 +14,7 @@ import sys
 import torch
 
 from common import UserError, load_config, script
+from model_files import load_model_files
 from policy import dtype_of
 from rollout import enforce_eager, kv_cache_bytes
 
@@ -103,8 +104,7 @@ def main(argv) -> None:
     if numbers["port"] > 65535:
         raise UserError(f"--port={settings['port']}: ports end at 65535")
     c = load_config(own)
-    if not c["model"]:
-        raise UserError("model is empty: name a Hugging Face model or a folder")
+    load_model_files(c["model"], c["chat_template"])  # vLLM answers a bad folder with a traceback
     arguments, environment = command(
         c, numbers["port"], settings["host"], numbers["tp"], numbers["dp"], more
     )

@@ -22,8 +22,9 @@ import data
 import packing
 import rollout
 from common import UserError, load_config, progress, script
+from model_files import load_model_files
 from policy import Policy
-from prompts import load_model_files, seed_prompts
+from prompts import seed_prompts
 from ranks import across_ranks, start_distributed
 
 SEEDED = 0.6
@@ -168,7 +169,7 @@ def main(argv) -> None:
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
     else:
-        _, tokenizer = load_model_files(c["model"], c["chat_template"])
+        tokenizer = load_model_files(c["model"], c["chat_template"]).tokenizer
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
