@@ -1,10 +1,10 @@
-"""A model's files, looked at before anything loads them: every script asks this first. What would end in
-a traceback of transformers or of vLLM, or would train something else than was meant, is one sentence here.
+"""A model's files, looked at before anything loads them: every script asks this first. What would
+end in a traceback of transformers or vLLM, or train something else than was meant, is one sentence.
 
     config, tokenizer, stop_ids = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
 
-The weights are compared with config.json by names and shapes, from the headers of the safetensors files:
-transformers "loads" them onto the meta device, with all its renaming, tying and merging, without a value.
+The weights are compared with config.json by names and shapes, from the headers of the files:
+transformers "loads" them onto the meta device, with its renaming, tying and merging, and no values.
 """
 
 import json
@@ -32,7 +32,7 @@ class ModelFiles(NamedTuple):
 
 
 def load_model_files(model: str, chat_template: str = "", dry_run: bool = False) -> ModelFiles:
-    """What a folder or a hub id holds besides its weights; a UserError if they, or its weights, can't be used.
+    """What a folder or a hub id holds besides weights; a UserError if that or they can't be used.
 
     chat_template: takes the place of the tokenizer's own; a file, or the template itself.
     dry_run: downloads no weights, and does without a folder's."""
@@ -96,9 +96,8 @@ def vocabulary_of(model: str, config) -> int:
 
 
 def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
-    """UserError for a tokenizer without a vocabulary, as some are without their files, or with more than the model's.
-
-    Special tokens may lie beyond: Gemma's tokenizer has one for images that its text model does not know."""
+    """UserError for a tokenizer without a vocabulary, as some are without their files, or with a
+    larger one than the model's. Special tokens may lie beyond: Gemma's has one for images."""
     try:
         ids = tokenizer(string.printable, add_special_tokens=False)["input_ids"]
     except Exception as error:  # Rust's own kinds too
@@ -112,7 +111,7 @@ def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
     if last >= vocab_size:
         raise UserError(
             f"model={model!r}: its tokenizer has more tokens than its model: {ordinary[last]!r} is "
-            f"number {last}, and config.json has vocab_size={vocab_size}: they don't belong together"
+            f"number {last}, but config.json has vocab_size={vocab_size}: one of them is another's"
         )
 
 
@@ -131,13 +130,13 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(
-            f"model={model!r}: every prompt would hold {tokenizer.decode(beyond[:1])!r}, which is number "
-            f"{beyond[0]} of its tokenizer, and config.json has vocab_size={vocab_size}"
+            f"model={model!r}: every prompt would hold {tokenizer.decode(beyond[:1])!r}, which is "
+            f"number {beyond[0]} of its tokenizer, but config.json has vocab_size={vocab_size}"
         )
 
 
 def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
-    """The tokens that end a completion: the tokenizer's EOS and those of the generation config, often several."""
+    """The tokens that end a completion: the tokenizer's EOS and those of the generation config."""
     more = generation_eos(model)
     ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     stop_ids = []
@@ -189,16 +188,22 @@ def has_weights(model: str) -> bool:
 
 
 def has_pickles(folder: Path) -> bool:
-    return any(next(folder.glob(name), None) for name in ("*.bin", "*.pt", "*.pth"))
+    return any(folder.glob("pytorch_model*.bin")) or any(folder.glob("consolidated*.pth"))
 
 
 def check_weights(model: str) -> None:
-    """UserError if the weights can't be loaded, leave something out or at random, or are no numbers."""
+    """UserError if weights can't be loaded, leave something out or at random, or are no numbers."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
             "they are pickled, and a pickle can run code when it is loaded: if you trust it, "
             "convert it with transformers' save_pretrained, which writes model.safetensors"
+        )
+        raise unusable(model, "its weights", sentence)
+    if not has_weights(model) and (folder / "engine").is_dir():
+        sentence = (
+            f'it is a "shallow" checkpoint, which holds none: make a model of it with '
+            f"python checkpoint.py export {model} OUT --trust_checkpoint=True"
         )
         raise unusable(model, "its weights", sentence)
     try:
@@ -228,13 +233,13 @@ def damaged_file(folder: Path) -> str:
 
 
 def refuse_other_weights(model: str, lm, report: dict) -> None:
-    """report: transformers' own, of what it found for the model that config.json describes, and what not."""
+    """report: transformers' own, of what the model that config.json describes found and did not."""
     other_sizes = sorted(report["mismatched_keys"])
     if other_sizes:
         name, stored, wanted = other_sizes[0]
         raise UserError(
-            f"model={model!r}: {len(other_sizes)} of its weights are of other sizes than config.json "
-            f"says, such as {name}, {tuple(stored)} instead of {tuple(wanted)}"
+            f"model={model!r}: {len(other_sizes)} of its weights are of other sizes than "
+            f"config.json says, such as {name}, {tuple(stored)} instead of {tuple(wanted)}"
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -247,18 +252,18 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
     layers = [name for name in unused if re.sub(r"\d+", "N", name) in kinds]
     if layers:
         raise UserError(
-            f"model={model!r}: its files hold {len(layers)} weights of layers that config.json does "
-            f"not have, such as {layers[0]}: they would be left out"
+            f"model={model!r}: its files hold {len(layers)} weights of layers that config.json "
+            f"does not have, such as {layers[0]}: they would be left out"
         )
     if unused:  # a value head, say
         say_once(
-            f"warning: model={model!r}: {len(unused)} weights of its files are no part of the model "
-            f"and are left out, such as {unused[0]}"
+            f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
+            f"model and are left out, such as {unused[0]}"
         )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are loaded: one, or those of the index. A folder may hold others."""
+    """The safetensors files that are loaded: one, or those of the index; a folder may hold more."""
     single = folder / "model.safetensors"
     if single.exists():
         return [single]
@@ -270,7 +275,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_nan(model: str, path: Path) -> None:
-    """UserError if a tensor begins with values that are no numbers. The files are mapped, not read."""
+    """UserError if a tensor begins with values that are no numbers; files are mapped, not read."""
     with safe_open(path, "pt") as file:
         for name in file.keys():
             tensor = file.get_slice(name)[...].flatten()[:SAMPLE]

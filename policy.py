@@ -86,8 +86,8 @@ def check_head(lm) -> None:
     lm.train(trains)
     if not logits.isfinite().all():
         raise UserError(
-            f"model {lm.config.model_type!r} answers with logits that are no numbers (NaN or infinite): "
-            f"its weights are broken; take an earlier checkpoint"
+            f"model {lm.config.model_type!r} answers with logits that are no numbers (NaN or "
+            f"infinite): its weights are broken; take an earlier checkpoint"
         )
     gap, most = (
         (logits - plain).abs().max() / plain.abs().max(),
@@ -97,8 +97,8 @@ def check_head(lm) -> None:
         most * logits.abs().max()
     ):
         raise UserError(
-            f"model {lm.config.model_type!r} computes something else while it trains (dropout, or noise "
-            f"in its routing) than while it samples, which is not supported"
+            f"model {lm.config.model_type!r} computes something else while it trains (dropout, or "
+            f"noise in its routing) than while it samples, which is not supported"
         )
     # a small bias does not show among eight tokens, nor does a cap at small logits
     if (
@@ -112,8 +112,8 @@ def check_head(lm) -> None:
 
 
 def turn_off_dropout(lm) -> float:
-    """Sets every dropout of a model to 0; the largest there was. Two forwards must agree: completions were sampled without
-    dropout, and a ratio of probabilities would be one of noises. The model's config keeps its values."""
+    """Sets every dropout of a model to 0; returns the largest there was. Completions were sampled
+    without it, and with it the ratios of probabilities would be noise. The config keeps its values."""
     largest = 0.0
     for module in lm.modules():
         for name, value in vars(module).items():

@@ -25,7 +25,7 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 
 def check_chat_template(tokenizer, what: str) -> None:
-    """UserError, beginning with `what`, for a template that fails or leaves out what the user says."""
+    """UserError, beginning with `what`, for a template that fails or leaves the user's words out."""
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
@@ -91,13 +91,13 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
 
 
 class CharacterLimit:
-    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes of it take a
-    minute to tokenise.
+    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes of it
+    take a minute to tokenise.
 
-    A text that fits is never said to be longer. A token has at most as many characters as the longest of
-    the vocabulary; before, normalisation (NFC) joins at most JOINED characters into one; and characters
-    that the tokenizer drops, or makes one token of however many stand in a row, do not count: a run of
-    each is tried."""
+    A text that fits is never said to be longer. A token has at most as many characters as the
+    longest of the vocabulary; before, normalisation (NFC) joins at most JOINED characters into one;
+    and characters that the tokenizer drops, or makes one token of however many stand in a row, do
+    not count: a run of each is tried."""
 
     JOINED = 4  # no character of Unicode is composed of more
     RUN = 4  # times the longest token: so many equal characters must be as many tokens at least
@@ -130,7 +130,7 @@ class CharacterLimit:
         return len(self.tokenizer(run, add_special_tokens=False)["input_ids"]) >= self.RUN
 
     def end_of(self, text: str) -> str:
-        """The end of a text, more of it than fits: nothing before it is left when the text is cut."""
+        """The end of a text, more of it than fits: nothing before it is left when it is cut."""
         size = self.most + 1
         while size < len(text) and not self.exceeded_by(text[-size:]):
             size *= 2
@@ -140,9 +140,9 @@ class CharacterLimit:
 def encode_prompts(
     rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str, seeded=None
 ) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are left out
-    ("drop"), or lose the beginning of the user's message, never the system prompt or the assistant's
-    header ("truncate"); the last two are counted on the console.
+    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are left
+    out ("drop"), or lose the beginning of the user's message, never the system prompt or the
+    assistant's header ("truncate"); the last two are counted on the console.
     seeded: row -> its prompts with an InfoSeed seed, token ids that must fit as well."""
 
     def tokenise(texts: list[str]) -> list[list[int]]:
@@ -197,7 +197,7 @@ def encode_prompts(
 
 
 def seed_room(row: dict, seeded, encode) -> int:
-    """Tokens that InfoSeed's seeds add to a prompt, and as much again: joined texts split differently."""
+    """Tokens that InfoSeed's seeds add to a prompt, and as much again: joined texts split otherwise."""
     row = row | {"prompt": "1"}
     (ids,) = encode([row])
     return 2 * max(map(len, seeded(row))) - 2 * len(ids) + 64

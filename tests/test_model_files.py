@@ -1,4 +1,4 @@
-"""Model folders that can't be used, or would train something else than was meant: one sentence, before anything starts."""
+"""Model folders that can't be used, or would train something else than was meant: one sentence, at once."""
 
 import json
 import os
@@ -245,6 +245,13 @@ def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(fo
     assert "Traceback" not in done.stdout + done.stderr and "LOAD REPORT" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "24 weights" in errors[0]
+
+
+def test_a_shallow_checkpoint_says_how_to_make_a_model_of_it(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / "engine").mkdir()
+    (folder / "rng_0.pt").write_bytes(b"")
+    assert "checkpoint.py export" in refusal(folder)
 
 
 # --- what is no error
