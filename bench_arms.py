@@ -285,7 +285,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     import rollout
     import train
     from common import load_config
-    from prompts import load_model_files
+    from model_files import load_model_files
     from ranks import start_distributed
 
     (P, G, T, _), folder = parts(scenario).values(), prepare(scenario)
@@ -306,7 +306,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     )
     sampler, tokenizer = (
         rollout.VllmEngine(str(folder), c, torch.float32, device),
-        load_model_files(str(folder), "")[1],
+        load_model_files(str(folder)).tokenizer,
     )
     engine, lm = (
         train.load_policy(c, torch.float32, torch.device("cpu")),

@@ -343,6 +343,19 @@ def read_settings(path: Path) -> dict:
     return found
 
 
+def in_one_line(text, longest: int = 300) -> str:
+    """What a library or a stranger says, as a part of a sentence: no line breaks, no control characters."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= longest else line[: longest - 3] + "..."
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
+
+
+def say_once(text: str) -> None:
+    """Prints on rank 0, also before the ranks know of each other."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
 def refuse_missing_folder(model: str) -> None:
     """A path is no hub id: where it leads nowhere the hub need not be asked."""
     if model.startswith(("/", "./", "../", "runs/")) and not os.path.isdir(model):

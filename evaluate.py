@@ -30,7 +30,8 @@ import rewards as R
 import rollout
 from common import UserError, check_writable
 from journal import read_metrics
-from prompts import encode_prompts, load_model_files
+from model_files import load_model_files
+from prompts import encode_prompts
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
 
@@ -257,11 +258,10 @@ def main(c: dict) -> None:
         check_writable("eval_output", output, folder=False)
         check_writable("eval_output", unfinished, folder=False)
     R.check_names(c["reward_funcs"])
-    _, tokenizer = load_model_files(c["model"], c["chat_template"])
+    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()
     sampler = start_sampler(c, device)
-    stop_ids = rollout.stop_token_ids(c["model"], tokenizer)
     records = [
         r
         for seed in range(c["eval_seeds"])

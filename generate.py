@@ -25,7 +25,7 @@ import data
 import rewards as R
 import rollout
 from common import UserError, check_writable, progress, read_settings
-from prompts import load_model_files
+from model_files import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
 FREE = (
@@ -117,7 +117,7 @@ def main(c: dict) -> None:
     check_writable("generate_output", path, folder=False)
     check_settings(path, c)
     R.check_names(c["reward_funcs"])
-    _, tokenizer = load_model_files(c["model"], c["chat_template"])
+    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[: c["generate_max_prompts"] or len(rows)]
     columns = R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
@@ -130,7 +130,7 @@ def main(c: dict) -> None:
     sampling = {
         "temperature": c["temperature"],
         "max_tokens": c["max_completion_length"],
-        "stop_token_ids": rollout.stop_token_ids(c["model"], tokenizer),
+        "stop_token_ids": stop_ids,
     }
     bar = progress(
         total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt"

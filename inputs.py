@@ -9,16 +9,15 @@ import math
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import data
 import evaluate
 import packing
 import rewards as R
-import rollout
 from checks import rows_of_a_group, warn_config
 from common import UserError, check_writable
-from prompts import check_context, end_of_turn, load_model_files
+from model_files import empty_model, load_model_files
+from prompts import check_context, end_of_turn
 from ranks import check_tensor_parallel
 
 
@@ -43,7 +42,9 @@ def load_inputs(c: dict, world: int) -> Inputs:
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}"
         )
     check_tensor_parallel(c, world)
-    model_config, tokenizer = load_model_files(c["model"], c["chat_template"])
+    model_config, tokenizer, stop_ids = load_model_files(
+        c["model"], c["chat_template"], c["dry_run"]
+    )
     check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
     if c["pack_sequences"]:
         packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
@@ -57,7 +58,7 @@ def load_inputs(c: dict, world: int) -> Inputs:
     return Inputs(
         model_config,
         tokenizer,
-        rollout.stop_token_ids(c["model"], tokenizer),
+        stop_ids,
         sources,
         weights,
         easy,
@@ -87,12 +88,14 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         inputs.tokenizer,
         [row for source in inputs.sources for row in source],
     )
-    with torch.device("meta"):
-        n = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+    n = sum(p.numel() for p in empty_model(c["model"], model).parameters())
     share = [
         world if c["zero_stage"] >= stage else 1 for stage in range(4)
     ]  # ranks that split what a ZeRO stage splits
     layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
+    inner = (
+        getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    )  # GPT-2 has no name for it
     gib = {
         "weights": n * size / share[3],
         "gradients": n * size / share[2],
@@ -105,7 +108,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
         "activations of a micro-batch": tokens
         * layers
-        * (18 * model.hidden_size + 4 * model.intermediate_size)
+        * (18 * model.hidden_size + 4 * inner)
         * size,
         "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
     }

@@ -84,10 +84,22 @@ def check_head(lm) -> None:
         lm(input_ids=ids, use_cache=False).logits.float(),
     )
     lm.train(trains)
+    if not logits.isfinite().all():
+        raise UserError(
+            f"model {lm.config.model_type!r} answers with logits that are no numbers (NaN or "
+            f"infinite): its weights are broken; take an earlier checkpoint"
+        )
     gap, most = (
         (logits - plain).abs().max() / plain.abs().max(),
         1e-3 if lm.dtype == torch.float32 else 0.02,
     )
+    if trains and (lm(input_ids=ids, use_cache=False).logits.float() - logits).abs().max() > (
+        most * logits.abs().max()
+    ):
+        raise UserError(
+            f"model {lm.config.model_type!r} computes something else while it trains (dropout, or "
+            f"noise in its routing) than while it samples, which is not supported"
+        )
     # a small bias does not show among eight tokens, nor does a cap at small logits
     if (
         gap > most
@@ -97,6 +109,19 @@ def check_head(lm) -> None:
         raise UserError(
             f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported"
         )
+
+
+def turn_off_dropout(lm) -> float:
+    """Sets every dropout of a model to 0; returns the largest there was. Completions were sampled
+    without it, and with it the ratios of probabilities would be noise. The config keeps its values."""
+    largest = 0.0
+    for module in lm.modules():
+        for name, value in vars(module).items():
+            is_dropout = "drop" in name or isinstance(module, torch.nn.modules.dropout._DropoutNd)
+            if is_dropout and isinstance(value, float) and value > 0:
+                largest = max(largest, value)
+                setattr(module, name, 0.0)
+    return largest
 
 
 class CheckedAdamW(torch.optim.AdamW):

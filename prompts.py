@@ -1,20 +1,18 @@
-"""Prompts as the model sees them: its tokenizer and chat template, and rows turned into token ids once.
+"""Prompts as the model sees them: its chat template, and rows turned into token ids once.
 
-config, tokenizer = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
 rows = encode_prompts(rows, tokenizer, system_prompt="", max_length=512, long_prompts="error")     # with "prompt_ids"
 """
 
-import os
+import math
 import socket
+from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import huggingface_hub.constants
-import jinja2
-from transformers import AutoConfig, AutoTokenizer
 
-from common import UserError, refuse_missing_folder
+from common import UserError, in_one_line
 
 
 def use_cache_without_hub(endpoint: str) -> bool:
@@ -32,49 +30,33 @@ def use_cache_without_hub(endpoint: str) -> bool:
     return hub.HF_HUB_OFFLINE
 
 
-def load_model_files(model: str, chat_template: str = ""):
-    """(model config, tokenizer) of a folder or a hub id, no weights; a UserError that names it when there is no such model.
-    chat_template: takes the place of the tokenizer's own; a file, or the template itself."""
-    if not model:
-        raise UserError(
-            "model is empty: name a Hugging Face id or a folder, such as --model=Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    refuse_missing_folder(model)
-    if not Path(model).is_dir():
-        use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:  # OSError covers an unreachable hub
-        what = (
-            "is a folder without a usable model"
-            if os.path.isdir(model)
-            else "is not a folder, and can't be loaded from the hub"
-        )
-        raise UserError(f"model={model!r} {what}: {str(error).splitlines()[0]}") from None
-    if chat_template:
-        set_chat_template(tokenizer, chat_template)
-    return config, tokenizer
-
-
 def set_chat_template(tokenizer, template: str) -> None:
-    try:
-        if "{" not in template:
+    """template: the template itself, or a file with one."""
+    if "{" not in template:
+        try:
             template = Path(template).read_text(encoding="utf-8")
-        tokenizer.chat_template = template
+        except (OSError, ValueError) as error:  # no such file, no path at all, no text
+            raise UserError(
+                f"chat_template={template!r} is neither a template (it has no braces) nor a "
+                f"readable file: {getattr(error, 'strerror', None) or error}"
+            ) from None
+    tokenizer.chat_template = template
+    check_chat_template(tokenizer, "chat_template")
+
+
+def check_chat_template(tokenizer, what: str) -> None:
+    """UserError, beginning with `what`, for a template that fails or leaves the user's words out."""
+    try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
         )
-    except OSError as error:
+    except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
         raise UserError(
-            f"chat_template={template!r} is neither a template (it has no braces) nor a readable file: {error.strerror}"
-        ) from None
-    except Exception as error:  # jinja2 has a dozen kinds
-        raise UserError(
-            f"chat_template can't be used: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"{what} can't be used: {type(error).__name__}: {in_one_line(error)}"
         ) from None
     if "\0" not in text:
         raise UserError(
-            "chat_template leaves the user's message out: it must write messages[i]['content']"
+            f"{what} leaves the user's message out: it must write messages[i]['content']"
         )
 
 
@@ -121,66 +103,124 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
             tokenize=False,
             add_generation_prompt=True,
         )
-    except jinja2.TemplateError as error:  # some refuse a system prompt
+    except Exception as error:  # some refuse a system prompt; a template is a program
         raise UserError(
-            f"the chat template can't render row {row['id']!r} with system_prompt={system_prompt!r}: {' '.join(str(error).split())}"
+            f"the chat template can't render row {row['id']!r} with "
+            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error)}"
         ) from None
+
+
+class CharacterLimit:
+    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes of it
+    take a minute to tokenise.
+
+    A text that fits is never said to be longer. A token has at most as many characters as the
+    longest of the vocabulary; before, normalisation (NFC) joins at most JOINED characters into one;
+    and characters that the tokenizer drops, or makes one token of however many stand in a row, do
+    not count: a run of each is tried."""
+
+    JOINED = 4  # no character of Unicode is composed of more
+    RUN = 4  # times the longest token: so many equal characters must be as many tokens at least
+
+    def __init__(self, tokenizer, max_tokens: int):
+        self.tokenizer = tokenizer
+        self.longest = max(map(len, tokenizer.get_vocab()))
+        self.most = self.JOINED * self.longest * max_tokens  # characters
+        special = tokenizer.added_tokens_decoder.values()
+        self.spaces_vanish = any(token.lstrip or token.rstrip for token in special)
+        self.counts = {}  # character: whether it counts
+
+    def exceeded_by(self, text: str) -> bool:
+        if len(text) <= self.most:
+            return False
+        total = 0
+        for character, count in Counter(text).most_common():
+            if character not in self.counts:
+                self.counts[character] = self.takes_tokens(character)
+            if self.counts[character]:
+                total += count
+            if total > self.most:
+                return True
+        return False
+
+    def takes_tokens(self, character: str) -> bool:
+        if self.spaces_vanish and character.isspace():
+            return False
+        run = character * (self.RUN * self.longest)
+        return len(self.tokenizer(run, add_special_tokens=False)["input_ids"]) >= self.RUN
+
+    def end_of(self, text: str) -> str:
+        """The end of a text, more of it than fits: nothing before it is left when it is cut."""
+        size = self.most + 1
+        while size < len(text) and not self.exceeded_by(text[-size:]):
+            size *= 2
+        return text[-size:]
 
 
 def encode_prompts(
     rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str, seeded=None
 ) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), left out ("drop") or lose the beginning of the
-    user's message, never the system prompt or the assistant's header ("truncate"); the last two are counted on the console.
+    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are left
+    out ("drop"), or lose the beginning of the user's message, never the system prompt or the
+    assistant's header ("truncate"); the last two are counted on the console.
     seeded: row -> its prompts with an InfoSeed seed, token ids that must fit as well."""
 
-    def encode(rows: list[dict]) -> list[list[int]]:
-        texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
+    def tokenise(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
-    def size(row: dict, prompt: list[int]) -> int:
-        near = (
-            seeded and len(prompt) + room > max_length
-        )  # the others need not be rendered again with every seed
-        return max(len(prompt), *map(len, seeded(row))) if near else len(prompt)
+    def encode(rows: list[dict]) -> list[list[int]]:
+        return tokenise([render_prompt(row, tokenizer, system_prompt) for row in rows])
 
-    ids = encode(rows)
-    room = (
-        2 * max(map(len, seeded(rows[0]))) - 2 * len(ids[0]) + 64 if seeded else 0
-    )  # what a seed adds, and as much again
-    too_long = {
-        i: tokens
-        for i, (row, prompt) in enumerate(zip(rows, ids))
-        if (tokens := size(row, prompt)) > max_length
-    }
-    worst = max(too_long, key=too_long.get, default=None)
-    sentence = too_long and (
-        f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has "
-        f"{too_long[worst]} tokens" + (" with its seed" if seeded else "")
+    def size(row: dict, prompt: list[int]) -> int:
+        if not seeded or len(prompt) + room <= max_length:
+            return len(prompt)  # it need not be rendered again with every seed
+        return max(len(prompt), *map(len, seeded(row)))
+
+    room = seed_room(rows[0], seeded, encode) if seeded else 0
+    limit = CharacterLimit(tokenizer, max_length)
+    texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
+    endless = {i: len(text) for i, text in enumerate(texts) if limit.exceeded_by(text)}
+    ids = tokenise(["" if i in endless else text for i, text in enumerate(texts)])
+    sizes = [math.inf if i in endless else size(rows[i], ids[i]) for i in range(len(rows))]
+    too_long = [i for i, tokens in enumerate(sizes) if tokens > max_length]
+    if not too_long:
+        return [{**row, "prompt_ids": prompt} for row, prompt in zip(rows, ids)]
+
+    worst = max(too_long, key=lambda i: (sizes[i], endless.get(i, 0)))
+    length = f"{sizes[worst]} tokens" + (" with its seed" if seeded else "")
+    if worst in endless:
+        length = f"{endless[worst]} characters, which are more tokens than that"
+    sentence = (
+        f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, "
+        f"row {rows[worst]['id']!r} has {length}"
     )
-    if too_long and long_prompts == "error":
+    if long_prompts == "error":
         raise UserError(
-            f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or shorten them with --long_prompts=truncate"
+            f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or "
+            f"shorten them with --long_prompts=truncate"
         )
-    cut = {}
-    for i in too_long if long_prompts == "truncate" else ():
-        if found := cut_left(rows[i], tokenizer, max_length, encode, size):
-            cut[i] = found
-    drop = set(too_long) - set(cut)
-    if len(drop) == len(rows):
-        raise UserError(
-            f"{sentence}: nothing is left"
-            + (" even without the users' messages" if long_prompts == "truncate" else "")
-        )
-    if too_long:
-        print(
-            f"{sentence}: {len(cut)} have lost the beginning of the user's message, {len(drop)} are left out"
-        )
-    return [
-        cut.get(i) or {**row, "prompt_ids": prompt}
-        for i, (row, prompt) in enumerate(zip(rows, ids))
-        if i not in drop
-    ]
+    kept = {i: {**rows[i], "prompt_ids": ids[i]} for i in set(range(len(rows))) - set(too_long)}
+    fitting = len(kept)
+    if long_prompts == "truncate":
+        for i in too_long:
+            row = rows[i] | {"prompt": limit.end_of(rows[i]["prompt"])}
+            if shorter := cut_left(row, tokenizer, max_length, encode, size):
+                kept[i] = shorter
+    if not kept:
+        without = " even without the users' messages" if long_prompts == "truncate" else ""
+        raise UserError(f"{sentence}: nothing is left{without}")
+    print(
+        f"{sentence}: {len(kept) - fitting} have lost the beginning of the user's message, "
+        f"{len(rows) - len(kept)} are left out"
+    )
+    return [kept[i] for i in sorted(kept)]
+
+
+def seed_room(row: dict, seeded, encode) -> int:
+    """Tokens that InfoSeed's seeds add to a prompt, and as much again: joined texts split otherwise."""
+    row = row | {"prompt": "1"}
+    (ids,) = encode([row])
+    return 2 * max(map(len, seeded(row))) - 2 * len(ids) + 64
 
 
 def cut_left(row: dict, tokenizer, max_length: int, encode, size) -> dict | None:

@@ -302,22 +302,6 @@ class HfEngine:
 ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": ServerEngine}
 
 
-def stop_token_ids(model: str, tokenizer) -> list[int]:
-    """The tokens that end a completion: the tokenizer's EOS and those of the model's generation config (chat models have several)."""
-    try:
-        more = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        more = None  # a model without generation_config.json
-    ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
-    found = [i for i in dict.fromkeys(ids) if i is not None]
-    if not found:
-        raise UserError(
-            f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in generation_config.json: "
-            f"completions would never end"
-        )
-    return found
-
-
 def prompt_seed(*parts) -> int:
     """A 62-bit seed from (seed, step, prompt index, ...); sample i of the prompt adds i. The same in every process and Python."""
     return random.Random("/".join(map(str, parts))).getrandbits(62)

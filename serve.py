@@ -97,8 +97,9 @@ def main(argv) -> None:
     if own["port"] > 65535:
         raise UserError(f"--port={own['port']}: ports end at 65535")
     c = load_config(rest)
-    if not c["model"]:
-        raise UserError("model is empty: name a Hugging Face model or a folder")
+    from model_files import load_model_files
+
+    load_model_files(c["model"], c["chat_template"])  # vLLM answers a bad folder with a traceback
     arguments, environment = command(c, **own, more=more)
     print("starting", *arguments[1:], flush=True)
     os.execve(sys.executable, arguments, os.environ | environment)

@@ -29,8 +29,9 @@ import packing
 import rollout
 from common import UserError, progress
 from journal import hold_folder, is_empty
+from model_files import load_model_files
 from policy import Policy
-from prompts import load_model_files, seed_prompts
+from prompts import seed_prompts
 from ranks import across_ranks, start_distributed
 
 SEEDED = 0.6
@@ -175,7 +176,7 @@ def train(c: dict) -> None:
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
     else:
-        _, tokenizer = load_model_files(c["model"], c["chat_template"])
+        tokenizer = load_model_files(c["model"], c["chat_template"]).tokenizer
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])

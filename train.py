@@ -49,7 +49,7 @@ import loss as L
 import rewards as R
 import rollout
 from checks import warn_config
-from common import RunStopped, progress
+from common import RunStopped, progress, say_once
 from hub import Hub
 from inputs import dry_run, load_inputs
 from journal import (
@@ -60,7 +60,15 @@ from journal import (
     make_run_folder,
     run_header,
 )
-from policy import CheckedAdamW, Policy, dtype_of, named_weights, seed_classes, set_temperature
+from policy import (
+    CheckedAdamW,
+    Policy,
+    dtype_of,
+    named_weights,
+    seed_classes,
+    set_temperature,
+    turn_off_dropout,
+)
 from ranks import across_ranks, gather_groups, leave_together, start_distributed
 from replay import Replay
 from server import RolloutsLost
@@ -91,6 +99,11 @@ def load_lm(model: str, dtype: torch.dtype, c: dict, trains: bool, device) -> Po
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(
         device
     )  # Policy tries it on a few tokens
+    dropout = turn_off_dropout(lm)
+    if trains and dropout:
+        say_once(
+            f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
+        )
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(

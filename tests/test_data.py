@@ -27,10 +27,10 @@ import evaluate
 import graders
 import prompts
 import rewards
-import rollout
 import sft
 from common import UserError, check_config, load_config
 from inputs import dry_run, load_inputs
+from model_files import load_model_files, stop_token_ids
 
 TOKENIZER = sft.tiny_tokenizer()
 
@@ -1116,6 +1116,91 @@ def test_cut_and_dropped_prompts_are_counted_and_the_others_stay_in_their_order(
     assert capsys.readouterr().out == ""
 
 
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.characters = tokenizer, 0
+
+    def __call__(self, texts, **kwargs):
+        self.characters += sum(map(len, [texts] if isinstance(texts, str) else texts))
+        return self.tokenizer(texts, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+ENDLESS = {**ROW, "id": "endless", "prompt": "What is 1+1? " * 800_000}  # ten megabytes
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, BPE])
+@pytest.mark.parametrize("seeds", [False, True])
+def test_ten_megabytes_are_refused_dropped_or_cut_without_being_tokenised(tokenizer, seeds, capsys):
+    tokenizer = Counting(tokenizer)
+    flags = ["--model=x", f"--info_seed_enabled={seeds}", "--max_prompt_length=60"]
+
+    def encoded(long_prompts: str) -> list[dict]:
+        c = load_config([*flags, f"--long_prompts={long_prompts}"])
+        return data.encode([ENDLESS, ROW], tokenizer, c)
+
+    message = refusal(encoded, "error")
+    assert "1 of 2 prompts" in message and "'endless' has 10400021 characters" in message
+    assert [row["id"] for row in encoded("drop")] == [ROW["id"]]
+    cut, other = encoded("truncate")
+    assert ENDLESS["prompt"].endswith(cut["prompt"]) and 30 < len(cut["prompt_ids"]) <= 60
+    assert other["id"] == ROW["id"] and "1 have lost the beginning" in capsys.readouterr().out
+    assert tokenizer.characters < 500_000
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.text("ab1 \n\u00fc\u0301\N{SNOWMAN}\N{PILE OF POO}", min_size=1, max_size=6),
+    st.integers(50, 2000),
+    st.integers(1, 12),
+    st.sampled_from(["tiny", "bpe", "nfc", "unk", "words"]),
+)
+def test_a_prompt_that_fits_is_never_said_to_be_too_long(part, size, limit, kind):
+    """The tiny tokenizer drops what it does not know; others join characters, or all that are unknown."""
+    text, tokenizer = part * (size // len(part)), SHRINKING[kind]
+    tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if prompts.CharacterLimit(tokenizer, limit).exceeded_by(text):
+        assert tokens > limit
+
+
+def shrinking_tokenizers() -> dict:
+    nfc = tokenizers.Tokenizer.from_str(BPE.backend_tokenizer.to_str())
+    nfc.normalizer = tokenizers.normalizers.NFC()
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "ab": 3, "1": 4}
+    unk = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("a", "b")], unk_token="<unk>", fuse_unk=True)
+    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    wrapped = {"nfc": nfc, "unk": unk, "words": words}
+    found = {"tiny": TOKENIZER, "bpe": BPE}
+    for name, tokenizer in wrapped.items():
+        found[name] = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return found
+
+
+SHRINKING = shrinking_tokenizers()
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(
+    st.lists(st.text("abü1+ ?\n\N{SNOWMAN}", min_size=1, max_size=9), min_size=1, max_size=9),
+    st.integers(6, 20),
+    st.sampled_from([TOKENIZER, BPE]),
+)
+def test_a_long_prompt_is_cut_as_if_all_of_it_had_been_tokenised(parts, limit, tokenizer):
+    row = {**ROW, "prompt": "".join(random.Random(limit).choices(parts, k=2000)) + "1"}
+    (found,) = prompts.encode_prompts([row], tokenizer, "", limit, "truncate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts.CharacterLimit, "exceeded_by", lambda *_: False)
+        (wanted,) = prompts.encode_prompts([row], tokenizer, "", limit, "truncate")
+    assert found == wanted
+
+
 # --- chat templates
 
 OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
@@ -1124,9 +1209,9 @@ OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% 
 def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text(OWN)
     for given_as in (OWN, str(tmp_path / "template.jinja")):
-        _, tokenizer = prompts.load_model_files(str(tiny_model_dir), given_as)
+        tokenizer = load_model_files(str(tiny_model_dir), given_as).tokenizer
         assert prompts.render_prompt(ROW, tokenizer, "S") == "[system]S[user]1+1?[me]"
-    assert prompts.load_model_files(str(tiny_model_dir))[1].chat_template == sft.TEMPLATE
+    assert load_model_files(str(tiny_model_dir)).tokenizer.chat_template == sft.TEMPLATE
 
 
 def test_a_base_model_can_be_given_a_template(tiny_model_dir):
@@ -1248,13 +1333,13 @@ def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(
     tmp_path, tiny_model_dir
 ):
     tokenizer = sft.tiny_tokenizer()
-    assert rollout.stop_token_ids(str(tiny_model_dir), tokenizer) == [0]
+    assert stop_token_ids(str(tiny_model_dir), tokenizer, 101) == [0]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 0]}')
-    assert rollout.stop_token_ids(str(tmp_path), tokenizer) == [0, 4]
+    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [0, 4]
     tokenizer.eos_token = None
-    assert rollout.stop_token_ids(str(tmp_path), tokenizer) == [4, 0]
+    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [4, 0]
     (tmp_path / "generation_config.json").write_text("{}")
-    assert "end-of-sequence" in refusal(rollout.stop_token_ids, str(tmp_path), tokenizer)
+    assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, 101)
 
 
 def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(tiny_model_dir, tmp_path, capsys):
@@ -1337,7 +1422,7 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
 
 def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_model_dir):
     """AutoTokenizer chooses the class by the model beside it, not by what was saved."""
-    _, loaded = prompts.load_model_files(str(tiny_model_dir))
+    loaded = load_model_files(str(tiny_model_dir)).tokenizer
     text = "".join(sft.CHARACTERS) + "  a\n\n b it's <|end|> 10\n"
     for tokenizer in (TOKENIZER, loaded):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

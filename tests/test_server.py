@@ -1189,6 +1189,7 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
 def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     started = []
     monkeypatch.setattr(serve.os, "execve", lambda *args: started.append(args))
+    monkeypatch.setattr(serve, "load_model_files", lambda *args: None)  # there is no model here
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     serve.main(
         [

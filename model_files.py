@@ -1,0 +1,289 @@
+"""A model's files, looked at before anything loads them: every script asks this first. What would
+end in a traceback of transformers or vLLM, or train something else than was meant, is one sentence.
+
+    config, tokenizer, stop_ids = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
+
+The weights are compared with config.json by names and shapes, from the headers of the files:
+transformers "loads" them onto the meta device, with its renaming, tying and merging, and no values.
+"""
+
+import json
+import re
+import string
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub.constants
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file, logging
+
+from common import UserError, in_one_line, refuse_missing_folder, say_once
+from prompts import check_chat_template, render_prompt, set_chat_template, use_cache_without_hub
+
+SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
+
+
+class ModelFiles(NamedTuple):
+    config: object
+    tokenizer: object
+    stop_ids: list[int]  # the tokens that end a completion
+
+
+def load_model_files(model: str, chat_template: str = "", dry_run: bool = False) -> ModelFiles:
+    """What a folder or a hub id holds besides weights; a UserError if that or they can't be used.
+
+    chat_template: takes the place of the tokenizer's own; a file, or the template itself.
+    dry_run: downloads no weights, and does without a folder's."""
+    if not model:
+        raise UserError(
+            "model is empty: name a Hugging Face id or a folder, such as "
+            "--model=Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    refuse_missing_folder(model)
+    if not Path(model).is_dir():
+        use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
+    with quiet():
+        config = load_part(model, "config.json", AutoConfig)
+        tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
+        vocab_size = vocabulary_of(model, config)
+        check_tokenizer(model, tokenizer, vocab_size)
+        choose_template(model, tokenizer, chat_template, vocab_size)
+        stop_ids = stop_token_ids(model, tokenizer, vocab_size)
+        if not dry_run or has_weights(model):
+            check_weights(model)
+        else:
+            empty_model(model, config)
+            if Path(model).is_dir():
+                say_once(f"warning: model={model!r} holds no weights: a run would end here")
+    return ModelFiles(config, tokenizer, stop_ids)
+
+
+@contextmanager
+def quiet():
+    """Without transformers' own reports and progress bars: what matters of them is said here."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load_part(model: str, part: str, auto_class):
+    try:
+        return auto_class.from_pretrained(model)
+    except Exception as error:  # strangers' files: the parsers raise dozens of kinds
+        raise unusable(model, part, error) from None
+
+
+def unusable(model: str, part: str, error: Exception | str) -> UserError:
+    what = "is not a folder, and can't be loaded from the hub"
+    if Path(model).is_dir():
+        what = "is a folder without a usable model"
+    reason = error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error)}"
+    return UserError(f"model={model!r} {what}: {part}: {reason}")
+
+
+# --- vocabulary, template, what ends a completion
+
+
+def vocabulary_of(model: str, config) -> int:
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise unusable(model, "config.json", f"vocab_size={vocab_size!r} must be at least 1")
+    return vocab_size
+
+
+def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
+    """UserError for a tokenizer without a vocabulary, as some are without their files, or with a
+    larger one than the model's. Special tokens may lie beyond: Gemma's has one for images."""
+    try:
+        ids = tokenizer(string.printable, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # Rust's own kinds too
+        raise unusable(model, "the tokenizer", error) from None
+    if not ids:
+        sentence = "it makes no token of any letter or digit: is tokenizer.json missing?"
+        raise unusable(model, "the tokenizer", sentence)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ordinary = {i: token for token, i in tokenizer.get_vocab().items() if i not in special}
+    last = max(ordinary, default=0)
+    if last >= vocab_size:
+        raise UserError(
+            f"model={model!r}: its tokenizer has more tokens than its model: {ordinary[last]!r} is "
+            f"number {last}, but config.json has vocab_size={vocab_size}: one of them is another's"
+        )
+
+
+def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) -> None:
+    """Sets and tries the chat template; a model without one is said to be one."""
+    if chat_template:
+        set_chat_template(tokenizer, chat_template)
+    elif tokenizer.chat_template:
+        check_chat_template(tokenizer, f"model={model!r}: its chat template")
+    else:
+        say_once(
+            f"model={model!r} has no chat template: its prompts are plain text "
+            f"(a base model; --chat_template gives it one)"
+        )
+    text = render_prompt({"id": "", "prompt": "1"}, tokenizer, "")
+    beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
+    if beyond:
+        raise UserError(
+            f"model={model!r}: every prompt would hold {tokenizer.decode(beyond[:1])!r}, which is "
+            f"number {beyond[0]} of its tokenizer, but config.json has vocab_size={vocab_size}"
+        )
+
+
+def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
+    """The tokens that end a completion: the tokenizer's EOS and those of the generation config."""
+    more = generation_eos(model)
+    ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    stop_ids = []
+    for i in ids:
+        if i is None or i in stop_ids:
+            continue
+        if type(i) is not int or not 0 <= i < vocab_size:
+            raise UserError(
+                f"model={model!r}: the end-of-sequence token {i!r} of its tokenizer or of "
+                f"generation_config.json must be a number from 0 to {vocab_size - 1}, "
+                f"a token of its model; no completion would ever end with it"
+            )
+        stop_ids.append(i)
+    if not stop_ids:
+        raise UserError(
+            f"model={model!r} names no end-of-sequence token, neither in its tokenizer nor in "
+            f"generation_config.json: completions would never end"
+        )
+    return stop_ids
+
+
+def generation_eos(model: str):
+    """eos_token_id of generation_config.json, None without such a file."""
+    try:
+        return GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError as error:
+        if not (Path(model) / "generation_config.json").exists():
+            return None
+        raise unusable(model, "generation_config.json", error) from None
+    except Exception as error:  # fields of another type
+        raise unusable(model, "generation_config.json", error) from None
+
+
+# --- weights
+
+
+def empty_model(model: str, config):
+    """The model that config.json describes, without any memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as in load_part
+        raise unusable(model, "config.json", error) from None
+
+
+def has_weights(model: str) -> bool:
+    folder = Path(model)
+    return any(folder.glob("*.safetensors")) or has_pickles(folder)
+
+
+def has_pickles(folder: Path) -> bool:
+    return any(folder.glob("pytorch_model*.bin")) or any(folder.glob("consolidated*.pth"))
+
+
+def check_weights(model: str) -> None:
+    """UserError if weights can't be loaded, leave something out or at random, or are no numbers."""
+    folder = Path(model)
+    if not any(folder.glob("*.safetensors")) and has_pickles(folder):
+        sentence = (
+            "they are pickled, and a pickle can run code when it is loaded: if you trust it, "
+            "convert it with transformers' save_pretrained, which writes model.safetensors"
+        )
+        raise unusable(model, "its weights", sentence)
+    if not has_weights(model) and (folder / "engine").is_dir():
+        sentence = (
+            f'it is a "shallow" checkpoint, which holds none: make a model of it with '
+            f"python checkpoint.py export {model} OUT --trust_checkpoint=True"
+        )
+        raise unusable(model, "its weights", sentence)
+    try:
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            model,
+            device_map="meta",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # as in load_part
+        raise unusable(model, "its weights", damaged_file(folder) or error) from None
+    refuse_other_weights(model, lm, report)
+    for path in weight_files(Path(cached_file(model, "config.json")).parent):
+        refuse_nan(model, path)
+
+
+def damaged_file(folder: Path) -> str:
+    """Which of a folder's weight files can't be opened, and why; "" if all can."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:  # SafetensorError, OSError and what else a file can be
+            return f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error)}"
+    return ""
+
+
+def refuse_other_weights(model: str, lm, report: dict) -> None:
+    """report: transformers' own, of what the model that config.json describes found and did not."""
+    other_sizes = sorted(report["mismatched_keys"])
+    if other_sizes:
+        name, stored, wanted = other_sizes[0]
+        raise UserError(
+            f"model={model!r}: {len(other_sizes)} of its weights are of other sizes than "
+            f"config.json says, such as {name}, {tuple(stored)} instead of {tuple(wanted)}"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"model={model!r}: {len(missing)} weights that config.json asks for are in none of its "
+            f"files, such as {missing[0]}: they would be random"
+        )
+    kinds = {re.sub(r"\d+", "N", name) for name, _ in lm.named_parameters()}
+    unused = sorted(report["unexpected_keys"])
+    layers = [name for name in unused if re.sub(r"\d+", "N", name) in kinds]
+    if layers:
+        raise UserError(
+            f"model={model!r}: its files hold {len(layers)} weights of layers that config.json "
+            f"does not have, such as {layers[0]}: they would be left out"
+        )
+    if unused:  # a value head, say
+        say_once(
+            f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
+            f"model and are left out, such as {unused[0]}"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that are loaded: one, or those of the index; a folder may hold more."""
+    single = folder / "model.safetensors"
+    if single.exists():
+        return [single]
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]
+
+
+def refuse_nan(model: str, path: Path) -> None:
+    """UserError if a tensor begins with values that are no numbers; files are mapped, not read."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            tensor = file.get_slice(name)[...].flatten()[:SAMPLE]
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                raise UserError(
+                    f"model={model!r}: {name} in {path.name} holds values that are no numbers (NaN "
+                    f"or infinite): take an earlier checkpoint"
+                )

@@ -1,0 +1,378 @@
+"""Model folders that can't be used, or would train something else than was meant: one sentence, at once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    OPTConfig,
+    Qwen2Config,
+)
+
+import evaluate
+import generate
+import policy
+import serve
+import sft
+import train
+from common import UserError, load_config
+from model_files import load_model_files
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "config" / "countdown_tiny.py")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tiny_model_dir, tmp_path) -> Path:
+    """A model that works, to be broken: two layers, 101 tokens."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def refusal(*args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        load_model_files(*map(str, args), **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def change(file: str, **fields):
+    """A function that sets fields of a folder's JSON file."""
+
+    def work(folder: Path) -> None:
+        old = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(old | fields))
+
+    return work
+
+
+def write(file: str, content: bytes):
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def cut(file: str):
+    return lambda folder: os.truncate(folder / file, (folder / file).stat().st_size // 2)
+
+
+def replace_by_folder(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
+def dangling(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(folder / "elsewhere.safetensors")
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def index(names: list[str]):
+    def work(folder: Path) -> None:
+        tensors = list(load_file(folder / WEIGHTS))
+        (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+        weight_map = {name: names[i % len(names)] for i, name in enumerate(tensors)}
+        content = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return work
+
+
+def with_weights(edit):
+    def work(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+    return work
+
+
+def all_nan(tensors: dict) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(torch.nan)
+
+
+def one_inf(tensors: dict) -> None:
+    tensors["model.norm.weight"][3] = torch.inf
+
+
+def no_tokenizer(folder: Path) -> None:
+    for path in folder.iterdir():
+        if "token" in path.name or "template" in path.name:
+            path.unlink()
+
+
+def template(text: str):
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
+
+
+BAD_WEIGHTS = {
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
+    "cut": (cut(WEIGHTS), [f"{WEIGHTS} is damaged"]),
+    "empty": (write(WEIGHTS, b""), [f"{WEIGHTS} is damaged"]),
+    "random bytes": (write(WEIGHTS, bytes(range(256)) * 9), [f"{WEIGHTS} is damaged"]),
+    "a folder": (replace_by_folder, [WEIGHTS]),
+    "a dangling link": (dangling, [WEIGHTS]),
+    "pickles only": (pickled, ["pickle", "save_pretrained"]),
+    "a missing shard": (index(["model-00001-of-00002.safetensors", "gone.safetensors"]), ["gone"]),
+    "a broken index": (
+        lambda folder: [
+            index(["model-00001-of-00002.safetensors"])(folder),
+            cut("model.safetensors.index.json")(folder),
+        ],
+        ["its weights"],
+    ),
+    "wider": (change("config.json", intermediate_size=99), ["(128, 384) instead of (128, 99)"]),
+    "a smaller vocabulary": (
+        with_weights(lambda t: t.update({"model.embed_tokens.weight": torch.zeros(90, 128)})),
+        ["model.embed_tokens.weight", "(90, 128) instead of (101, 128)"],
+    ),
+    "missing layers": (
+        change("config.json", num_hidden_layers=4, layer_types=["full_attention"] * 4),
+        ["24 weights", "model.layers.2.input_layernorm.weight", "random"],
+    ),
+    "layers too many": (
+        change("config.json", num_hidden_layers=1, layer_types=["full_attention"]),
+        ["12 weights of layers", "model.layers.1.input_layernorm.weight", "left out"],
+    ),
+    "no head": (change("config.json", tie_word_embeddings=False), ["1 weights", "lm_head.weight"]),
+    "one tensor less": (
+        with_weights(lambda t: t.pop("model.norm.weight")),
+        ["1 weights", "model.norm.weight", "random"],
+    ),
+    "all NaN": (with_weights(all_nan), ["no numbers", WEIGHTS]),
+    "an infinite norm": (with_weights(one_inf), ["model.norm.weight", "no numbers"]),
+}
+
+BAD_FILES = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+    "a config cut": (cut("config.json"), ["config.json"]),
+    "a config of random bytes": (write("config.json", bytes(range(256))), ["config.json"]),
+    "a config that is a list": (write("config.json", b"[1]"), ["config.json"]),
+    "an unknown kind": (change("config.json", model_type="nothing"), ["config.json", "nothing"]),
+    "no language model": (change("config.json", model_type="vit"), ["ViTConfig"]),
+    "no vocabulary": (change("config.json", vocab_size=0), ["vocab_size=0"]),
+    "a negative vocabulary": (change("config.json", vocab_size=-5), ["vocab_size=-5"]),
+    "text for a number": (
+        change("config.json", num_hidden_layers="2"),
+        ["config.json", "num_hidden_layers"],
+    ),
+    "EOS as text": (change("config.json", eos_token_id="0"), ["config.json", "eos_token_id"]),
+    "EOS as a nested list": (change("config.json", eos_token_id=[[0]]), ["eos_token_id"]),
+    "a generation config cut": (cut("generation_config.json"), ["generation_config.json"]),
+    "a stop token as text": (
+        change("generation_config.json", eos_token_id="0"),
+        ["'0'", "generation_config.json"],
+    ),
+    "nested stop tokens": (change("generation_config.json", eos_token_id=[[0]]), ["[0]"]),
+    "a stop token beyond": (
+        change("generation_config.json", eos_token_id=[0, 101]),
+        ["101", "from 0 to 100"],
+    ),
+    "a negative stop token": (change("generation_config.json", eos_token_id=-1), ["-1"]),
+    "no tokenizer files": (no_tokenizer, ["tokenizer"]),
+    "no tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
+    "a tokenizer cut": (cut("tokenizer.json"), ["the tokenizer"]),
+    "a tokenizer of random bytes": (write("tokenizer.json", bytes(range(256))), ["the tokenizer"]),
+    "a template that divides by 0": (template("{{ 1/0 }}"), ["ZeroDivisionError"]),
+    "a template that is none": (template("{% for %}"), ["TemplateSyntaxError"]),
+    "a template without the user": (template("{{ 'Hi' }}"), ["leaves the user's message out"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_weights_that_can_not_be_loaded_as_they_are_meant_are_one_sentence(folder, case):
+    spoil, words = BAD_WEIGHTS[case]
+    spoil(folder)
+    message = refusal(folder)
+    assert all(word in message for word in [f"model={str(folder)!r}", *words]), message
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_model_folder_that_can_not_be_used_is_one_sentence_also_in_a_dry_run(
+    folder, case, weights
+):
+    if not weights:
+        (folder / WEIGHTS).unlink()
+    spoil, words = BAD_FILES[case]
+    spoil(folder)
+    message = refusal(folder, dry_run=True)
+    assert all(word in message for word in [f"model={str(folder)!r}", *words]), message
+
+
+# --- every script, before anything starts
+
+
+@pytest.mark.parametrize("script", [train, sft, evaluate, generate, serve])
+@pytest.mark.parametrize("case", ["missing layers", "cut", "pickles only"])
+def test_every_script_refuses_a_bad_model_before_anything_starts(
+    script, case, folder, tmp_path, monkeypatch
+):
+    BAD_WEIGHTS[case][0](folder)
+    for name in ("start_distributed", "start_sampler"):
+        monkeypatch.setattr(script, name, lambda *_: pytest.fail("it started"), raising=False)
+    monkeypatch.setattr(serve.os, "execve", lambda *_: pytest.fail("it started"))
+    output = tmp_path / "out"
+    flags = [f"--output_dir={output}", f"--generate_output={tmp_path / 'out.jsonl'}"]
+    with pytest.raises(UserError, match="model="):
+        script.main([TINY, f"--model={folder}", *flags])
+    assert not output.exists() and not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(folder):
+    change("config.json", num_hidden_layers=4, layer_types=["full_attention"] * 4)(folder)
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", TINY, f"--model={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout + done.stderr and "LOAD REPORT" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "24 weights" in errors[0]
+
+
+def test_a_shallow_checkpoint_says_how_to_make_a_model_of_it(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / "engine").mkdir()
+    (folder / "rng_0.pt").write_bytes(b"")
+    assert "checkpoint.py export" in refusal(folder)
+
+
+# --- what is no error
+
+
+def test_a_good_model_is_taken_and_nothing_is_said(folder, capfd):
+    files = load_model_files(str(folder))
+    assert files.config.num_hidden_layers == 2 and files.stop_ids == [0]
+    assert files.tokenizer("1+1")["input_ids"] and capfd.readouterr() == ("", "")
+
+
+def test_shards_are_taken_too(folder):
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / WEIGHTS).unlink()
+    lm.save_pretrained(folder, max_shard_size="200KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    load_model_files(str(folder))
+    next(folder.glob("model-00002*")).write_bytes(b"")
+    assert "model-00002-of" in refusal(folder) and "is damaged" in refusal(folder)
+
+
+def test_weights_of_no_part_of_the_model_are_named(folder, capsys):
+    with_weights(lambda t: t.update(v_head=torch.zeros(3)))(folder)
+    load_model_files(str(folder))
+    assert "1 weights of its files are no part of the model" in (said := capsys.readouterr().out)
+    assert "v_head" in said
+
+
+def test_a_model_without_a_chat_template_is_said_to_be_one(folder, capsys):
+    (folder / "chat_template.jinja").unlink()
+    assert load_model_files(str(folder)).tokenizer.chat_template is None
+    assert "has no chat template" in capsys.readouterr().out
+    load_model_files(str(folder), sft.TEMPLATE)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_does_without_weights_and_says_so(folder, capsys):
+    (folder / WEIGHTS).unlink()
+    load_model_files(str(folder), dry_run=True)
+    assert "holds no weights" in capsys.readouterr().out
+
+
+def test_a_dry_run_looks_at_the_weights_that_are_there(folder):
+    cut(WEIGHTS)(folder)
+    assert f"{WEIGHTS} is damaged" in refusal(folder, dry_run=True)
+
+
+# --- a tokenizer and a model that do not belong together
+
+
+def smaller_model(folder: Path, vocab_size: int) -> None:
+    sft.tiny_model(vocab_size, seed=0, layers=2).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_tokenizer_larger_than_the_model_is_refused(folder, dry_run):
+    smaller_model(folder, 90)
+    message = refusal(folder, dry_run=dry_run)
+    assert "number 100" in message and "vocab_size=90" in message
+
+
+def test_special_tokens_beyond_the_model_matter_only_where_prompts_hold_them(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    load_model_files(str(folder))
+    (folder / "chat_template.jinja").write_text("<image>" + sft.TEMPLATE)
+    message = refusal(folder)
+    assert "'<image>'" in message and "vocab_size=101" in message
+
+
+# --- dropout, and weights that are no numbers further in
+
+SMALL = {"vocab_size": 101, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+WITH_DROPOUT = {
+    "gpt2": GPT2Config(**SMALL),  # .1 in three places by default
+    "opt": OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.2, layerdrop=0.3),
+    "qwen2": Qwen2Config(
+        **SMALL, num_key_value_heads=2, intermediate_size=64, attention_dropout=0.2
+    ),
+}
+
+
+def logps(learner) -> torch.Tensor:
+    ids = torch.arange(24).view(2, 12) * 7 % 101
+    with torch.no_grad():
+        return learner(ids, torch.tensor([4, 4]), torch.tensor([8, 6]))[0]
+
+
+@pytest.mark.parametrize("name, pack", [("gpt2", False), ("opt", False), ("qwen2", True)])
+def test_a_model_with_dropout_learns_without_it(name, pack, tmp_path, capsys):
+    AutoModelForCausalLM.from_config(WITH_DROPOUT[name]).save_pretrained(tmp_path)
+    c = load_config([TINY, f"--model={tmp_path}", f"--pack_sequences={pack}"])
+    learner = train.load_lm(str(tmp_path), torch.float32, c, True, torch.device("cpu"))
+    largest = {"gpt2": "0.1", "opt": "0.3", "qwen2": "0.2"}[name]
+    assert f"dropout of up to {largest} is off" in capsys.readouterr().out
+    assert learner.lm.training and torch.equal(logps(learner), logps(learner))
+    frozen = train.load_lm(str(tmp_path), torch.float32, c, False, torch.device("cpu"))
+    assert torch.equal(logps(learner), logps(frozen)) and capsys.readouterr().out == ""
+    learner.lm.save_pretrained(tmp_path / "saved")  # its config keeps its values
+    fields = [key for key in WITH_DROPOUT[name].to_dict() if "drop" in key]
+    saved = AutoConfig.from_pretrained(tmp_path / "saved")
+    assert all(getattr(saved, key) == getattr(WITH_DROPOUT[name], key) for key in fields)
+
+
+def test_a_model_that_computes_something_else_while_it_trains_is_refused(folder):
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    lm.model.layers[0].mlp.register_forward_hook(
+        lambda module, _, out: out + torch.randn_like(out) if module.training else out
+    )
+    policy.Policy(lm.eval(), 1.0, 64, pack=False)
+    with pytest.raises(UserError, match="something else while it trains"):
+        policy.Policy(lm.train(), 1.0, 64, pack=False)
+
+
+def test_a_nan_deep_in_the_weights_is_refused_before_it_trains(folder):
+    def late(tensors: dict) -> None:
+        tensors["model.layers.1.mlp.down_proj.weight"][-1] = torch.nan
+
+    with_weights(late)(folder)
+    load_model_files(str(folder))  # the beginning of every tensor is fine
+    c = load_config([TINY, f"--model={folder}"])
+    with pytest.raises(UserError, match="no numbers"):
+        train.load_lm(str(folder), torch.float32, c, True, torch.device("cpu"))
