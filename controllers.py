@@ -12,8 +12,6 @@ meta: both descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, H the weights' mean e
 
 import math
 
-import torch
-
 EMA = 0.9  # share of the past in the smoothed entropy
 ADAM = (0.9, 0.999, 1e-8)
 
@@ -136,7 +134,7 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
     }
 
 
-# --- the meta-controller
+# --- the meta-controller, alone in needing torch: checks.py asks the rest, before torch is loaded
 
 
 def potential(
@@ -153,6 +151,8 @@ def potential(
     H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)), K the mean KL(softmax(s) || softmax(l)) after `virtual_steps` steps
     s <- s + virtual_lr * (w - softmax(s)): what training on w would make of the policy. use_hessian=False takes softmax(s) in there as
     a constant. 0 steps: the policy as it was measured, which does not depend on tau and beta."""
+    import torch
+
     u, s, ref = (batch[key].double() for key in ("utilities", "scores", "ref_scores"))
     tau, beta = log_tau.exp(), log_beta.exp()
     w = ((u + beta * ref) / (tau + beta)).softmax(1)
@@ -167,6 +167,8 @@ def potential(
 def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[float, list[float]]:
     """Phi and what descends it in (log tau, log beta): its gradient through one or controller_meta_truncation_steps virtual steps, or for
     "analytic" the residuals themselves, (H - H*, KL* - K), which need no differentiation."""
+    import torch
+
     targets = (entropy_target(state["step"], config), config["kl_target"])
     steps = {
         "analytic": 0,
