@@ -39,6 +39,13 @@ class RunStopped(RuntimeError):
     """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit status 1."""
 
 
+def quoted(text, limit: int = 200) -> str:
+    """The words of a stranger (a server, a reward, a dataset, a model) for a sentence of ours: in
+    quotes and escaped, so that they can't steer a terminal or look like a line of ours, and cut."""
+    text = str(text)
+    return repr(text[:limit]) + ("..." if len(text) > limit else "")
+
+
 def leave(sentence: str, status: int) -> None:
     """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them."""
     sys.stdout.flush()

@@ -2,12 +2,14 @@ r"""Reward functions: what a completion's text is worth.
 
 A reward is a plain function (completion: str, answer, **row) -> float: the completion's text, the row's answer, the row's other columns and
 `tokens` (of the completion, EOS included), `max_completion_length`, `soft_overlong_buffer`. Register it in REWARDS, or write it in a module
-of your own and name it "module:function" in reward_funcs. It runs in a worker process (workers.py), which imports this file and no torch.
+of your own and name it "module:function" in reward_funcs. It runs in a worker process (workers.py), which imports this file and no torch,
+and sees little of your environment: a key that it needs goes into a variable whose name begins with REWARD_.
 The text comes from a model: treat it as hostile, never eval it.
 """
 
 import importlib
 import logging
+import os
 import re
 from fractions import Fraction
 from functools import lru_cache
@@ -284,14 +286,19 @@ REWARDS = {
 @lru_cache
 def imported(name: str):
     module, _, function = name.partition(":")
+    here = os.stat(".")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever somebody's module does
+    except SystemExit as error:
+        raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
+    except Exception as error:  # whatever somebody's module does
+        raise ValueError(f"can't be imported: {type(error).__name__}: {error}") from None
+    if not os.path.samestat(here, os.stat(".")):
         raise ValueError(
-            f"reward_funcs: {name!r} can't be imported: {type(error).__name__}: {error}"
-        ) from None
+            f"its module changes the working folder when it is imported: {os.getcwd()}"
+        )
     if not callable(found):
-        raise ValueError(f"reward_funcs: {name!r} is not a function")
+        raise ValueError("is not a function")
     return found
 
 

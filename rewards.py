@@ -19,7 +19,7 @@ import torch
 
 import tasks
 import workers
-from common import RunStopped, UserError
+from common import RunStopped, UserError, quoted
 from graders import LONGEST, REWARDS, resolve, stated_answer
 from tasks import countdown
 from workers import Failure
@@ -60,7 +60,7 @@ def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list
             if task not in REWARDS and ":" not in task:
                 row = next(row for row in rows if row["task"] == task)
                 raise UserError(
-                    f"reward_funcs=['auto'] takes the reward from a row's task; row {row['id']!r} has task {task!r}, and graders.REWARDS "
+                    f"reward_funcs=['auto'] takes the reward from a row's task; row {quoted(row['id'])} has task {quoted(task)}, and graders.REWARDS "
                     f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs"
                 )
         found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [
@@ -92,15 +92,8 @@ def pool_of(c: dict) -> workers.Pool | None:
 def answers(jobs: dict, c: dict) -> dict:
     """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
     if pool := pool_of(c):
-        try:
-            return pool.answers(jobs)
-        except ValueError as error:  # a worker could not load a function
-            raise UserError(str(error)) from None
-    found = {key: workers.answer(*job) for key, job in jobs.items()}
-    return {
-        key: Failure("error", value["error"]) if isinstance(value, dict) else value
-        for key, value in found.items()
-    }
+        return pool.answers(jobs)
+    return {key: workers.believed(job[0], workers.answer(*job)) for key, job in jobs.items()}
 
 
 def key_of(column: Column, row: dict, r: dict) -> tuple:
@@ -213,7 +206,7 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
         _, failed = measure(examples, [row], [column], c)
         if failed:
             raise UserError(
-                f"reward_funcs: {column.name!r} can't score row {row['id']!r} of dataset_name={dataset!r}, answer {str(row['answer'])[:60]!r} "
+                f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of dataset_name={dataset!r}, answer {quoted(row['answer'], 60)} "
                 f"({failed[0]['reason']})"
             )
 
@@ -231,7 +224,7 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
         where = f"{path} could not be written"
     first = failed[0]
     return (
-        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {first['reward']!r} on row {first['id']!r}: {first['reason']}; "
+        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}; "
         f"{where}"
     )
 

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import RunStopped, UserError, progress
-from vllm_http import Server, ServerError, addresses, completions_in
+from common import RunStopped, UserError, progress, quoted
+from vllm_http import Server, ServerError, addresses, completions_in, largest_answer
 
 TRIES = 6  # of one prompt, without a usable answer in between
 STRIKES = 3  # failures of one server, without a success in between, after which it is left out
@@ -226,15 +226,21 @@ class ServerEngine:
                 "stop_token_ids": sampling["stop_token_ids"],
                 "logprobs": 0,
                 "return_token_ids": True,
+                "return_tokens_as_token_ids": True,  # their texts may be of any length
             }
             try:
-                answer = server.call(
-                    "/v1/completions",
-                    body,
-                    {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag},
-                )
+                # the answer itself is not kept while we wait for the next one
                 found = completions_in(
-                    answer, prompt_ids, n - len(group), sampling["max_tokens"], self.vocabulary
+                    server.call(
+                        "/v1/completions",
+                        body,
+                        {"X-Request-Id": name + again, "X-VLLM-Client-Tag": self.tag},
+                        largest=largest_answer(body),
+                    ),
+                    prompt_ids,
+                    n - len(group),
+                    sampling["max_tokens"],
+                    self.vocabulary,
                 )
                 self.check_weights(server)  # it may have been started again since
                 server.strikes = 0
@@ -281,7 +287,7 @@ class ServerEngine:
         """ServerError if it does not hold the weights that were synced last."""
         if (found := server.version()) != self.version:
             raise ServerError(
-                f"{server.url} holds weights {found!r}, not {self.version!r}: it was started again, or another run uses it",
+                f"{server.url} holds weights {quoted(found)}, not {self.version!r}: it was started again, or another run uses it",
                 gone=True,
             )
 

@@ -2,18 +2,44 @@
 
 server = Server("http://127.0.0.1:8000", seconds=600)
 server.call("/v1/completions", {...}, {"X-Request-Id": "me-s1-p0"})      # ServerError unless it is JSON, in time, and an answer to this request
+
+A call has one deadline, from connecting to the last byte of the answer, and a size that its answer
+may have. The large answers of a server are read one at a time. What a server says is quoted.
 """
 
+import base64
 import json
 import math
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
+import httpcore
 import httpx
 
-from common import UserError
+from common import UserError, quoted
 
-LARGEST_ANSWER = 2**28  # bytes
+CONNECT_SECONDS = 10
+BODY_SECONDS = 60  # for the bytes of an answer once its headers are there
+PIECE = 4096  # bytes of a request that a socket takes at once or not at all
+LARGEST_ANSWER = 2**16  # bytes, unless a call says otherwise
+LARGEST_SETTINGS = 2**22  # of a server's list of its settings
+# of an answer with completions. A token of it: its id three times (of up to 7 digits, twice as text),
+# its log-prob twice (of up to 24), where its text begins, and the text, as JSON writes it
+BYTES_PER_TOKEN = 256
+BYTES_PER_PROMPT_TOKEN = 16
+BYTES_PER_COMPLETION = 2**10
+BYTES_AROUND = 2**16
+
+
+def largest_answer(body: dict) -> int:
+    """Bytes that the answer to a request for completions can have."""
+    each = BYTES_PER_COMPLETION
+    each += BYTES_PER_TOKEN * body["max_tokens"]
+    each += BYTES_PER_PROMPT_TOKEN * len(body["prompt"])
+    return BYTES_AROUND + body["n"] * each
 
 
 class ServerError(RuntimeError):
@@ -24,20 +50,63 @@ class ServerError(RuntimeError):
         self.gone, self.foreign = gone, foreign
 
 
+# --- waiting. httpcore hands `timeout` down to each single wait, which a server that sends a byte
+# now and then begins anew; here it is not a span but the moment at which the call must be over
+
+
+def left(end: float) -> float:
+    """Seconds until `end`."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise httpcore.ReadTimeout
+    return seconds
+
+
+class Network(httpcore.NetworkBackend):
+    """TCP connections whose `timeout` is a moment."""
+
+    def __init__(self):
+        self.tcp = httpcore.SyncBackend()
+
+    def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        seconds = min(CONNECT_SECONDS, left(timeout))
+        return Stream(self.tcp.connect_tcp(host, port, seconds, local_address, socket_options))
+
+
+class Stream(httpcore.NetworkStream):
+    def __init__(self, stream: httpcore.NetworkStream):
+        self.stream = stream
+
+    def read(self, max_bytes, timeout=None):
+        return self.stream.read(max_bytes, left(timeout))
+
+    def write(self, buffer, timeout=None):
+        for i in range(0, len(buffer), PIECE):
+            self.stream.write(buffer[i : i + PIECE], left(timeout))
+
+    def start_tls(self, ssl_context, server_hostname=None, timeout=None):
+        return Stream(self.stream.start_tls(ssl_context, server_hostname, left(timeout)))
+
+    def get_extra_info(self, info):
+        return self.stream.get_extra_info(info)
+
+    def close(self):
+        self.stream.close()
+
+
 class Server:
     """One vLLM server. Calls may come from many threads."""
 
     def __init__(self, url: str, seconds: float):
         self.url, self.seconds, self.strikes = url, seconds, 0
-        # no proxy of the environment: these are machines next door
-        self.http = httpx.Client(
-            base_url=url,
-            timeout=httpx.Timeout(seconds, connect=min(10.0, seconds)),
-            trust_env=False,
+        self.reading = threading.Lock()  # held by who reads and parses a large answer
+        # nothing of the environment, such as a proxy: these are machines next door
+        self.http = httpcore.ConnectionPool(
+            max_connections=None,
+            max_keepalive_connections=64,
             # idle ones go before vLLM closes them, after 5 s: it could do so just when the next request leaves
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
-            ),
+            keepalive_expiry=2.0,
+            network_backend=Network(),
         )
 
     def call(
@@ -46,40 +115,73 @@ class Server:
         body: dict | None = None,
         headers: dict | None = None,
         seconds: float | None = None,
+        largest: int | None = None,
     ):
-        """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError after `seconds`, or if it is anything else."""
-        end = time.monotonic() + (seconds or self.seconds)
+        """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError after
+        `seconds`, after `largest` bytes, or if it is anything else."""
+        seconds = seconds or self.seconds
+        turn = self.turn if largest else nullcontext  # small ones need not wait for each other
+        largest = largest or LARGEST_ANSWER
+        end = time.monotonic() + seconds
         data = bytearray()
+        answered = False
         try:
-            with self.http.stream(
-                "GET" if body is None else "POST",
-                path,
-                json=body,
-                headers=headers,
-                timeout=seconds or httpx.USE_CLIENT_DEFAULT,
-            ) as answer:
-                for piece in answer.iter_bytes():
-                    data += piece
-                    if len(data) > LARGEST_ANSWER or time.monotonic() > end:
-                        raise ServerError(
-                            f"{self.url}{path} sent {len(data)} bytes and no end within {seconds or self.seconds:.0f} s or {LARGEST_ANSWER} bytes"
-                        )
-        except httpx.TimeoutException:
-            raise ServerError(
-                f"{self.url}{path} did not answer within {seconds or self.seconds:.0f} s"
-            ) from None
-        except httpx.ConnectError as error:
-            raise ServerError(
-                f"{self.url} is not there: {error or type(error).__name__}", gone=True
-            ) from None
-        except (httpx.HTTPError, OSError) as error:
-            raise ServerError(
-                f"{self.url}{path} broke off: {error or type(error).__name__}"
-            ) from None
-        if answer.status_code != 200:
-            raise ServerError(
-                f"{self.url}{path} answered {answer.status_code}: {bytes(data[:300]).decode(errors='replace')}"
-            )
+            with self.exchange(path, body, headers, end) as (answer, timeouts):
+                answered = True
+                timeouts["read"] = min(end, time.monotonic() + BODY_SECONDS)
+                with turn(end):
+                    for piece in answer.iter_stream():
+                        data += piece
+                        if len(data) > largest:
+                            raise ServerError(
+                                f"{self.url}{path} sent {len(data)} bytes and no end, more than the "
+                                f"{largest} that an answer to this can have"
+                            )
+                    return self.checked(path, answer, data, headers)
+        except httpcore.TimeoutException:
+            said = f"sent {len(data)} bytes and no end" if answered else "did not answer"
+            raise ServerError(f"{self.url}{path} {said} within {seconds:.0f} s") from None
+        except httpcore.ConnectError as error:
+            raise ServerError(f"{self.url} is not there: {quoted(error)}", gone=True) from None
+        except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+            words = quoted(error) if str(error) else type(error).__name__
+            raise ServerError(f"{self.url}{path} broke off: {words}") from None
+
+    @contextmanager
+    def exchange(self, path: str, body: dict | None, headers: dict | None, end: float) -> Iterator:
+        """(answer, timeouts): its body not read yet; the moments at which waits end, to be changed."""
+        at = httpx.URL(self.url + path)
+        sent = dict(headers or {})
+        if at.userinfo:  # http://user:password@host
+            password = f"{at.username}:{at.password}"
+            sent["Authorization"] = "Basic " + base64.b64encode(password.encode()).decode()
+        if body is not None:
+            sent["Content-Type"] = "application/json"
+        timeouts = dict.fromkeys(("connect", "read", "write"), end)
+        with self.http.stream(
+            "GET" if body is None else "POST",
+            httpcore.URL(scheme=at.raw_scheme, host=at.raw_host, port=at.port, target=at.raw_path),
+            headers=sent,
+            content=None if body is None else json.dumps(body).encode(),
+            extensions={"timeout": timeouts},
+        ) as answer:
+            yield answer, timeouts
+
+    @contextmanager
+    def turn(self, end: float) -> Iterator:
+        """Waits for the large answer that is being read to be done."""
+        if not self.reading.acquire(timeout=left(end)):
+            raise httpcore.ReadTimeout
+        try:
+            yield
+        finally:
+            self.reading.release()
+
+    def checked(self, path: str, answer: httpcore.Response, data: bytearray, headers: dict | None):
+        """What an answer says, parsed, if it is one to our request."""
+        if answer.status != 200:
+            words = bytes(data[:300]).decode(errors="replace")
+            raise ServerError(f"{self.url}{path} answered {answer.status}: {quoted(words)}")
         try:
             found = json.loads(data) if data else None
         except (ValueError, RecursionError):
@@ -87,16 +189,22 @@ class Server:
                 f"{self.url}{path} sent {len(data)} bytes that are not JSON"
             ) from None
         if headers:
-            echoes = {
-                str(found.get("id") if isinstance(found, dict) else None).removeprefix("cmpl-"),
-                answer.headers.get("X-Request-Id", headers["X-Request-Id"]),
-            }
-            if echoes != {headers["X-Request-Id"]}:
+            self.check_echo(found, answer, headers["X-Request-Id"])
+        return found
+
+    def check_echo(self, found, answer: httpcore.Response, asked: str) -> None:
+        """ServerError if the body or the header names another request than ours."""
+        in_body = found.get("id") if isinstance(found, dict) else None
+        echoes = [str(in_body).removeprefix("cmpl-")]
+        for name, value in answer.headers:
+            if name.lower() == b"x-request-id":
+                echoes.append(value.decode(errors="replace"))
+        for echo in echoes:
+            if echo != asked:
                 raise ServerError(
-                    f"{self.url} answered request {headers['X-Request-Id']} with an answer to {max(echoes - {headers['X-Request-Id']})}",
+                    f"{self.url} answered request {asked} with an answer to {quoted(echo)}",
                     foreign=True,
                 )
-        return found
 
     def version(self) -> str:
         found = self.call("/weight_info", seconds=min(30.0, self.seconds))
@@ -114,16 +222,19 @@ class Server:
         """UserError if this is not a server that can be used; sets the name of its model."""
         try:
             self.version()
-            (model,) = self.call("/v1/models")["data"][:1]
+            (model,) = self.call("/v1/models", largest=LARGEST_SETTINGS)["data"][:1]
             self.model, limit = str(model["id"]), int(model["max_model_len"])
-            settings = self.call("/server_info?config_format=json")["vllm_config"]
+            settings = self.call("/server_info?config_format=json", largest=LARGEST_SETTINGS)[
+                "vllm_config"
+            ]
             mode, transfer = (
                 settings["model_config"]["logprobs_mode"],
                 settings["weight_transfer_config"],
             )
         except (ServerError, KeyError, TypeError, ValueError) as error:
+            problem = str(error) if isinstance(error, ServerError) else quoted(repr(error))
             raise UserError(
-                f"rollout_server: {self.url} does not speak vLLM's development API ({error}); start it with python serve.py, or with "
+                f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); start it with python serve.py, or with "
                 f"VLLM_SERVER_DEV_MODE=1"
             ) from None
         if limit < longest:
@@ -132,7 +243,7 @@ class Server:
             )
         if mode != "processed_logprobs":
             raise UserError(
-                f"rollout_server: {self.url} has logprobs_mode={mode!r}: start it with --logprobs-mode processed_logprobs, as python serve.py does"
+                f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with --logprobs-mode processed_logprobs, as python serve.py does"
             )
         if transfers and not transfer:
             raise UserError(

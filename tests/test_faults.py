@@ -333,7 +333,9 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(
         and not (folder / "done").exists()
     )
     record = json.loads((folder / "reward_failures.rank_0.jsonl").read_text().splitlines()[0])
-    assert record["kind"] == "error" and record["reason"] == "ZeroDivisionError: on?all of them"
+    assert record["kind"] == "error" and record["reason"] == repr(
+        "ZeroDivisionError: on\nall of them"
+    )
 
 
 def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(own_rewards, tiny_model_dir, tmp_path):

@@ -69,6 +69,21 @@ def fork(then):
     return then() if pid else forever()
 
 
+def daemon():  # a process in a session of its own, whose parent has gone
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        if not os.fork():
+            os.setsid()
+            note("daemons", os.getpid())
+            forever()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    while not (FOLDER / "daemons").exists():
+        time.sleep(0.01)
+    return 1.0
+
+
 def write(data):
     for fd in range(3, 1000):
         try:
@@ -107,6 +122,8 @@ ACTS = {
     "fork": lambda: fork(forever), "fork_and_leave": lambda: fork(lambda: os._exit(3)),
     "system_and_leave": lambda: os.system(f"sleep 1000 & echo $! >> '{FOLDER}/children'") or os._exit(3),
     "fork_and_answer": lambda: fork(lambda: 1.0),
+    "daemon": daemon, "daemon_and_leave": lambda: daemon() and os._exit(0),
+    "freeze_keeper": lambda: daemon() and (os.kill(os.getppid(), signal.SIGSTOP) or 1.0),
     "fork_and_return": lambda: os.fork() * 0 + 1.0,
     "subprocess": lambda: note("children", (p := subprocess.Popen(["sleep", "1000"])).pid) or p.wait(),
     "raise": lambda: raises(ValueError("this one")), "mute": lambda: raises(Mute()), "interrupt": lambda: raises(KeyboardInterrupt()),
@@ -1280,17 +1297,20 @@ def test_a_reward_that_does_not_exist_is_refused_by_its_name():
         (".hostile:act", "can't be imported"),
         ("broken:f", "SyntaxError"),
         ("raising:f", "ZeroDivisionError: no"),
-        ("leaving:f", "SystemExit"),
+        ("leaving:f", "sys.exit(0)"),
+        ("moving:f", "changes the working folder when it is imported: /"),
     ],
 )
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
-    folder, name, word, count
+    folder, name, word, count, monkeypatch
 ):
+    monkeypatch.chdir(folder)  # and back, after the module that moves
     for module, text in {
         "broken": "def f(:",
         "raising": "raise ZeroDivisionError('no\\nnews')",
         "leaving": "import sys; sys.exit(0)",
+        "moving": "import os; os.chdir('/'); f = float",
     }.items():
         (folder / f"{module}.py").write_text(text + "\n")
     c, row = config(name, reward_workers=count), row_of("math", "1")
@@ -1298,15 +1318,119 @@ def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
     assert "reward_funcs" in said and repr(name) in said and word in said
 
 
-def test_a_module_that_is_stuck_when_it_is_imported_ends_the_run(folder, monkeypatch):
-    (folder / "stuck.py").write_text(
-        "import os, time\nopen(__file__ + '.started', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(1000)\n"
-    )
-    monkeypatch.setattr(workers, "START_SECONDS", 0.3)
-    pool = workers.Pool(1, 5.0, 1.0, ("stuck:f",))
-    with pytest.raises(RuntimeError, match=r"don't start: not ready in 0\.3 s"):
-        pool.answers({1: ("stuck:f", "1", {"answer": ""})})
+SLEEPS = "import os, time\nopen(__file__ + '.started', 'a').write('.')\ntime.sleep(1000)\n"
+AT_FIRST_CALL = "import time\ndef f(completion, answer, **row): time.sleep(1000)\n"
+
+
+@pytest.mark.parametrize(
+    "name, code, words",
+    [
+        ("stuck", SLEEPS, "not ready in 0.3 s when the module of 'stuck:f' was imported"),
+        ("slow", AT_FIRST_CALL, "not ready in 0.3 s when 'slow:f' was called for the first time"),
+        (
+            "gone",
+            "import os\nos._exit(7)\n",
+            "the worker died (exit status 7) when the module of 'gone:f' was imported",
+        ),
+        (
+            "killed",
+            "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+            "the worker died (Killed) when the module of 'killed:f' was imported",
+        ),
+    ],
+)
+def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_one_try(
+    folder, monkeypatch, name, code, words
+):
+    (folder / f"{name}.py").write_text(code)
+    pool = workers.Pool(1, 5.0, 1.0, (f"{name}:f",))
+    monkeypatch.setattr(pool, "start", lambda: pytest.fail("another worker was started"))
+    if "not ready" in words:
+        phase = words.partition(" s ")[2]
+        assert come_true(lambda: pool.attend(0.05) or pool.workers[0].doing == phase)
+        monkeypatch.setattr(workers, "START_SECONDS", 0.3)
+    said = refusal(pool.answers, {1: (f"{name}:f", "1", {"answer": ""})})
     pool.close()
+    assert words in said and "when it is called" in said
+
+
+def test_what_rewards_print_is_quoted_and_what_a_module_prints_at_import_names_it(folder, capfd):
+    """Nothing of it can steer the terminal or look like a line of ours."""
+    forged = "hello \x1b[2J\rerror: the run is lost"
+    (folder / "noisy.py").write_text(
+        f"import os, sys\nprint({forged!r})\nsys.stderr.write('to stderr')\nos.write(1, b'\\xff')\n"
+        "def f(completion, answer, **row): print('inside', completion); return 1.0\n"
+    )
+    pool = workers.Pool(1, SLACK, 1.0, ("noisy:f",))
+    assert pool.answers({1: ("noisy:f", "\x1b[31mred", {"answer": ""})}) == {1: 1.0}
+    pool.close()
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if "debug" not in line]
+    at_import = "reward_funcs: the module of 'noisy:f' prints when it is imported: "
+    assert out == "" and "\x1b" not in err and "\r" not in err
+    assert at_import + repr(forged) in lines
+    assert any(line.startswith(at_import) and "to stderr" in line for line in lines)
+    assert "reward worker: 'inside \\x1b[31mred'" in lines
+    assert all(line.startswith((at_import, "reward worker: ")) for line in lines)
+
+
+def test_of_a_worker_that_prints_without_end_a_thousand_lines_are_shown(folder, capfd):
+    (folder / "wordy.py").write_text(
+        "def f(completion, answer, **row):\n    print('x\\n' * 5000)\n    return 1.0\n"
+    )
+    pool = workers.Pool(1, SLACK, 1.0, ("wordy:f",))
+    assert pool.answers({1: ("wordy:f", "1", {"answer": ""})}) == {1: 1.0}
+    pool.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == workers.LINES_SHOWN + 1 and "more is not shown" in lines[-1]
+
+
+def test_a_reward_sees_nothing_of_the_environment_but_what_is_listed(folder, monkeypatch):
+    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "PASSWORD")
+    for name in secrets:
+        monkeypatch.setenv(name, "a secret")
+    monkeypatch.setenv("REWARD_JUDGE_KEY", "meant for it")
+    monkeypatch.setenv("LC_TIME", "C")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (folder / "curious.py").write_text(
+        "import json, os\nfrom pathlib import Path\n"
+        "Path(__file__ + '.seen').write_text(json.dumps(dict(os.environ)))\n"
+        "def f(completion, answer, **row): return 1.0\n"
+    )
+    pool = workers.Pool(1, SLACK, 1.0, ("curious:f",))
+    assert pool.answers({1: ("curious:f", "1", {"answer": ""})}) == {1: 1.0}
+    pool.close()
+    seen = json.loads((folder / "curious.py.seen").read_text())
+    assert not {*secrets} & {*seen} and "a secret" not in seen.values()
+    assert seen["REWARD_JUDGE_KEY"] == "meant for it" and seen["LC_TIME"] == "C"
+    assert seen["CUDA_VISIBLE_DEVICES"] == "" and seen["OMP_NUM_THREADS"] == "1"
+    assert seen["PATH"] == os.environ["PATH"] and "HOME" in seen
+
+
+@pytest.mark.parametrize(
+    "name, message, value",
+    [
+        ("f", 0.5, 0.5),
+        ("f", 2, 2),
+        ("f", math.nan, None),
+        ("f", math.inf, None),
+        ("f", 1e39, None),
+        ("f", "text", None),
+        ("f", [1.0], None),
+        ("f", None, None),
+        ("f", {"a": 1}, None),
+        ("f", {"error": [1]}, None),
+        ("mode", "1+2", "1+2"),
+        ("mode", None, None),
+    ],
+)
+def test_of_an_answer_only_what_can_be_one_is_believed(name, message, value):
+    """A reward may write into the socket of its worker."""
+    found = workers.believed(name, message)
+    if value is None and name == "f":
+        assert isinstance(found, workers.Failure) and found.reason.isprintable()
+    else:
+        assert found == value
 
 
 # --- containment
@@ -1479,9 +1603,25 @@ def test_the_pool_is_as_large_as_before_and_nothing_is_left_behind(battle, folde
     kept = {
         p.pid
         for worker in battle["pool"].workers
-        for p in psutil.Process(worker.process.pid).children()
+        for p in psutil.Process(worker.process.pid).children(recursive=True)
     }  # of fork_and_answer, until its worker goes
     assert len(children) >= 4 and come_true(lambda: not any(map(runs, children - kept)))
+
+
+@pytest.mark.parametrize("act", ["daemon", "daemon_and_leave", "freeze_keeper"])
+def test_what_a_reward_starts_in_a_session_of_its_own_does_not_outlive_its_worker(
+    folder, act, monkeypatch
+):
+    monkeypatch.setattr(workers, "END_SECONDS", 1.0)  # for a keeper that is stopped
+    (folder / "daemons").unlink(missing_ok=True)
+    pool = workers.Pool(1, SLACK, 1.0, ("hostile:act",))
+    pool.answers({1: ("hostile:act", act, {"answer": ""})})
+    (pid,) = map(int, lines_of(folder / "daemons"))
+    if act != "daemon_and_leave":
+        assert runs(pid)
+        pool.close()
+    assert come_true(lambda: not runs(pid))
+    pool.close()
 
 
 def test_many_hangs_in_a_row_and_the_pool_still_works(battle):
@@ -1619,7 +1759,7 @@ def main():
     pool = workers.Pool(2, 60.0, 0.5, ("hostile:act",))
     ask = lambda *texts: list(pool.answers({{text: ("hostile:act", text, {{"answer": ""}}) for text in texts}}).values())
     pids = lambda: [worker.process.pid for worker in pool.workers]
-    ask("1", "2", "3")
+    ask("1", "2", "daemon")
     stuck = workers.Pool(1, 60.0, 0.5, ("stuck_too:f",))
     try:
         print(*pids(), *[worker.process.pid for worker in stuck.workers], flush=True)
@@ -1644,6 +1784,7 @@ def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_kille
     (folder / "stuck_too.py").write_text(
         f"import time\nopen({str(folder / 'stuck_too.started')!r}, 'w').close()\ntime.sleep(1000)\n"
     )
+    (folder / "daemons").unlink(missing_ok=True)
     script = OWNER.format(path=[str(ROOT), str(folder)])
     owner = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -1655,12 +1796,13 @@ def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_kille
         assert (
             owner.stdout.readline() == "error the worker died (Killed)\n"
         )  # its own group has no one else in it
+        (daemon,) = map(int, lines_of(folder / "daemons"))
         pids = [*map(int, owner.stdout.readline().split()), stuck]
         assert len(pids) == 3 and come_true((folder / "stuck_too.started").exists)
         time.sleep(0.3)  # both are at their jobs
         assert all(map(runs, pids))
         owner.kill()
-        assert come_true(lambda: not any(map(runs, pids)), 5.0)
+        assert come_true(lambda: not any(map(runs, [*pids, daemon])))
     finally:
         owner.kill()
         owner.wait()
