@@ -9,15 +9,19 @@ import errno
 import json
 import math
 import os
+import signal
+import stat
 import sys
 import tempfile
+import threading
+import time
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
 
 import checks
-import stop
 
 ROOT = Path(__file__).resolve().parent
 # of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
@@ -37,6 +41,10 @@ class UserError(ValueError):
 
 class RunStopped(RuntimeError):
     """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit status 1."""
+
+
+class RolloutsLost(RunStopped):
+    """No rollout server is left, or a prompt can't get its completions. All ranks raise it together."""
 
 
 def quoted(text, limit: int = 200) -> str:
@@ -62,8 +70,8 @@ def lost_a_rank(error: Exception) -> bool:
 def script(work, argument=None):
     """What work(argument) of a script returns, by default work(command line); errors that are
     meant for a person come without a stack of library frames."""
-    stop.listen(stop.end_now)  # until a run is ready to save what it has
-    stop.end_with_torchrun()
+    listen(end_now)  # until a run is ready to save what it has
+    end_with_torchrun()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(sys.modules["__main__"].__doc__)
         print("config/default.py lists every key with its meaning; --key=value sets one.")
@@ -376,3 +384,97 @@ def progress(**settings) -> tqdm:
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)
+
+
+def scheduled(schedule: dict, step: int, otherwise: float) -> float:
+    """The value of a schedule {first step: value}: that of the last entry that has begun, `otherwise` before the first."""
+    begun = [first for first in schedule if first <= step]
+    return schedule[max(begun)] if begun else otherwise
+
+
+# --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to any of
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def listen(hear) -> None:
+    """hear(number, frame) for every signal that asks to end. What was ignored at the start stays
+    so: nohup means that a closed terminal is not our concern."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, hear)
+
+
+def end_now(number: int, frame) -> None:
+    """Ends the process with one sentence. No exception: libraries swallow it while they load."""
+    name = signal.Signals(number).name
+    by_torchrun = under_torchrun() and number == signal.SIGTERM  # which says why itself
+    if os.environ.get("RANK", "0") == "0" and not by_torchrun:
+        say(f"error: stopped by {name}")
+    os._exit(128 + number)
+
+
+def say(sentence: str) -> None:
+    """From a signal handler or a thread that ends the process: print() may be half-way elsewhere."""
+    try:
+        os.write(2, f"{sentence}\n".encode())
+    except OSError:
+        pass  # the terminal is gone, and with it whoever would read this
+
+
+def leave_terminal() -> None:
+    """What goes to a terminal goes nowhere from now on: writing to one that is closed is an error,
+    which would end the run before it has saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+class Stop:
+    def __init__(self, folder, rank: int):
+        self.file = Path(folder) / "stop" if rank == 0 else None
+        self.heard = 0
+        listen(self.hear)
+
+    def hear(self, number: int, frame) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+            self.heard = self.heard or number  # shell and kernel both send it: two are no haste
+        elif self.heard in (0, signal.SIGHUP):
+            self.heard = number
+        else:  # checkpoints are renamed when they are whole: nothing to tidy up
+            os._exit(128 + number)
+
+    def asked(self) -> bool:
+        return bool(self.heard) or (self.file is not None and self.file.exists())
+
+
+# --- torchrun
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@cache  # once in a process
+def end_with_torchrun() -> None:
+    """Ends this rank within seconds, in the middle of a step too, when the torchrun that has started
+    it is gone: killed itself, it can't end its ranks, and they would train on unseen. Without
+    torchrun the end of a parent means nothing: it is a shell that somebody has left."""
+    if under_torchrun():
+        threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
+
+
+def follow(parent: int) -> None:
+    # not PR_SET_PDEATHSIG: that one tells of the parent's thread, not of the parent
+    while os.getppid() == parent:
+        time.sleep(1)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(
+            f"error: torchrun (process {parent}) is gone, and its ranks leave with it; "
+            "go on with --resume_from_checkpoint=latest"
+        )
+    os._exit(1)

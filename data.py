@@ -7,8 +7,6 @@ function of (seed, step, rank, world): there is no cursor to save, and another n
 import inspect
 import json
 import os
-import random
-from functools import lru_cache
 from pathlib import Path
 
 import tasks
@@ -43,7 +41,7 @@ def load_rows(
     """All rows of a task, a .jsonl or .parquet file, a folder of save_to_disk or a Hugging Face dataset; never an empty list. Rows without
     prompt or answer are left out with a printed count. What can't be found or read is a UserError that names it.
 
-    task: of rows without one; a row may name a reward of graders.REWARDS there, not a function. more: further columns of a dataset that rewards
+    task: of rows without one; a row may name a reward of rewards.REWARDS there, not a function. more: further columns of a dataset that rewards
     want to see; also: the same, where it has them (a .jsonl file brings all of its own)."""
     if not name:
         raise UserError(
@@ -320,67 +318,3 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
 
 
 # --- which rows a step takes
-
-
-@lru_cache(maxsize=64)
-def epoch_order(count: int, seed, epoch: int) -> list[int]:
-    return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)
-
-
-@lru_cache(maxsize=4)
-def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[int], list[int]]:
-    """A mixture's choice for prompts block * BLOCK and on: the source of each, how often that source has come before within the block, and
-    how often each source comes in every block: its share of the weights, to the row."""
-    exact = [BLOCK * w / sum(weights) for w in weights]
-    quota = [int(x) for x in exact]
-    for s in sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])[: BLOCK - sum(quota)]:
-        quota[s] += 1
-    chosen = [s for s, n in enumerate(quota) for _ in range(n)]
-    random.Random(f"mixture/{seed}/{block}").shuffle(chosen)
-    counts = [0] * len(weights)
-    before = []
-    for s in chosen:
-        before.append(counts[s])
-        counts[s] += 1
-    return chosen, before, quota
-
-
-def pick(rows: list, i: int, seed, weights) -> dict:
-    """The i-th prompt of the training stream: a shuffled pass over all rows of its source, then the next."""
-    if weights is not None and len(weights) > 1:
-        block, slot = divmod(i, BLOCK)
-        chosen, before, quota = block_of_sources(tuple(weights), seed, block)
-        source = chosen[slot]
-        rows, i, seed = rows[source], block * quota[source] + before[slot], f"{seed}/{source}"
-    elif weights is not None:
-        rows = rows[0]
-    return rows[epoch_order(len(rows), seed, i // len(rows))[i % len(rows)]]
-
-
-def prompts_for_step(
-    rows: list, step: int, prompts_per_step: int, seed, rank: int, world: int, weights=None
-) -> list[dict]:
-    """This rank's share of the step's prompts, prompts_per_step / world rows. rows: a list of rows, or with `weights` a list of such lists,
-    one for each source of a mixture."""
-    share = prompts_per_step // world
-    first = step * prompts_per_step + rank * share
-    return [pick(rows, i, seed, weights) for i in range(first, first + share)]
-
-
-def scheduled(schedule: dict, step: int, otherwise: float) -> float:
-    """The value of a schedule {first step: value}: that of the last entry that has begun, `otherwise` before the first."""
-    begun = [first for first in schedule if first <= step]
-    return schedule[max(begun)] if begun else otherwise
-
-
-def with_easy_prompts(
-    batch: list[dict], easy: list[dict], step: int, probability: float, seed
-) -> list[dict]:
-    """The whole step's rows, each replaced by a random one of `easy` with that probability; a pure function, like the stream itself."""
-    rng = random.Random(f"easy/{seed}/{step}")
-    draws = [(rng.random(), rng.randrange(len(easy))) for _ in batch] if easy else []
-    return (
-        [easy[i] if x < probability else row for row, (x, i) in zip(batch, draws)]
-        if easy
-        else batch
-    )

@@ -25,50 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import data
-import rewards as R
 import rollout
-from common import UserError, check_writable
+import scoring
+from common import check_writable
 from journal import read_metrics
-from model_files import load_model_files
-from prompts import encode_prompts
+from preflight import deciding, load_eval_rows, load_model_files
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
-
-
-def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
-    if c["eval_dataset_name"]:
-        source = (
-            c["eval_dataset_name"],
-            c["eval_dataset_config"],
-            c["eval_dataset_split"],
-            c["eval_prompt_column"],
-            c["eval_answer_column"],
-        )
-    elif c["dataset_mixture"]:
-        raise UserError(
-            "dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0"
-        )
-    else:
-        source = (
-            c["dataset_name"],
-            c["dataset_config"],
-            c["eval_dataset_split"],
-            c["dataset_prompt_column"],
-            c["dataset_answer_column"],
-        )
-    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[
-        : c["eval_max_prompts"]
-    ]
-    R.check_answers(deciding(rows, c), rows, source[0], c)
-    return encode_prompts(
-        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]
-    )
-
-
-def deciding(rows: list[dict], c: dict) -> list:
-    """The reward columns that say what is correct: those of the first of reward_funcs."""
-    return R.columns_of(c["reward_funcs"][:1], [1.0], rows)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -102,11 +64,13 @@ def evaluate_problems(
             "stop_token_ids": stop_ids,
             "seeds": [rollout.prompt_seed("eval", seed, i) for i in own],
         },
-        lambda i, group: R.begin(group, mine[i], columns, c),
+        lambda i, group: scoring.begin(group, mine[i], columns, c),
     )
-    values, _ = R.measure(rollouts, mine, columns, c)
+    values, _ = scoring.measure(rollouts, mine, columns, c)
     failures = values.isinf().any(-1).sum(1).tolist() if mine else []
-    found = zip(mine, R.correct_modes(rollouts, mine, R.correct(values, columns), c), failures)
+    found = zip(
+        mine, scoring.correct_modes(rollouts, mine, scoring.correct(values, columns), c), failures
+    )
     return [
         {
             "id": row["id"],
@@ -152,14 +116,12 @@ def summarize(records: list[dict], k: int) -> dict:
     return metrics | ({"eval/reward_failures": failures} if failures else {})
 
 
-def evaluate(
-    sampler, tokenizer, rows: list[dict], stop_ids: list[int], c: dict, rank: int, world: int
-) -> dict:
-    """The summary over all rows, each rank sampling its share."""
-    return summarize(
-        evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world),
-        c["eval_num_generations"],
+def evaluate(sampler, inputs, c: dict, world) -> dict:
+    """The summary over all held-out rows, each rank sampling its share. inputs: preflight.Inputs."""
+    records = evaluate_problems(
+        sampler, inputs.tokenizer, inputs.eval_rows, inputs.stop_ids, c, world.rank, world.size
     )
+    return summarize(records, c["eval_num_generations"])
 
 
 def start_command(command: str, checkpoint: Path) -> None:
@@ -257,7 +219,7 @@ def main(c: dict) -> None:
     if c["eval_output"]:
         check_writable("eval_output", output, folder=False)
         check_writable("eval_output", unfinished, folder=False)
-    R.check_names(c["reward_funcs"])
+    scoring.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     rank, world, device = start_distributed()

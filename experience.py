@@ -1,151 +1,171 @@
-"""The experience of a step: which prompts it takes, G completions of each by the policy as it is, what they are worth.
+"""The experience of a step: which prompts it takes, G completions of each by the policy as it is,
+what they are worth.
 
-    got = collect(sampler, inputs, buffer, step, c, rank, world, timer)
-    begun = begin(sampler, inputs, buffer, step + 1, c, rank, world)        # then collect(..., begun) of the next step finds it done
-    got["rows"], got["rollouts"]        this rank's p rows and their p * (G + S) rollouts, prompt-major
-    got["values"]                       (p, G + S, F) what each reward function says of them
-    got["rewards"], got["metrics"]      (P, G + S) and {"reward/...": ...} of the whole step, the same on every rank
+    experience = Experience(sampler, inputs, config, world, replay_state)
+    lived = experience.collect(step, timer)       # all ranks together
 
-P prompts of the step over `world` ranks, p = P / world of this one, S rows asked with an InfoSeed seed (0 without).
+P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
+with an InfoSeed seed (0 without). A place is a prompt's index in the step, 0..P-1.
 """
 
-from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-import data
 import infoseed
 import loss as L
-import rewards as R
 import rollout
-from inputs import Inputs
-from ranks import gather_groups
+import scoring
+from common import scheduled
+from preflight import Inputs
+from ranks import World, gather_groups
+from stream import Replay, step_rows
 
 
-def step_rows(inputs: Inputs, buffer, step: int, c: dict, attempt: int = 0) -> list[dict]:
-    """The P rows of a step, the same list on every rank; attempt 1, 2, ...: other rows, to replace groups that taught nothing."""
-    seed = f"{c['seed']}/again/{attempt}" if attempt else c["seed"]
-    rows = data.prompts_for_step(
-        inputs.sources, step, c["prompts_per_step"], seed, 0, 1, inputs.weights
-    )
-    if attempt:
-        return rows
-    rows = data.with_easy_prompts(
-        rows, inputs.easy, step, data.scheduled(c["easy_schedule"], step, 0.0), c["seed"]
-    )
-    return rows if buffer is None else buffer.mix(rows, c["replay_fraction"])
+class Lived(NamedTuple):
+    """A step's completions and what they are worth."""
+
+    rows: list[dict]  # this rank's p prompts
+    rollouts: list[dict]  # their p * (G + S) completions, prompt-major
+    values: torch.Tensor  # (p, G + S, F) what each reward function says of them
+    right: torch.Tensor  # (p, G + S) bool: which are correct
+    rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
+    metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
+    temperature: float  # that they were sampled at
+
+    @property
+    def unseeded_rows(self) -> torch.Tensor:
+        """(p * G,) places in rollouts of those that were asked without an InfoSeed seed."""
+        return torch.tensor([i for i, r in enumerate(self.rollouts) if "seed_id" not in r])
+
+    @property
+    def unseeded(self) -> list[dict]:
+        return [self.rollouts[i] for i in self.unseeded_rows]
 
 
-def request(
-    inputs: Inputs, rows: list[dict], places: list[int], step: int, attempt: int, c: dict
-) -> tuple:
-    """What a rollout engine is asked for these rows, and what is done with a prompt's completions as they come: (prompts, G, sampling, finished).
-    places: their indices in the step."""
-    again = [attempt] * (attempt > 0)
-    sampling = {
-        "temperature": data.scheduled(c["temperature_schedule"], step, c["temperature"]),
-        "max_tokens": c["max_completion_length"],
-        "stop_token_ids": inputs.stop_ids,
-        "seeds": [rollout.prompt_seed(c["seed"], step, i, *again) for i in places],
-        "names": ["-".join([f"s{step + 1}-p{i}", *(f"r{n}" for n in again)]) for i in places],
-    }
-    return (
-        [row["prompt_ids"] for row in rows],
-        c["num_generations"],
-        sampling,
-        lambda i, group: R.begin(group, rows[i], inputs.columns, c),
-    )
+class Experience:
+    def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
+        self.sampler = sampler
+        self.inputs = inputs
+        self.config = config
+        self.rank = world.rank
+        share = config["prompts_per_step"] // world.size
+        self.places = range(world.rank * share, (world.rank + 1) * share)  # this rank's
+        self.replay_state = replay_state  # as of the last whole step: what a checkpoint keeps
+        self.replay = None
+        if config["replay_size"]:
+            rows = [row for source in inputs.sources for row in source]
+            self.replay = Replay(rows, config["replay_size"], config["replay_ucb"], replay_state)
 
+    def collect(self, step: int, timer) -> Lived:
+        """All ranks together: they agree on which groups are sampled again, and on whether too many
+        rewards failed (RunStopped)."""
+        c = self.config
+        G = c["num_generations"]
+        rows = step_rows(self.inputs, self.replay, step, c)  # P
+        groups, values, failed = self.sample(rows, self.places, step, 0, timer)
+        rewards, metrics = self.combine(values)
+        worst = metrics
+        resampled = 0
+        for attempt in range(1, c["resample_equal_groups"] + 1):
+            stale = L.equal_groups(rewards[:, :G])  # (P,) bool
+            if not stale.any():
+                break
+            places = self.replace_rows(rows, stale, rewards, step, attempt)
+            new_groups, new_values, new_failed = self.sample(rows, places, step, attempt, timer)
+            groups |= new_groups
+            values |= new_values
+            failed += new_failed
+            resampled += int(stale.sum())
+            rewards, metrics = self.combine(values)
+            # a group that failed and was replaced counts all the same
+            worst = max(worst, metrics, key=lambda found: found["reward/failures"])
+        self.sampler.sleep()
+        if failed:
+            tqdm.write(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
 
-def share(P: int, rank: int, world: int) -> list[int]:
-    """The indices of this rank's prompts in the step."""
-    return list(range(rank * (P // world), (rank + 1) * (P // world)))
+        if self.replay is not None:
+            self.replay.update(rows, rewards[:, :G])
+            self.replay_state = self.replay.state
+        if c["resample_equal_groups"]:
+            metrics["resampled_groups"] = resampled
+        metrics |= self.sampler.take_counts()
+        if c["rollout_ahead"] and step + 1 < c["max_steps"]:
+            self.ask_ahead(step + 1)
 
+        own_rows = [rows[place] for place in self.places]
+        own_values = torch.stack([values[place] for place in self.places])
+        rollouts = [r for place in self.places for r in groups[place]]
+        right = scoring.correct(own_values, self.inputs.columns)
+        temperature = self.temperature(step)
+        return Lived(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
 
-def begin(sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, world: int) -> Future:
-    """Has the rollouts of a coming step made in the background, by the weights that the servers hold now (rollout_ahead)."""
-    own, everyone = share(c["prompts_per_step"], rank, world), step_rows(inputs, buffer, step, c)
-    prompts, G, sampling, finished = request(inputs, [everyone[i] for i in own], own, step, 0, c)
-    return sampler.begin(prompts, G, sampling, *rollout.with_text(inputs.tokenizer, finished))
+    def temperature(self, step: int) -> float:
+        return scheduled(self.config["temperature_schedule"], step, self.config["temperature"])
 
-
-def sample(
-    sampler,
-    inputs: Inputs,
-    rows: list[dict],
-    places: list[int],
-    step: int,
-    attempt: int,
-    c: dict,
-    timer,
-    begun=None,
-) -> tuple[list, torch.Tensor, list]:
-    """Rollouts of these rows, their reward values (rows, G + S, F), and the failed rewards."""
-    prompts, G, sampling, finished = request(inputs, rows, places, step, attempt, c)
-    with timer("rollout"):
-        rollouts = rollout.generate(
-            sampler, inputs.tokenizer, prompts, G, sampling, finished, begun
-        )
-        if c["info_seed_enabled"]:  # also without rows: ranks that share an engine ask it together
-            rollouts = infoseed.join(
-                rollouts,
-                infoseed.completions(sampler, inputs.tokenizer, rows, sampling, c),
-                max(1, len(rows)),
+    def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple:
+        """Completions {place: group}, reward values {place: (G + S, F)}, and which rewards failed."""
+        asked = [rows[place] for place in places]
+        tokenizer = self.inputs.tokenizer
+        with timer("rollout"):
+            request = self.request(asked, places, step, attempt)
+            rollouts = rollout.generate(self.sampler, tokenizer, *request)
+            # also without rows: ranks that share an engine ask it together
+            rollouts = infoseed.add_completions(
+                self.sampler, tokenizer, asked, rollouts, request[2], self.config
             )
-    with timer("reward"):
-        return rollouts, *R.measure(rollouts, rows, inputs.columns, c)
+        with timer("reward"):
+            values, failed = scoring.measure(rollouts, asked, self.inputs.columns, self.config)
+        size = len(rollouts) // max(1, len(asked))
+        groups = {place: rollouts[n * size : (n + 1) * size] for n, place in enumerate(places)}
+        return groups, dict(zip(places, values)), failed
 
+    def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
+        """What a rollout engine is asked for these rows, and what is done with a prompt's
+        completions as soon as they are there: (prompts, G, sampling, group_done)."""
+        c = self.config
+        suffix = f"-r{attempt}" if attempt else ""
+        seeds = []
+        for place in places:
+            parts = (c["seed"], step, place, attempt) if attempt else (c["seed"], step, place)
+            seeds.append(rollout.prompt_seed(*parts))
+        sampling = {
+            "temperature": self.temperature(step),
+            "max_tokens": c["max_completion_length"],
+            "stop_token_ids": self.inputs.stop_ids,
+            "seeds": seeds,
+            "names": [f"s{step + 1}-p{place}{suffix}" for place in places],
+        }
 
-def collect(
-    sampler, inputs: Inputs, buffer, step: int, c: dict, rank: int, world: int, timer, begun=None
-) -> dict:
-    """All ranks together: they agree on which groups are sampled again and on whether too many rewards failed (RunStopped). begun: of begin()."""
-    P, G = c["prompts_per_step"], c["num_generations"]
-    everyone, own = step_rows(inputs, buffer, step, c), share(P, rank, world)
-    rows, again = [everyone[i] for i in own], 0
-    rollouts, values, failed = sample(sampler, inputs, rows, own, step, 0, c, timer, begun)
-    size = len(rollouts) // len(rows)
-    groups = [rollouts[i * size : (i + 1) * size] for i in range(len(rows))]
-    rewards, metrics = R.combine(gather_groups(values), inputs.columns)
-    worst = metrics  # groups that failed are replaced
-    for attempt in range(1, c["resample_equal_groups"] + 1):
-        stale = L.equal_groups(rewards[:, :G]).tolist()
-        if not any(stale):
-            break
-        if (
-            buffer is not None
-        ):  # or a remembered prompt that has nothing left to teach would be chosen, and replaced, again and again
-            buffer.update([row for row, old in zip(everyone, stale) if old], rewards[stale, :G])
-        fresh = step_rows(inputs, buffer, step, c, attempt)
-        places = [i for i in own if stale[i]]
-        found, its_values, its_failed = sample(
-            sampler, inputs, [fresh[i] for i in places], places, step, attempt, c, timer
-        )
-        for n, i in enumerate(places):
-            rows[i - own[0]], groups[i - own[0]] = fresh[i], found[n * size : (n + 1) * size]
-            values[i - own[0]] = its_values[n]
-        everyone, again, failed = (
-            [new if old else row for new, old, row in zip(fresh, stale, everyone)],
-            again + sum(stale),
-            failed + its_failed,
-        )
-        rewards, metrics = R.combine(gather_groups(values), inputs.columns)
-        worst = max(worst, metrics, key=lambda found: found["reward/failures"])
-    sampler.sleep()
-    if failed:
-        tqdm.write(R.save_failures(c["output_dir"], failed, step + 1, rank))
-    R.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # stops all ranks alike
-    if buffer is not None:
-        buffer.update(everyone, rewards[:, :G])
-    if c["resample_equal_groups"]:
-        metrics["resampled_groups"] = again
-    if c["rollout_engine"] == "server":
-        metrics |= sampler.take_counts()
-    return {
-        "rows": rows,
-        "rollouts": [r for group in groups for r in group],
-        "values": values,
-        "rewards": rewards,
-        "metrics": metrics,
-    }
+        def group_done(i: int, group: list[dict]) -> None:
+            scoring.begin(group, rows[i], self.inputs.columns, c)
+
+        return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
+
+    def combine(self, values: dict) -> tuple[torch.Tensor, dict]:
+        """Rewards (P, G + S) of the whole step and their metrics."""
+        own = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
+        return scoring.combine(gather_groups(own), self.inputs.columns)
+
+    def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
+        """Other rows, in place, for the groups (P,) that taught nothing; which places of this rank
+        are to be sampled again."""
+        G = self.config["num_generations"]
+        replaced = stale.nonzero().flatten().tolist()
+        if self.replay is not None:
+            # or a remembered prompt that has nothing left to teach would be chosen again and again
+            self.replay.update([rows[place] for place in replaced], rewards[stale, :G])
+        fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
+        for place in replaced:
+            rows[place] = fresh[place]
+        return [place for place in replaced if place in self.places]
+
+    def ask_ahead(self, step: int) -> None:
+        """Has a coming step's completions made in the background, by the weights that the servers
+        hold now; the engine keeps them for the call that asks for the same."""
+        rows = step_rows(self.inputs, self.replay, step, self.config)
+        own = [rows[place] for place in self.places]
+        request = self.request(own, self.places, step, 0)
+        rollout.begin(self.sampler, self.inputs.tokenizer, *request)

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 import data
-import rewards as R
 import rollout
+import scoring
 from common import UserError, check_writable, progress, read_settings
-from model_files import load_model_files
+from preflight import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
 FREE = (
@@ -116,12 +116,12 @@ def main(c: dict) -> None:
     path = Path(c["generate_output"])
     check_writable("generate_output", path, folder=False)
     check_settings(path, c)
-    R.check_names(c["reward_funcs"])
+    scoring.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[: c["generate_max_prompts"] or len(rows)]
-    columns = R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    R.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
+    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    scoring.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
 
     rank, world, device = start_distributed()
     shared = [finished_prompts(path, c) if rank == 0 else None]
@@ -144,10 +144,10 @@ def main(c: dict) -> None:
             [row["prompt_ids"] for row in mine],
             G,
             sampling | {"seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in own]},
-            lambda i, group, mine=mine: R.begin(group, mine[i], columns, c),
+            lambda i, group, mine=mine: scoring.begin(group, mine[i], columns, c),
         )
-        values, _ = R.measure(rollouts, mine, columns, c)
-        totals, _ = R.combine(values, columns)
+        values, _ = scoring.measure(rollouts, mine, columns, c)
+        totals, _ = scoring.combine(values, columns)
         own_lines = {
             i: lines_of(rollouts[n * G : (n + 1) * G], row, values[n], totals[n], columns)
             for n, (i, row) in enumerate(zip(own, mine))

@@ -315,11 +315,16 @@ class Timer:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def take(self) -> dict:
-        """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over."""
+    def take(self, tokens: int = 0) -> dict:
+        """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over; with
+        completion tokens also "tokens_per_second", without the time that evaluation and checkpoints
+        took."""
         now = time.perf_counter()
         taken = {f"time/{phase}": s for phase, s in self.seconds.items()} | {
             "time/step": now - self.started
         }
         self.seconds, self.started = {}, now
+        if tokens:
+            other = taken.get("time/evaluate", 0) + taken.get("time/checkpoint", 0)
+            taken["tokens_per_second"] = tokens / (taken["time/step"] - other)
         return taken

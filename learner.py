@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import loss as L
 import packing
-import rewards as R
 import rollout
+import scoring
 from checks import OBJECTIVES
 from common import RunStopped
 from policy import completion_mask
@@ -98,43 +98,61 @@ def score_rows(model, batch: dict, plan: list, entropy: bool = False):
 # --- the step's loss
 
 
-def measure_groups(
-    engine, reference, batch: dict, rollouts: list[dict], rows: list[dict], rewards, right, c: dict
-) -> dict:
-    """What group_targets needs of the whole step, all ranks: "rewards", "lengths" and what this config asks for. Sets batch["ref_logps"].
-    right (p, G): which of this rank's rollouts are correct."""
+def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> dict:
+    """What group_targets needs of the whole step, all ranks: "rewards", "task_rewards", "lengths"
+    and what this config asks for. Sets batch["ref_logps"].
+
+    lived: experience.Lived; rewards (P, G): its rewards, with what InfoSeed adds to them."""
+    rows, rollouts, right = lived.rows, lived.rollouts, lived.right
 
     def gather(values):
-        return gather_groups(values.view(len(rows), -1))
+        return gather_groups(values.view(len(rows), -1))  # (P, G)
 
-    group = {"rewards": rewards, "lengths": gather(batch["lengths"])}
+    group = {
+        "rewards": rewards,
+        "task_rewards": lived.rewards,
+        "lengths": gather(batch["lengths"]),
+    }
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan, _ = agree_on_plan(batch, 1, c)
     if reference is not None:
-        if c["reference_placement"] == "cpu":
-            reference.to(batch["ids"].device)
-        batch["ref_logps"] = score_rows(reference, batch, plan)
-        if c["reference_placement"] == "cpu":
-            reference.to("cpu")
-        group["ref_scores"] = gather(
-            L.sequence_scores(
-                batch["ref_logps"],
-                batch["lengths"],
-                c["maxent_score_norm"],
-                c["max_completion_length"],
-            )
-        )
+        batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
+        group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
     if c["policy_entropy_bonus_coef"] > 0:
-        group["entropies"] = gather(
-            score_rows(engine, batch, plan, entropy=True).sum(1) / batch["lengths"]
-        )
+        entropies = score_rows(engine, batch, plan, entropy=True)
+        group["entropies"] = gather(entropies.sum(1) / batch["lengths"])
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
-        group["clusters"] = gather(R.answer_clusters(rollouts, rows, right, c))
+        group["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
         group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
-        modes = [len(modes or ()) for _, modes in R.correct_modes(rollouts, rows, right, c)]
-        group["correct_modes"] = gather(torch.tensor(modes))[:, 0]
+        modes = [len(modes or ()) for _, modes in scoring.correct_modes(rollouts, rows, right, c)]
+        group["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
     return group
+
+
+def score_by_reference(reference, batch: dict, plan: list, c: dict):
+    """Log-probs (N, T) of all rows under the reference model, which may wait in CPU memory."""
+    if c["reference_placement"] != "cpu":
+        return score_rows(reference, batch, plan)
+    reference.to(batch["ids"].device)
+    logps = score_rows(reference, batch, plan)
+    reference.to("cpu")
+    return logps
+
+
+def group_scores(logps, batch: dict, c: dict):
+    """The sequence scores (N,) that maxent compares within a group."""
+    norm, longest = c["maxent_score_norm"], c["max_completion_length"]
+    return L.sequence_scores(logps, batch["lengths"], norm, longest)
+
+
+def own_targets(targets: dict, world) -> dict:
+    """This rank's groups (p, G) of the whole step's (P, G)."""
+    own = {}
+    for name, value in targets.items():
+        share = len(value) // world.size
+        own[name] = value[world.rank * share : (world.rank + 1) * share]
+    return own
 
 
 def step_counts(targets: dict, lengths) -> dict:
@@ -380,13 +398,14 @@ def group_metrics(rewards, lengths) -> dict:
     }
 
 
-def sampler_mismatch(batch: dict, tokens: int, limit: float) -> dict:
+def sampler_mismatch(batch: dict, limit: float) -> dict:
     """How far the sampler's log-probs are from the trainer's before the update, over all ranks. They should be the same policy: a mean
     difference above `limit` (nats, -1 off) means that weights did not arrive, and stops the run."""
     mask = completion_mask(batch["lengths"])
     d = (batch["old_logps"] - batch["sampler_logps"])[mask]
     ratio = d.clamp(max=20).exp()
-    mean, ratio_mean = (across_ranks(torch.stack([d.abs().sum(), ratio.sum()])) / tokens).tolist()
+    sums = across_ranks(torch.stack([d.abs().sum(), ratio.sum(), mask.sum()]))
+    mean, ratio_mean = (sums[:2] / sums[2]).tolist()
     largest, ratio_max, ratio_min = across_ranks(
         torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX
     ).tolist()

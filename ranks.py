@@ -8,6 +8,7 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -15,9 +16,8 @@ import torch.distributed as dist
 import transformers
 
 import rollout
-from common import DEADLINE, RunStopped, UserError, check_writable
+from common import DEADLINE, RunStopped, UserError, check_writable, under_torchrun
 from policy import dtype_of, named_weights
-from stop import under_torchrun
 
 MEETING_SECONDS = 45  # that ranks started by hand wait for each other
 
@@ -108,7 +108,15 @@ def wait_for_port(host: str, port: int, end: float, place: str) -> None:
         time.sleep(0.2)
 
 
-def start_distributed():
+class World(NamedTuple):
+    """The ranks of a run, as one of them sees them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def start_distributed() -> World:
     """(rank, world, device); one process without torchrun is a world of one."""
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -133,7 +141,7 @@ def start_distributed():
         dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False
     )
     del store
-    return dist.get_rank(), dist.get_world_size(), device
+    return World(dist.get_rank(), dist.get_world_size(), device)
 
 
 def check_tensor_parallel(c: dict, world: int) -> None:
@@ -175,6 +183,17 @@ def across_ranks(tensor, op=dist.ReduceOp.SUM):
     tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
     dist.all_reduce(tensor, op)
     return tensor.cpu()
+
+
+def mean_over_ranks(metrics: dict) -> dict:
+    """A rank's own metrics as means over all ranks: how a local metric becomes one of the run."""
+    values = across_ranks(torch.tensor(list(metrics.values()))) / dist.get_world_size()
+    return dict(zip(metrics, values.tolist()))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether it is true on any rank, the same answer on all of them."""
+    return bool(across_ranks(torch.tensor(int(flag)), dist.ReduceOp.MAX))
 
 
 def gather_groups(tensor):

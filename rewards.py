@@ -1,302 +1,319 @@
-"""How a batch is scored: reward functions, their weights, the routing of rows to functions, failures.
+r"""Reward functions: what a completion's text is worth.
 
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    begin(rollouts, row, columns, config)                               # as soon as a prompt's completions are there; returns at once
-    values, failed = measure(rollouts, rows, columns, config)           # (p, G, F): what each function says on this rank
-    rewards, metrics = combine(values_of_all_ranks, columns)            # (P, G)
-
-The functions are in graders.py and in tasks/, and run in the processes of workers.py: reward_workers=0 runs them here, without limits.
+A reward is a plain function (completion: str, answer, **row) -> float: the completion's text, the row's answer, the row's other columns and
+`tokens` (of the completion, EOS included), `max_completion_length`, `soft_overlong_buffer`. Register it in REWARDS, or write it in a module
+of your own and name it "module:function" in reward_funcs. It runs in a worker process (workers.py), which imports this file and no torch,
+and sees little of your environment: a key that it needs goes into a variable whose name begins with REWARD_.
+The text comes from a model: treat it as hostile, never eval it.
 """
 
-import atexit
-import json
-import math
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
-
-import torch
+import importlib
+import logging
+import os
+import re
+from fractions import Fraction
+from functools import lru_cache
 
 import tasks
-import workers
-from common import RunStopped, UserError, quoted
-from graders import LONGEST, REWARDS, resolve, stated_answer
-from tasks import countdown
-from workers import Failure
+from tasks import countdown, crossword, graph_coloring, rush_hour
 
-TIMEOUT, ERROR = (
-    -math.inf,
-    math.inf,
-)  # in the place of a value, which is always finite; NaN: not asked
-SAVED_PER_STEP, SAVED_CHARACTERS = 20, 100_000
-
-
-class Column(NamedTuple):
-    """A reward function of reward_funcs; "auto" becomes one for each task. task: the rows it scores, None for all of them.
-    decides: it is the one whose value of at least 1 counts as a correct answer."""
-
-    name: str
-    weight: float
-    task: str | None
-    decides: bool
-
-
-def check_names(names: list[str]) -> None:
-    """A UserError for a name that no function can be found by. Functions of the user's own are first imported by a worker."""
-    for name in names:
-        if name != "auto" and ":" not in name:
-            try:
-                resolve(name)
-            except ValueError as error:
-                raise UserError(str(error)) from None
+SPACES = r"(?<![0-9])\s+|\s+(?![0-9])"  # all but those between two digits
+LONGEST = 1000  # characters of an answer; a longer one is no answer, and none of the work below grows beyond it
+SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\uff0d": "-",
+        "π": "\\pi",
+        "∞": "\\infty",
+        "×": "\\times",
+        "·": "\\cdot",
+        "÷": "/",
+        "≤": "\\le",
+        "≥": "\\ge",
+        "≠": "\\ne",
+        "°": "^\\circ",
+        "²": "^2",
+        "³": "^3",
+        "θ": "\\theta",
+        "α": "\\alpha",
+        "β": "\\beta",
+    }
+)
 
 
-def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list[Column]:
-    """One Column per function that scores these rows. A UserError under "auto" if a row's task has no reward."""
-    found = []
-    for i, (name, weight) in enumerate(zip(names, weights)):
-        names_of_tasks = sorted({row["task"] for row in rows}) if name == "auto" else []
-        for task in names_of_tasks:
-            if task not in REWARDS and ":" not in task:
-                row = next(row for row in rows if row["task"] == task)
-                raise UserError(
-                    f"reward_funcs=['auto'] takes the reward from a row's task; row {quoted(row['id'])} has task {quoted(task)}, and graders.REWARDS "
-                    f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs"
-                )
-        found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [
-            Column(name, weight, None, i == 0)
-        ]
+# --- finding the answer
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}, braces matched; None without one."""
+    found = last_box(text)
+    return text[found[0] : found[1]] if found else None
+
+
+def last_box(text: str) -> tuple[int, int] | None:
+    open_braces, start, end = [], -1, -1
+    for i, character in enumerate(
+        text
+    ):  # one pass: a completion may be nothing but boxes that never close
+        if character == "{":
+            open_braces.append(i)
+        elif character == "}" and open_braces:
+            brace = open_braces.pop()
+            if brace > start and text.endswith("\\boxed", 0, brace):
+                start, end = brace, i
+    return (start + 1, end) if start >= 0 else None
+
+
+def answer_block(text: str) -> tuple[int, int] | None:
+    """Where the content of the last complete <answer>...</answer> begins and ends."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return (start + len("<answer>"), text.find("</answer>", start)) if start >= 0 else None
+
+
+def stated_answer(text: str) -> str | None:
+    r"""What the text gives as its answer: the last \boxed{} or <answer> block, whichever closes later; a box inside the block stands for it."""
+    text = text[-10_000:]  # an answer comes last; a completion may be a megabyte
+    box, block = last_box(text), answer_block(text)
+    if block and (not box or box[1] < block[1]):
+        inner = text[slice(*block)]
+        return inner if last_boxed(inner) is None else last_boxed(inner)
+    return text[slice(*box)] if box else None
+
+
+# --- mathematics
+
+
+@lru_cache(maxsize=4096)  # a group shares its gold answer
+def parse_math(text: str) -> list:
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own time limits are off: the worker has a better one
+    return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+def gold_text(answer) -> str:
+    if not isinstance(answer, (str, int, float)):
+        raise TypeError(
+            f"the right answer must be a text or a number, not a {type(answer).__name__}"
+        )
+    return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The value of 12, -3.50, 3/4, \frac{3}{4}; None for anything else."""
+    found = re.fullmatch(
+        r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)|(-?)(?:\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}|(-?[0-9]{1,18})/([0-9]{1,18}))",
+        text,
+    )
+    if not found or not int(found[4] or found[6] or 1):
+        return None
+    value = (
+        Fraction(found[1])
+        if found[1]
+        else Fraction(int(found[3] or found[5]), int(found[4] or found[6]))
+    )
+    return -value if found[2] else value
+
+
+def plainly_equal(gold: str, found: str) -> bool | None:
+    """Whether two answers are equal where that takes no algebra, as it is for most; None where it does. What is a rounding away from equal is
+    left to math-verify too."""
+    if re.sub(SPACES, "", gold) == re.sub(SPACES, "", found):
+        return True
+    a, b = rational(gold), rational(found)
+    if (
+        a is None
+        or b is None
+        or (a != b and abs(a - b) <= max(1, abs(a)) / 1000 and "." in gold + found)
+    ):
+        return None
+    return a == b
+
+
+@lru_cache(maxsize=4096)  # and often its answers, where algebra takes milliseconds
+def same_answer(gold: str, found: str) -> bool:
+    equal = plainly_equal(gold, found)
+    if equal is None:
+        import math_verify
+
+        equal = bool(parse_math(gold)) and math_verify.verify(
+            parse_math(gold), parse_math(found), timeout_seconds=None
+        )
+    return equal
+
+
+def math_reward(completion: str, answer: str, **row) -> float:
+    r"""1.0 if the last \boxed{} or <answer> content equals `answer` according to math-verify, else 0.0.
+
+    Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals 0.5.
+    Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says; so does one of over 1,000 characters."""
+    found, gold = (
+        (stated_answer(completion) or "").translate(SYMBOLS).strip(),
+        gold_text(answer).translate(SYMBOLS).strip(),
+    )
+    if not found or len(found) > LONGEST:
+        return 0.0
+    if re.search(
+        "[0-9]_", found
+    ):  # 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
+        return float(canonical_math(found) == canonical_math(gold))
+    return float(same_answer(gold, found))
+
+
+def canonical_math(text: str) -> str:
+    r"""One spelling for answers that differ in how they are written, not in what they say: no spaces, $, \left, \right, no outer pair of
+    braces or parentheses, a/b for \frac{a}{b}, \pi for its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different."""
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text.translate(SYMBOLS))
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)
+    for _ in range(20):  # the innermost first; deeper ones stay as they are
+        text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", fraction, text)
+        if not changed:
+            break
+    if pairs_up(text):
+        text = text[1:-1]
+    text = re.sub(r"(?<![0-9.])([0-9]+)\.0+(?![0-9])", r"\1", text)
+    return re.sub(r"(?<![0-9a-zA-Z.)}])-0(?![0-9.])", "0", text)
+
+
+def fraction(found: re.Match) -> str:
+    r"""a/b; in parentheses where a, b or a neighbour would make another number of it: 2\frac{1}{2} is not 21/2."""
+    a = found[1] if re.fullmatch(r"(\\?[0-9a-zA-Z.])*", found[1]) else f"({found[1]})"
+    b = found[2] if re.fullmatch(r"[0-9.]+|[a-zA-Z]|\\[a-z]+", found[2]) else f"({found[2]})"
+    before, after = found.string[: found.start()][-1:], found.string[found.end() :][:1]
+    return (
+        f"({a}/{b})"
+        if re.match("[0-9a-zA-Z.^_/]", before) or re.match("[0-9.^_!]", after)
+        else f"{a}/{b}"
+    )
+
+
+def pairs_up(text: str) -> bool:
+    """Whether the first character opens the brace or parenthesis that the last one closes."""
+    if text[:1] + text[-1:] not in ("()", "{}"):
+        return False
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "({") - (character in ")}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def math_exact(completion: str, answer: str, **row) -> float:
+    """1.0 if the content of the last <answer> block is `answer` in another spelling (canonical_math), else 0.0.
+
+    Not covered: equal values written differently (1/2, 0.5); the right answer anywhere else in the text."""
+    block, gold = answer_block(completion), canonical_math(gold_text(answer))
+    if not block or block[1] - block[0] > LONGEST or not gold:
+        return 0.0
+    return float(canonical_math(completion[slice(*block)]) == gold)
+
+
+# --- form
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format_reward(completion: str, answer=None, **row) -> float:
+    """1.0 for <think>...</think> and <answer>...</answer>, each once, in this order, only spaces around them; else 0.0."""
+    text = completion.strip()
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return 0.0
+    a, b, c, d = map(text.find, TAGS)
+    return float(
+        a == 0 < b < c < d == len(text) - len(TAGS[3]) and not text[b + len(TAGS[1]) : c].strip()
+    )
+
+
+def tag_count(completion: str, answer=None, **row) -> float:
+    """A quarter for each of the four tags of format_reward that stands there exactly once: a way to it in steps."""
+    return sum(completion.count(tag) == 1 for tag in TAGS) / 4
+
+
+def length(
+    completion: str, answer=None, *, tokens: int, max_completion_length: int, **row
+) -> float:
+    """-tokens / max_completion_length: 0 for nothing, -1 for all that is allowed. A negative weight asks for long completions."""
+    return -min(1.0, tokens / max_completion_length)
+
+
+def soft_overlong(
+    completion: str,
+    answer=None,
+    *,
+    tokens: int,
+    max_completion_length: int,
+    soft_overlong_buffer: int,
+    **row,
+) -> float:
+    """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to -1 at max_completion_length.
+    Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13"""
+    return -min(
+        1.0,
+        max(0.0, (tokens - max_completion_length + soft_overlong_buffer) / soft_overlong_buffer),
+    )
+
+
+def repetition(completion: str, answer=None, **row) -> float:
+    """Minus the share of three-word sequences that have occurred before: 0 without any, towards -1 for a loop."""
+    words = completion.split()
+    grams = list(zip(words, words[1:], words[2:]))
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+
+REWARDS = {
+    "countdown": countdown.reward,
+    "graph_coloring": graph_coloring.reward,
+    "crossword": crossword.reward,
+    "rush_hour": rush_hour.reward,
+    "rush_hour_exact": rush_hour.rush_hour_exact,
+    "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "math": math_reward,
+    "math_exact": math_exact,
+    "format": format_reward,
+    "tag_count": tag_count,
+    "length": length,
+    "soft_overlong": soft_overlong,
+    "repetition": repetition,
+}
+
+
+@lru_cache
+def imported(name: str):
+    module, _, function = name.partition(":")
+    here = os.stat(".")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except SystemExit as error:
+        raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
+    except Exception as error:  # whatever somebody's module does
+        raise ValueError(f"can't be imported: {type(error).__name__}: {error}") from None
+    if not os.path.samestat(here, os.stat(".")):
+        raise ValueError(
+            f"its module changes the working folder when it is imported: {os.getcwd()}"
+        )
+    if not callable(found):
+        raise ValueError("is not a function")
     return found
 
 
-# --- asking the workers
-
-
-@cache
-def make_pool(count: int, timeout: float, memory_gib: float, names: tuple) -> workers.Pool:
-    pool = workers.Pool(count, timeout, memory_gib, names)
-    atexit.register(pool.close)
-    return pool
-
-
-def pool_of(c: dict) -> workers.Pool | None:
-    """The worker processes of this config, started at the first call and kept; None where it wants none."""
-    if not c.get("reward_workers"):
-        return None
-    names = [
-        name for entry in c["reward_funcs"] for name in (REWARDS if entry == "auto" else [entry])
-    ]
-    return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(names))
-
-
-def answers(jobs: dict, c: dict) -> dict:
-    """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
-    if pool := pool_of(c):
-        return pool.answers(jobs)
-    return {key: workers.believed(job[0], workers.answer(*job)) for key, job in jobs.items()}
-
-
-def key_of(column: Column, row: dict, r: dict) -> tuple:
-    """Equal completions of a row have equal keys and are scored once."""
-    return column.name, id(row), r["text"], len(r.get("completion_ids", ()))
-
-
-def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
-    """{key: (function, text, row)} for the completions of one row."""
-    seen = {name: value for name, value in row.items() if name != "prompt_ids"}
-    jobs = {}
-    for r in rollouts:
-        more = {
-            "tokens": len(r.get("completion_ids", ())),
-            "max_completion_length": c.get("max_completion_length"),
-            "soft_overlong_buffer": c.get("soft_overlong_buffer"),
-        }
-        for column in columns:
-            if column.task in (None, row["task"]):
-                jobs[key_of(column, row, r)] = (column.name, r["text"], seen | more)
-    return jobs
-
-
-def begin(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> None:
-    """Lets the workers start on one row's completions while others are still being sampled; measure() collects."""
-    if pool := pool_of(c):
-        pool.ask(jobs_of(rollouts, row, columns, c))
-
-
-def measure(
-    rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict
-) -> tuple[torch.Tensor, list[dict]]:
-    """(P, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it failed; and a record of each failure.
-
-    rollouts: N = P * G, prompt-major, with "text" and "completion_ids"; rows: P."""
-    G = len(rollouts) // max(1, len(rows))
-    groups = [rollouts[i * G : (i + 1) * G] for i in range(len(rows))]
-    found = answers(
-        {
-            key: job
-            for group, row in zip(groups, rows)
-            for key, job in jobs_of(group, row, columns, c).items()
-        },
-        c,
-    )
-    values, failed = torch.full((len(rows), G, len(columns)), math.nan), []
-    for i, (group, row) in enumerate(zip(groups, rows)):
-        for j, r in enumerate(group):
-            for f, column in enumerate(columns):
-                value = found.get(key_of(column, row, r), math.nan)
-                if isinstance(value, Failure):
-                    failed.append(
-                        {
-                            "reward": column.name,
-                            "id": row["id"],
-                            "kind": value.kind,
-                            "reason": value.reason,
-                            "completion": r["text"],
-                        }
-                    )
-                    value = TIMEOUT if value.kind == "timeout" else ERROR
-                values[i, j, f] = value
-    return values, failed
-
-
-def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
-    """Rewards (P, G), the weighted sum of what the functions say in values (P, G, F), and {"reward/<name>/mean", "timeouts", "errors"} with
-    "reward/failures", the completions on which at least one function failed. A function that failed adds 0."""
-    metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
-    for value, column in zip(values.unbind(-1), columns):
-        metrics |= {
-            f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
-            f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()),
-            f"reward/{column.name}/errors": int((value == ERROR).sum()),
-        }
-    weights = torch.tensor([column.weight for column in columns])
-    return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
-
-
-def check_failures(metrics: dict, completions: int, limit: float) -> None:
-    """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward; metrics: combine()'s."""
-    if metrics["reward/failures"] > limit * completions:
-        kinds = ", ".join(
-            f"{name} {n}"
-            for name, n in metrics.items()
-            if n and name.endswith(("/timeouts", "/errors"))
-        )
-        raise RunStopped(
-            f"rewards failed on {metrics['reward/failures']} of a step's {completions} completions (max_reward_failures={limit}): "
-            f"{kinds}; reward_failures.rank_*.jsonl in output_dir have reasons and texts"
-        )
-
-
-def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
-    """measure() and combine() in one process: rewards (P, G) and their metrics."""
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    return combine(measure(rollouts, rows, columns, config)[0], columns)
-
-
-def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
-    """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
-    first_of_task = {row["task"]: row for row in reversed(rows)}
-    some = list(first_of_task.values())[
-        :20
-    ]  # somebody's own column "task" may hold as many values as there are rows
-    for column, row in [
-        (column, row) for column in columns for row in some if column.task in (None, row["task"])
-    ]:
-        examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
-        _, failed = measure(examples, [row], [column], c)
-        if failed:
-            raise UserError(
-                f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of dataset_name={dataset!r}, answer {quoted(row['answer'], 60)} "
-                f"({failed[0]['reason']})"
-            )
-
-
-def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
-    """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one sentence about them."""
-    path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
-    where = f"the text is in {path}"
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            for record in failed[:SAVED_PER_STEP]:
-                text = record["completion"][:SAVED_CHARACTERS]
-                file.write(json.dumps({"step": step, **record, "completion": text}) + "\n")
-    except FileNotFoundError:  # output_dir is gone, as all ranks hear together at the step's end
-        where = f"{path} could not be written"
-    first = failed[0]
-    return (
-        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}; "
-        f"{where}"
+def resolve(name: str):
+    """The function of a name in REWARDS or of "module:function"; a ValueError for any other name."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" in name:
+        return imported(name)
+    raise ValueError(
+        f"reward_funcs: {name!r} is not registered in rewards.REWARDS, which has {', '.join(REWARDS)}; "
+        f"one of your own is written module:function"
     )
 
 
-# --- which completions are right, and whether they differ
-
-
-def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
-    """(P, G) bool: the first of reward_funcs gave at least 1."""
-    decides = values[..., [column.decides for column in columns]]
-    return ((decides >= 1) & decides.isfinite()).any(-1)
-
-
-def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
-    """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where the task has no modes."""
-    G = right.shape[1]
-    texts = [
-        [
-            r["text"] if right[i, j] and tasks.module(row["task"]) else None
-            for j, r in enumerate(rollouts[i * G : (i + 1) * G])
-        ]
-        for i, row in enumerate(rows)
-    ]
-    jobs = {
-        ("mode", id(row), text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
-        for i, row in enumerate(rows)
-        for text in texts[i]
-        if text is not None
-    }
-    found = {
-        key: None if isinstance(value, Failure) else value
-        for key, value in answers(jobs, c).items()
-    }
-    return [
-        [found.get(("mode", id(row), text)) for text in group] for row, group in zip(rows, texts)
-    ]
-
-
-def answer_clusters(
-    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
-) -> torch.Tensor:
-    """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
-    the text of their answer, which may be the bare text unless the task is a reward that reads tags, as math does; one without any answer is a cluster of its own."""
-    G, result = right.shape[1], []
-    for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
-        task = rows[i]["task"]
-        seen, bare = (
-            {},
-            (lambda text: "")
-            if task in REWARDS and task not in tasks.NAMES
-            else countdown.last_answer,
-        )
-        for j, r in enumerate(rollouts[i * G : (i + 1) * G]):
-            key = (
-                (modes[j] or "")
-                if right[i, j]
-                else (stated_answer(r["text"]) or bare(r["text"])).strip()[:LONGEST]
-            )
-            result.append(
-                seen.setdefault(
-                    (bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)
-                )
-            )
-    return torch.tensor(result).view(len(rows), G)
-
-
-def correct_modes(
-    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
-) -> list[tuple[int, set | None]]:
-    """Per row (number of correct completions, set of distinct correct answer modes or None for a task without modes)."""
-    modes = modes_of(rollouts, rows, right, c)
-    return [
-        (int(right[i].sum()), set(modes[i]) - {None} if tasks.module(row["task"]) else None)
-        for i, row in enumerate(rows)
-    ]
+def mode(completion: str, answer, task: str, **row) -> str | None:
+    """The canonical key of a correct completion according to the row's task."""
+    return tasks.module(task).mode(completion, answer)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from common import DEADLINE, UserError
-from server import ServerEngine
+from policy import dtype_of
 
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
@@ -197,6 +197,10 @@ class VllmEngine:
             )  # after the weights, so that both copies of them never lie beside the cache
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 
+    def take_counts(self) -> dict:
+        """Metrics of the engine's own since the last call; servers have some."""
+        return {}
+
     def close(self) -> None:
         """Before the process group goes: vLLM takes its own groups down."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -289,6 +293,9 @@ class HfEngine:
         for name, tensor in named_parameters:
             own[name].copy_(tensor)
 
+    def take_counts(self) -> dict:
+        return {}
+
     def sleep(self) -> None:
         pass  # its memory is too small a part to move
 
@@ -299,7 +306,19 @@ class HfEngine:
         pass
 
 
-ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": ServerEngine}
+def server_engine(model: str, config: dict, dtype: torch.dtype, device: torch.device):
+    from server.engine import ServerEngine  # a wing of its own, for who wants it
+
+    return ServerEngine(model, config, dtype, device)
+
+
+ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": server_engine}
+
+
+def start_engine(config: dict, device: torch.device):
+    """The rollout engine of a config, with the weights of config["model"]."""
+    make = ENGINES[config["rollout_engine"]]
+    return make(config["model"], config, dtype_of(config), device)
 
 
 def prompt_seed(*parts) -> int:
@@ -316,40 +335,47 @@ def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
     return rollouts
 
 
-def with_text(tokenizer, finished) -> tuple:
-    """`finished` as the last argument of an engine's generate, its rollouts with their text; none without one."""
-    return () if finished is None else (lambda i, group: finished(i, add_text(tokenizer, group)),)
+def with_text(tokenizer, group_done):
+    """`group_done` of rollouts that have their text."""
+
+    def done(i: int, group: list[dict]) -> None:
+        group_done(i, add_text(tokenizer, group))
+
+    return done
 
 
 def generate(
-    engine,
-    tokenizer,
-    prompts_ids: list[list[int]],
-    n: int,
-    sampling: dict,
-    finished=None,
-    begun=None,
+    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done=None
 ) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything but n complete rollouts a prompt,
-    each with a log-prob for every token, is a RuntimeError: a missing log-prob must not pass for 0.
+    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything
+    but n complete rollouts a prompt, each with a log-prob for every token, is a RuntimeError: a
+    missing log-prob must not pass for 0.
 
-    finished(i, rollouts of prompt i) is called as soon as they are there, while the engine still has others to do. begun: what engine.begin
-    has returned for the same request."""
-    rollouts = (
-        engine.result(begun)
-        if begun
-        else engine.generate(prompts_ids, n, sampling, *with_text(tokenizer, finished))
-    )
+    group_done(i, rollouts of prompt i) is called as soon as they are there, while the engine still
+    has others to do."""
+    if group_done is None:
+        rollouts = add_text(tokenizer, engine.generate(prompts_ids, n, sampling))
+    else:
+        rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
-            f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} prompts x {n}"
+            f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
+            f"prompts x {n}"
         )
     for r in rollouts:
-        if not r["completion_ids"] or len(r["completion_ids"]) != len(r["logprobs"]):
+        tokens, logps = len(r["completion_ids"]), len(r["logprobs"])
+        if tokens == 0 or tokens != logps:
             raise RuntimeError(
-                f"the rollout engine returned a completion of {len(r['completion_ids'])} tokens with {len(r['logprobs'])} log-probs"
+                f"the rollout engine returned a completion of {tokens} tokens with {logps} log-probs"
             )
-    return rollouts if finished else add_text(tokenizer, rollouts)
+    return rollouts
+
+
+def begin(
+    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done
+) -> None:
+    """generate() in the background; the engine keeps what comes for the call that asks for the same."""
+    engine.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
 
 
 def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
@@ -407,6 +433,15 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     )
 
 
+def completion_metrics(rollouts: list[dict], n: int) -> dict:
+    """Of this rank's completions: the share that was cut off, and diversity_metrics()."""
+    cut_off = sum(r["finish_reason"] == "length" for r in rollouts)
+    return {
+        "completions/clipped_ratio": cut_off / len(rollouts),
+        **diversity_metrics(rollouts, n),
+    }
+
+
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """The first prompt as the model sees it, and its best and its worst rollout, special tokens visible."""
     group, scores = rollouts[: rewards.shape[1]], rewards[0].tolist()
@@ -421,28 +456,23 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     return "\n".join(lines)
 
 
-def log_rollouts(
-    folder, rollouts: list[dict], rewards: torch.Tensor, rows: list[dict], step: int, rank: int
-) -> None:
+def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> None:
     """All rollouts of this rank to rollouts/step_N.rank_r.jsonl; rewards (p, G)."""
     path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
-        for i, (r, reward) in enumerate(zip(rollouts, rewards.flatten().tolist())):
-            row = rows[i // rewards.shape[1]]
-            file.write(
-                json.dumps(
-                    {
-                        "step": step,
-                        "id": row["id"],
-                        "prompt": row["prompt"],
-                        "completion": r["text"],
-                        "reward": reward,
-                        "finish_reason": r["finish_reason"],
-                        "tokens": len(r["completion_ids"]),
-                        "logprob": sum(r["logprobs"]),
-                        **({"seed_id": r["seed_id"]} if "seed_id" in r else {}),
-                    }
-                )
-                + "\n"
-            )
+        for i, (r, reward) in enumerate(zip(lived.rollouts, rewards.flatten().tolist())):
+            row = lived.rows[i // rewards.shape[1]]
+            line = {
+                "step": step,
+                "id": row["id"],
+                "prompt": row["prompt"],
+                "completion": r["text"],
+                "reward": reward,
+                "finish_reason": r["finish_reason"],
+                "tokens": len(r["completion_ids"]),
+                "logprob": sum(r["logprobs"]),
+            }
+            if "seed_id" in r:
+                line["seed_id"] = r["seed_id"]
+            file.write(json.dumps(line) + "\n")

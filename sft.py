@@ -29,8 +29,8 @@ import packing
 import rollout
 from common import UserError, progress
 from journal import hold_folder, is_empty
-from model_files import load_model_files
 from policy import Policy
+from preflight import load_model_files
 from prompts import seed_prompts
 from ranks import across_ranks, start_distributed
 

@@ -445,17 +445,17 @@ def limit(memory_gib: float) -> None:
 
 def answer(name: str, text: str, row: dict):
     """A JSON value: the reward as a finite number or a mode's key; {"error": sentence} for anything else."""
-    import graders
+    import rewards
 
     try:
         if name == "mode":
-            found = graders.mode(text, **row)
+            found = rewards.mode(text, **row)
             return (
                 found
                 if found is None or len(found) <= 1000
                 else {"error": f"a mode of {len(found)} characters"}
             )
-        value = float(graders.resolve(name)(text, **row))
+        value = float(rewards.resolve(name)(text, **row))
         return (
             value
             if abs(value) < 1e38
@@ -477,13 +477,13 @@ def announce(module: str) -> None:
 
 def load(name: str, say) -> bool:
     """Imports the module of a reward; False if it can't be had, which is said."""
-    import graders
+    import rewards
 
     if ":" in name:
         say(["importing", name])
         announce(name)
     try:
-        graders.resolve(name)
+        rewards.resolve(name)
     except ValueError as error:
         say(["refused", name, str(error)[:500]])
         return False

@@ -146,7 +146,7 @@ for i in "${!servers[@]}"; do
   if ((vllm_port)); then port=$vllm_port; fi
   if ((server_gpus)); then name=127.0.0.1; fi
   # the shell stays a moment longer: when it goes Slurm kills what is left, and vLLM's helpers have shared memory to give back
-  on "server_$i" "${servers[i]}" env "${server_env[@]}" bash -c 'trap : TERM; python serve.py "$@"; sleep 3' serve \
+  on "server_$i" "${servers[i]}" env "${server_env[@]}" bash -c 'trap : TERM; python -m server "$@"; sleep 3' serve \
     "${args[@]}" --host="$host" --port="$port" --tp="$tp" --dp="$dp" &
   pids+=($!) urls+=("http://$name:$port")
   say "vLLM server on ${servers[i]}: ${urls[i]}, log: $run/logs/server_$i.log"

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import common
-import compare
 import evaluate
 import generate
 import journal
 import ranks
 import sft
 import train
-import vllm_http
 from common import UserError, load_config
+from compare import __main__ as compare
+from server import http as vllm_http
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "config" / "countdown_tiny.py")
@@ -278,7 +278,7 @@ def test_what_can_not_be_written_is_said_before_anything_is_read(
         message = refused_by(script, f"--{key}={path}")
         assert message.startswith(f"{key}=") and "can't be written" in message and words in message
     with pytest.raises(UserError, match=f"^--output=.*{words}"):
-        compare.read_own([f"--output={path}", "--arms=arms.py"])
+        compare.read_own([f"--output={path}", "--arms=compare/arms.py"])
 
 
 def test_a_folder_is_no_file_and_a_file_no_folder(refused_by, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from exact_matrix import ROOT
 
-import bench
-import bench_arms
-import bench_gpu
+from bench import __main__ as bench
+from bench import arms as bench_arms
+from bench import gpu as bench_gpu
 
 
 def test_a_scenario_is_read_from_its_name():

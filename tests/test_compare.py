@@ -16,11 +16,10 @@ import pytest
 from scipy import stats
 
 import checkpoint
-import compare
 import journal
-import results
-from common import RunStopped, UserError
-from stop import SIGNALS
+from common import SIGNALS, RunStopped, UserError
+from compare import __main__ as compare
+from compare import results
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "config" / "countdown_tiny.py")

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import data
-import evaluate
-import graders
+import preflight
 import prompts
 import rewards
+import scoring
 import sft
-from common import UserError, check_config, load_config
-from inputs import dry_run, load_inputs
-from model_files import load_model_files, stop_token_ids
+import stream
+from common import UserError, check_config, load_config, scheduled
+from preflight import dry_run, load_inputs, load_model_files, stop_token_ids
 
 TOKENIZER = sft.tiny_tokenizer()
 
@@ -69,12 +69,12 @@ def test_ranks_together_take_the_same_prompts_in_the_same_order(
     count, prompts_per_step, step, seed
 ):
     rows = list(range(count))
-    whole = data.prompts_for_step(rows, step, prompts_per_step, seed, 0, 1)
+    whole = stream.prompts_for_step(rows, step, prompts_per_step, seed, 0, 1)
     for world in (2, 4):
         assert [
             row
             for rank in range(world)
-            for row in data.prompts_for_step(rows, step, prompts_per_step, seed, rank, world)
+            for row in stream.prompts_for_step(rows, step, prompts_per_step, seed, rank, world)
         ] == whole
 
 
@@ -87,7 +87,7 @@ def test_every_row_comes_once_per_epoch_even_if_epochs_end_inside_a_step(
     stream = [
         row
         for step in range(steps)
-        for row in data.prompts_for_step(range(count), step, prompts_per_step, seed, 0, 1)
+        for row in stream.prompts_for_step(range(count), step, prompts_per_step, seed, 0, 1)
     ]
     for epoch in range(3):
         assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(range(count))
@@ -95,21 +95,21 @@ def test_every_row_comes_once_per_epoch_even_if_epochs_end_inside_a_step(
 
 def test_a_resumed_run_needs_nothing_to_see_the_prompts_it_would_have_seen():
     rows = list(range(23))
-    ahead = [data.prompts_for_step(rows, step, 8, 7, 1, 2) for step in range(20)]
-    data.epoch_order.cache_clear()
-    assert [data.prompts_for_step(rows, step, 8, 7, 1, 2) for step in reversed(range(20))] == ahead[
-        ::-1
-    ]
+    ahead = [stream.prompts_for_step(rows, step, 8, 7, 1, 2) for step in range(20)]
+    stream.epoch_order.cache_clear()
+    assert [
+        stream.prompts_for_step(rows, step, 8, 7, 1, 2) for step in reversed(range(20))
+    ] == ahead[::-1]
 
 
 def test_epochs_and_seeds_have_their_own_order_and_rows_stay_as_they_are():
     rows = [{"id": i} for i in range(50)]
     first, second = (
-        data.prompts_for_step(rows, 0, 50, 0, 0, 1),
-        data.prompts_for_step(rows, 1, 50, 0, 0, 1),
+        stream.prompts_for_step(rows, 0, 50, 0, 0, 1),
+        stream.prompts_for_step(rows, 1, 50, 0, 0, 1),
     )
     assert (
-        first != second and first != data.prompts_for_step(rows, 0, 50, 1, 0, 1) and first != rows
+        first != second and first != stream.prompts_for_step(rows, 0, 50, 1, 0, 1) and first != rows
     )
     assert rows == [{"id": i} for i in range(50)]
 
@@ -121,12 +121,12 @@ def sources_of(*sizes) -> list[list[dict]]:
     return [[{"id": f"{s}.{i}", "source": s} for i in range(size)] for s, size in enumerate(sizes)]
 
 
-def stream(sources: list, weights: list, count: int, seed=0, first: int = 0) -> list[dict]:
+def stream_of(sources: list, weights: list, count: int, seed=0, first: int = 0) -> list[dict]:
     """`count` prompts in steps of 10."""
     return [
         row
         for step in range(first // 10, (first + count) // 10)
-        for row in data.prompts_for_step(sources, step, 10, seed, 0, 1, weights)
+        for row in stream.prompts_for_step(sources, step, 10, seed, 0, 1, weights)
     ]
 
 
@@ -135,7 +135,9 @@ def stream(sources: list, weights: list, count: int, seed=0, first: int = 0) -> 
 def test_every_thousand_prompts_hold_each_sources_share_to_the_row(weights, seed, block):
     counts = Counter(
         row["source"]
-        for row in stream(sources_of(*[7] * len(weights)), weights, 1000, seed, first=1000 * block)
+        for row in stream_of(
+            sources_of(*[7] * len(weights)), weights, 1000, seed, first=1000 * block
+        )
     )
     assert counts.total() == 1000
     assert all(abs(counts[s] - 1000 * w / sum(weights)) < 1 for s, w in enumerate(weights))
@@ -144,7 +146,7 @@ def test_every_thousand_prompts_hold_each_sources_share_to_the_row(weights, seed
 def test_shares_that_come_out_even_are_exact_and_mixed_all_over_the_block():
     sources = sources_of(5, 50, 500)
     for block in range(3):
-        rows = stream(sources, [5, 3.0, 2], 1000, first=1000 * block)
+        rows = stream_of(sources, [5, 3.0, 2], 1000, first=1000 * block)
         assert Counter(row["source"] for row in rows) == {0: 500, 1: 300, 2: 200}
         for part in range(0, 1000, 250):  # 125 expected, standard deviation below 8
             assert 93 < sum(row["source"] == 0 for row in rows[part : part + 250]) < 157
@@ -152,13 +154,13 @@ def test_shares_that_come_out_even_are_exact_and_mixed_all_over_the_block():
 
 def test_a_share_that_does_not_come_out_even_is_rounded_to_the_nearest_and_every_block_has_its_own_order():
     blocks = [
-        [row["source"] for row in stream(sources_of(5, 5), [2, 1], 1000, first=1000 * block)]
+        [row["source"] for row in stream_of(sources_of(5, 5), [2, 1], 1000, first=1000 * block)]
         for block in range(3)
     ]
     assert [Counter(block) for block in blocks] == [{0: 667, 1: 333}] * 3 and blocks[0] != blocks[
         1
     ] != blocks[2] != blocks[0]
-    assert Counter(row["source"] for row in stream(sources_of(5, 5), [1, 2], 1000)) == {
+    assert Counter(row["source"] for row in stream_of(sources_of(5, 5), [1, 2], 1000)) == {
         0: 333,
         1: 667,
     }
@@ -168,12 +170,12 @@ def test_a_share_that_does_not_come_out_even_is_rounded_to_the_nearest_and_every
 @given(st.integers(0, 400), st.integers(0, 3), st.sampled_from([4, 8, 12, 1004]))
 def test_ranks_together_take_a_mixtures_prompts_in_the_same_order(step, seed, prompts_per_step):
     sources, weights = sources_of(3, 40, 11), [0.2, 0.7, 0.1]
-    whole = data.prompts_for_step(sources, step, prompts_per_step, seed, 0, 1, weights)
+    whole = stream.prompts_for_step(sources, step, prompts_per_step, seed, 0, 1, weights)
     for world in (2, 4):
         assert [
             row
             for rank in range(world)
-            for row in data.prompts_for_step(
+            for row in stream.prompts_for_step(
                 sources, step, prompts_per_step, seed, rank, world, weights
             )
         ] == whole
@@ -181,7 +183,7 @@ def test_ranks_together_take_a_mixtures_prompts_in_the_same_order(step, seed, pr
 
 def test_every_row_of_a_source_comes_once_per_pass_over_it_across_blocks():
     sources = sources_of(37, 1003)
-    rows = stream(sources, [1, 2], 6000)
+    rows = stream_of(sources, [1, 2], 6000)
     for s, source in enumerate(sources):
         own = [row["id"] for row in rows if row["source"] == s]
         for first in range(0, len(own) - len(source) + 1, len(source)):
@@ -192,26 +194,26 @@ def test_every_row_of_a_source_comes_once_per_pass_over_it_across_blocks():
 def test_a_mixture_is_a_pure_function_of_seed_and_step():
     sources, weights = sources_of(13, 29), [1, 3]
     before = json.dumps(sources)
-    ahead = [data.prompts_for_step(sources, step, 16, 7, 1, 2, weights) for step in range(150)]
-    data.epoch_order.cache_clear()
-    data.block_of_sources.cache_clear()
+    ahead = [stream.prompts_for_step(sources, step, 16, 7, 1, 2, weights) for step in range(150)]
+    stream.epoch_order.cache_clear()
+    stream.block_of_sources.cache_clear()
     order = random.Random(0).sample(range(150), 150)
-    assert [data.prompts_for_step(sources, step, 16, 7, 1, 2, weights) for step in order] == [
+    assert [stream.prompts_for_step(sources, step, 16, 7, 1, 2, weights) for step in order] == [
         ahead[step] for step in order
     ]
     assert [
-        data.prompts_for_step(sources, step, 16, 8, 1, 2, weights) for step in range(150)
+        stream.prompts_for_step(sources, step, 16, 8, 1, 2, weights) for step in range(150)
     ] != ahead
     assert json.dumps(sources) == before
 
 
 def test_sources_of_the_same_rows_go_their_own_ways_and_one_source_is_as_without_a_mixture():
     twice = [[{"id": i, "source": s} for i in range(100)] for s in range(2)]
-    rows = stream(twice, [1, 1], 200)
+    rows = stream_of(twice, [1, 1], 200)
     first, second = ([row["id"] for row in rows if row["source"] == s][:90] for s in range(2))
     assert first != second
-    assert stream(twice[:1], [1.0], 150) == [
-        row for step in range(15) for row in data.prompts_for_step(twice[0], step, 10, 0, 0, 1)
+    assert stream_of(twice[:1], [1.0], 150) == [
+        row for step in range(15) for row in stream.prompts_for_step(twice[0], step, 10, 0, 0, 1)
     ]
 
 
@@ -255,8 +257,8 @@ def test_a_mixture_is_read_from_files_tasks_and_columns_of_other_names(tmp_path)
 def test_further_columns_reach_the_reward(tmp_path, monkeypatch):
     path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], level=[3, 5])
     (rows,), _ = mixture({"id": path, "columns": {"more": ["level"]}})
-    monkeypatch.setitem(graders.REWARDS, "level", lambda completion, answer, level, **row: level)
-    assert rewards.score(
+    monkeypatch.setitem(rewards.REWARDS, "level", lambda completion, answer, level, **row: level)
+    assert scoring.score(
         [{"text": "1"}] * 2, rows, {"reward_funcs": ["level"], "reward_weights": [1.0]}
     )[0].tolist() == [[3.0], [5.0]]
 
@@ -290,7 +292,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     )
     assert (
         data.easy_rows(c, TOKENIZER)[0]["level"]
-        == evaluate.load_eval_rows(c | {"reward_funcs": ["math"]}, TOKENIZER)[0]["level"]
+        == preflight.load_eval_rows(c | {"reward_funcs": ["math"]}, TOKENIZER)[0]["level"]
         == 7
     )
     assert mixture({"id": path}, dataset_more_columns="['level']")[0][0][0]["level"] == 7
@@ -300,7 +302,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     )  # of the training data; the others may be of another kind
     assert (
         "depth"
-        not in evaluate.load_eval_rows(
+        not in preflight.load_eval_rows(
             c | {"reward_funcs": ["math"], "dataset_more_columns": ["depth"]}, TOKENIZER
         )[0]
     )
@@ -311,8 +313,8 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
 def test_a_row_of_data_names_no_code(tmp_path, task):
     path = jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task})
     ((row,),) = mixture({"id": path})[0]
-    assert row["task"] == "" and "graders.REWARDS" in refusal(
-        rewards.columns_of, ["auto"], [1.0], [row]
+    assert row["task"] == "" and "rewards.REWARDS" in refusal(
+        scoring.columns_of, ["auto"], [1.0], [row]
     )
     own = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     assert (
@@ -403,7 +405,7 @@ def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():
 
 def test_a_mixture_has_no_evaluation_split_of_its_own():
     c = load_config(["--dataset_mixture=[{'id': 'crossword'}]"])
-    assert "eval_dataset_name" in refusal(evaluate.load_eval_rows, c, TOKENIZER)
+    assert "eval_dataset_name" in refusal(preflight.load_eval_rows, c, TOKENIZER)
 
 
 # --- the easy pool
@@ -416,7 +418,7 @@ HARD = [{"id": f"hard {i}", "prompt": f"hard {i}"} for i in range(8)]
 def test_the_share_of_easy_prompts_is_the_probability(probability):
     """16,000 draws at fixed seeds: within 4 standard deviations, which a right implementation misses once in 16,000 seeds. And all
     30 easy rows come equally often: chi-square of 29 degrees of freedom below its mean plus 4 standard deviations."""
-    steps = [data.with_easy_prompts(HARD, EASY, step, probability, 5) for step in range(2000)]
+    steps = [stream.with_easy_prompts(HARD, EASY, step, probability, 5) for step in range(2000)]
     easy = Counter(row["id"] for step in steps for row in step if row in EASY)
     assert abs(easy.total() / 16000 - probability) < 4 * math.sqrt(
         probability * (1 - probability) / 16000
@@ -430,20 +432,22 @@ def test_the_share_of_easy_prompts_is_the_probability(probability):
 
 
 def test_the_easy_pool_is_a_pure_function_and_none_or_all_at_its_ends():
-    first = [data.with_easy_prompts(HARD, EASY, step, 0.5, 1) for step in range(20)]
+    first = [stream.with_easy_prompts(HARD, EASY, step, 0.5, 1) for step in range(20)]
     assert [
-        data.with_easy_prompts(HARD, EASY, step, 0.5, 1) for step in reversed(range(20))
+        stream.with_easy_prompts(HARD, EASY, step, 0.5, 1) for step in reversed(range(20))
     ] == first[::-1]
     assert len({json.dumps(step) for step in first}) == 20 and first != [
-        data.with_easy_prompts(HARD, EASY, step, 0.5, 2) for step in range(20)
+        stream.with_easy_prompts(HARD, EASY, step, 0.5, 2) for step in range(20)
     ]
     assert (
-        data.with_easy_prompts(HARD, EASY, 3, 0.0, 1)
+        stream.with_easy_prompts(HARD, EASY, 3, 0.0, 1)
         == HARD
-        == data.with_easy_prompts(HARD, [], 3, 1.0, 1)
+        == stream.with_easy_prompts(HARD, [], 3, 1.0, 1)
     )
     assert all(
-        row in EASY for step in range(50) for row in data.with_easy_prompts(HARD, EASY, step, 1, 1)
+        row in EASY
+        for step in range(50)
+        for row in stream.with_easy_prompts(HARD, EASY, step, 1, 1)
     )
     assert [row["id"] for row in HARD] == [f"hard {i}" for i in range(8)]
 
@@ -452,17 +456,25 @@ def test_a_larger_probability_keeps_the_easy_prompts_of_a_smaller_one():
     """So a schedule that falls takes prompts away and exchanges none."""
     for step in range(20):
         few, many = (
-            data.with_easy_prompts(HARD, EASY, step, probability, 1) for probability in (0.2, 0.6)
+            stream.with_easy_prompts(HARD, EASY, step, probability, 1) for probability in (0.2, 0.6)
         )
         assert all(a == b for a, b in zip(few, many) if a in EASY)
 
 
 def test_a_schedule_holds_its_last_value_and_says_otherwise_before_its_first():
     schedule = {100: 0.1, 5: 0.5, 200: 0.0}  # in no order
-    assert [
-        data.scheduled(schedule, step, 0.7) for step in (0, 4, 5, 6, 99, 100, 199, 200, 10**9)
-    ] == [0.7, 0.7, 0.5, 0.5, 0.5, 0.1, 0.1, 0.0, 0.0]
-    assert data.scheduled({}, 3, 0.7) == 0.7 and data.scheduled({0: 1}, 0, 0.7) == 1
+    assert [scheduled(schedule, step, 0.7) for step in (0, 4, 5, 6, 99, 100, 199, 200, 10**9)] == [
+        0.7,
+        0.7,
+        0.5,
+        0.5,
+        0.5,
+        0.1,
+        0.1,
+        0.0,
+        0.0,
+    ]
+    assert scheduled({}, 3, 0.7) == 0.7 and scheduled({0: 1}, 0, 0.7) == 1
 
 
 def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
@@ -799,7 +811,7 @@ def test_other_columns_are_renamed_to_prompt_and_answer(tmp_path):
         0,
     )
     assert (
-        rewards.score(
+        scoring.score(
             [{"text": r"\boxed{2}"}], [row], {"reward_funcs": ["math"], "reward_weights": [1.0]}
         )[0].item()
         == 1
@@ -1458,7 +1470,7 @@ def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_m
     ],
 )
 def test_the_last_complete_box_counts(text, content):
-    assert graders.last_boxed(text) == content
+    assert rewards.last_boxed(text) == content
 
 
 def test_a_megabyte_of_open_boxes_costs_no_time():
@@ -1469,7 +1481,7 @@ def test_a_megabyte_of_open_boxes_costs_no_time():
         r"\boxed{" + "}" * 500_000,
         r"\boxed{" + "9" * 500_000 + "}",
     ):
-        assert graders.math_reward(text, "4") == 0.0
+        assert rewards.math_reward(text, "4") == 0.0
     assert time.time() - started < 1
 
 
@@ -1492,12 +1504,12 @@ def test_a_megabyte_of_open_boxes_costs_no_time():
     ],
 )
 def test_math_reward_compares_values_not_spellings(box, answer, expected):
-    assert graders.math_reward(f"I get \\boxed{{{box}}}.", answer) == expected
+    assert rewards.math_reward(f"I get \\boxed{{{box}}}.", answer) == expected
 
 
 def test_math_reward_gives_nothing_outside_a_box_or_for_an_earlier_box():
-    assert graders.math_reward("The answer is 4.", "4") == 0.0
-    assert graders.math_reward(r"\boxed{4}, no, \boxed{5}", "4") == 0.0
+    assert rewards.math_reward("The answer is 4.", "4") == 0.0
+    assert rewards.math_reward(r"\boxed{4}, no, \boxed{5}", "4") == 0.0
 
 
 def test_math_reward_survives_hostile_text():
@@ -1511,7 +1523,7 @@ def test_math_reward_survives_hostile_text():
         "9" * 1000,
         "None",
     ):
-        assert graders.math_reward(f"\\boxed{{{box}}}", "4") == 0.0
+        assert rewards.math_reward(f"\\boxed{{{box}}}", "4") == 0.0
 
 
 ROLLOUTS = [{"text": text} for text in ("2*3+4", "2+3+4", r"\boxed{10}", "3*4-2")]
@@ -1528,11 +1540,11 @@ ROWS = [
 
 def test_score_is_prompt_major_and_weighs_the_rewards(monkeypatch):
     monkeypatch.setitem(
-        graders.REWARDS,
+        rewards.REWARDS,
         "length",
         lambda completion, answer, id, **row: len(completion) + 100 * int(id),
     )
-    total, metrics = rewards.score(
+    total, metrics = scoring.score(
         ROLLOUTS, ROWS, {"reward_funcs": ["countdown", "length"], "reward_weights": [2.0, -0.5]}
     )
     assert (
@@ -1556,11 +1568,11 @@ def test_a_reward_that_is_not_finite_is_an_error_with_reward_value_and_row_and_c
     monkeypatch, value
 ):
     monkeypatch.setitem(
-        graders.REWARDS,
+        rewards.REWARDS,
         "odd",
         lambda completion, answer, **row: value if completion == "3*4-2" else 0.5,
     )
-    total, metrics = rewards.score(
+    total, metrics = scoring.score(
         ROLLOUTS, ROWS, {"reward_funcs": ["odd"], "reward_weights": [1.0]}
     )
     assert total.tolist() == [[0.5, 0.5], [0.5, 0.0]]
@@ -1570,7 +1582,7 @@ def test_a_reward_that_is_not_finite_is_an_error_with_reward_value_and_row_and_c
         "reward/odd/timeouts": 0,
         "reward/odd/errors": 1,
     }
-    _, (failed,) = rewards.measure(ROLLOUTS, ROWS, rewards.columns_of(["odd"], [1.0], ROWS), {})
+    _, (failed,) = scoring.measure(ROLLOUTS, ROWS, scoring.columns_of(["odd"], [1.0], ROWS), {})
     assert (failed["reward"], failed["id"], failed["kind"], failed["completion"]) == (
         "odd",
         "1",
@@ -1582,10 +1594,10 @@ def test_a_reward_that_is_not_finite_is_an_error_with_reward_value_and_row_and_c
 def correct_modes(texts: list[str], rows: list[dict]) -> list:
     rollouts, columns = (
         [{"text": text} for text in texts],
-        rewards.columns_of(["countdown"], [1.0], rows),
+        scoring.columns_of(["countdown"], [1.0], rows),
     )
-    right = rewards.correct(rewards.measure(rollouts, rows, columns, {})[0], columns)
-    return rewards.correct_modes(rollouts, rows, right, {})
+    right = scoring.correct(scoring.measure(rollouts, rows, columns, {})[0], columns)
+    return scoring.correct_modes(rollouts, rows, right, {})
 
 
 def test_correct_modes_count_right_answers_and_different_ones():

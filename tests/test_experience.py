@@ -17,18 +17,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
 import experience
-import graders
 import prompts
 import rewards
 import rollout
+import scoring
 import sft
+import stream
 from common import ROOT, RunStopped, load_config
-from inputs import Inputs
 from journal import Timer
 from policy import Policy, set_temperature
-from replay import Replay, prompt_key
+from preflight import Inputs
+from ranks import World
+from stream import Replay, prompt_key
 
 TOKENIZER = sft.tiny_tokenizer()
 P, G, S = 8, 4, 2
@@ -82,6 +83,9 @@ class FakeEngine:
     def sleep(self):
         self.naps += 1
 
+    def take_counts(self):
+        return {}
+
 
 def fake_reward(completion: str, answer, **row) -> float:
     """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1 in turns, "luck" either; "broken" fails."""
@@ -95,7 +99,7 @@ def fake_reward(completion: str, answer, **row) -> float:
 
 @pytest.fixture(autouse=True)
 def fake_reward_function(monkeypatch):
-    monkeypatch.setitem(graders.REWARDS, "fake", fake_reward)
+    monkeypatch.setitem(rewards.REWARDS, "fake", fake_reward)
 
 
 def rows_of(*answers, name: str = "q") -> list[dict]:
@@ -107,7 +111,7 @@ def rows_of(*answers, name: str = "q") -> list[dict]:
 
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
-    columns = rewards.columns_of(["fake"], [1.0], [row for source in sources for row in source])
+    columns = scoring.columns_of(["fake"], [1.0], [row for source in sources for row in source])
     return Inputs(
         None,
         TOKENIZER,
@@ -143,21 +147,14 @@ def collect(
 
     def one(rank: int) -> SimpleNamespace:
         me.rank, engine = rank, FakeEngine()
-        buffer = (
-            Replay(
-                [row for source in inputs.sources for row in source],
-                size,
-                c["replay_ucb"],
-                state or {},
-            )
-            if size
-            else None
-        )
+        settings = c | {"replay_size": size}
+        place = World(rank, world, torch.device("cpu"))
+        lived = experience.Experience(engine, inputs, settings, place, state or {})
         try:
-            got = experience.collect(engine, inputs, buffer, step, c, rank, world, Timer())
+            got = lived.collect(step, Timer())._asdict()
         except BaseException as error:
             got = {"error": error}
-        return SimpleNamespace(**got, engine=engine, buffer=buffer)
+        return SimpleNamespace(**got, engine=engine, buffer=lived.replay)
 
     real, experience.gather_groups = experience.gather_groups, gather_groups
     try:
@@ -188,7 +185,7 @@ def texts(rollouts: list[dict]) -> list[str]:
 def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_line():
     c = config()
     (got,) = collect(c, step=3)
-    assert got.rows == data.prompts_for_step(MIXED.sources[0], 3, P, 42, 0, 1)
+    assert got.rows == stream.prompts_for_step(MIXED.sources[0], 3, P, 42, 0, 1)
     assert [r["prompt_ids"] for r in got.rollouts] == [
         row["prompt_ids"] for row in got.rows for _ in range(G)
     ]
@@ -252,7 +249,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
         ours, theirs = got.rollouts[i * G : (i + 1) * G], before.rollouts[i * G : (i + 1) * G]
         assert (got.rows[i] == before.rows[i]) == (ours == theirs) == (not old)
     again = got.engine.calls[1]
-    fresh = data.prompts_for_step(MIXED.sources, step, P, "42/again/1", 0, 1, [1.0])
+    fresh = stream.prompts_for_step(MIXED.sources, step, P, "42/again/1", 0, 1, [1.0])
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
     assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(
@@ -355,7 +352,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.sources[1]}}
     buffer = Replay(inputs.sources[0] + inputs.sources[1], 99, 0.5, state)
     plain = {
-        step: data.prompts_for_step(inputs.sources, step, P, 42, 0, 1, [3.0, 1.0])
+        step: stream.prompts_for_step(inputs.sources, step, P, 42, 0, 1, [3.0, 1.0])
         for step in range(5)
     }
     assert (
@@ -373,7 +370,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     )
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
-        assert again == data.prompts_for_step(
+        assert again == stream.prompts_for_step(
             inputs.sources, 2, P, f"42/again/{attempt}", 0, 1, [3.0, 1.0]
         )
 
@@ -502,7 +499,7 @@ def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_s
 
 def one_rank(rank: int, folder: Path, c: dict) -> None:
     torch.set_num_threads(1)
-    graders.REWARDS["fake"] = fake_reward
+    rewards.REWARDS["fake"] = fake_reward
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
     )

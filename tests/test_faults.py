@@ -346,14 +346,14 @@ def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(own_rewards, tiny_mod
         patched(
             tmp_path,
             """
-import rewards
-real, calls = rewards.check_failures, []
+import scoring
+real, calls = scoring.check_failures, []
 def check(*args):
     calls.append(args)
     if len(calls) == 3:
         raise rewards.RunStopped("too many rewards failed")
     real(*args)
-rewards.check_failures = check
+scoring.check_failures = check
 """,
         ),
     )

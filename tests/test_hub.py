@@ -16,7 +16,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-import hub as push
+import checkpoint as push
 from common import RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,9 +131,9 @@ def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows()
 # --- groups and prompts
 
 
-def test_groups_are_joined_prompt_by_prompt_ordinary_rows_first():
-    base, seeded = [{"n": i} for i in range(6)], [{"n": 10 + i} for i in range(4)]
-    assert [r["n"] for r in infoseed.join(base, seeded, 2)] == [0, 1, 2, 10, 11, 3, 4, 5, 12, 13]
+def test_without_seeds_a_group_stays_as_it_is_and_nothing_is_sampled():
+    base = [{"n": i} for i in range(6)]
+    assert infoseed.add_completions(None, None, [{}, {}], base, {}, load_config([])) is base
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,11 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unl
         {"id": p, "prompt": p, "prompt_ids": tokenizer.encode(f"<|user|>{p}<|assistant|>")}
         for p in "ab"
     ]
-    found = infoseed.completions(sampler, tokenizer, rows, {"seeds": [1, 2], "temperature": 1.0}, c)
+    sampling = {"seeds": [1, 2], "names": ["x", "y"], "temperature": 1.0}
+    base = [{"n": i} for i in range(6)]
+    groups = infoseed.add_completions(sampler, tokenizer, rows, base, sampling, c)
+    assert groups[:3] + groups[5:8] == base  # prompt by prompt, ordinary rows first
+    found = groups[3:5] + groups[8:]
     assert [(r["seed_id"], r["text"]) for r in found] == [(0, "0"), (1, "1")] * 2
     assert [tokenizer.decode(r["prompt_ids"]) for r in found] == (
         [f"<|user|>{p}<|assistant|>" for p in "aabb"]
@@ -229,8 +234,8 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unl
         else [f"<|user|>{p}<|assistant|>" for p in ("a0", "a1", "b0", "b1")]
     )
     assert len(set(sampler.seeds)) == 4
-    batch = infoseed.under_base_prompt(found, rows, 2, "cpu")
-    assert batch["prompt_lengths"].tolist() == [3] * 4
+    lived = SimpleNamespace(rows=rows, rollouts=groups)
+    assert [len(r["prompt_ids"]) for r in infoseed.under_base_prompt(lived, 2)] == [3] * 4
 
 
 @pytest.mark.parametrize(

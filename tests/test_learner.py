@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     """({name: gradient}, metrics) of one accumulation, no step."""
     start_distributed() if not torch.distributed.is_initialized() else None
     c = config(model, *flags)
-    engine, batch = train.load_policy(c, torch.float32, torch.device("cpu")), batch or batch_of()
+    engine, batch = train.load_policy(c, torch.device("cpu")), batch or batch_of()
     lengths = batch["lengths"].view(P, G)
     clusters = torch.arange(G).expand(
         P, G
@@ -284,15 +285,10 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
     batch = batch_of()
     gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
     batch["sampler_logps"] = batch["old_logps"].clone()
-    assert (
-        sampler_mismatch(batch, int(batch["lengths"].sum()), 0.001)[
-            "sampling/sampling_logp_difference/mean"
-        ]
-        == 0
-    )
+    assert sampler_mismatch(batch, 0.001)["sampling/sampling_logp_difference/mean"] == 0
     batch["sampler_logps"] = batch["old_logps"] - 0.2
     with pytest.raises(RunStopped, match=r"0\.200 nats"):
-        sampler_mismatch(batch, int(batch["lengths"].sum()), 0.1)
+        sampler_mismatch(batch, 0.1)
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -316,6 +312,11 @@ SEEDED = [
     for i in range(6)
 ]  # 3 prompts x 2 seeds
 PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
+LIVED = SimpleNamespace(
+    rows=PROMPTS,
+    rollouts=[{**r, "seed_id": i % 2} for i, r in enumerate(SEEDED)],
+    rewards=torch.zeros(3, 2),
+)
 
 
 def seed_gradients(model, *flags) -> tuple[dict, dict]:
@@ -330,13 +331,8 @@ def seed_gradients(model, *flags) -> tuple[dict, dict]:
             *flags,
         ]
     )
-    engine, batch = (
-        train.load_policy(c, torch.float32, torch.device("cpu")),
-        infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu"),
-    )
-    metrics = infoseed.accumulate_gradients(
-        engine, batch, infoseed.features(engine, batch, c)[0], c
-    )
+    engine = train.load_policy(c, torch.device("cpu"))
+    metrics = infoseed.Seeds(engine, LIVED, c, "cpu").accumulate_gradients(update=0)
     return {
         name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None
     }, metrics
@@ -374,13 +370,11 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
             f"--info_seed_loss_type={kind}",
         ]
     )
-    engine, batch = (
-        train.load_policy(c, torch.float32, torch.device("cpu")),
-        infoseed.under_base_prompt(SEEDED, PROMPTS, 2, "cpu"),
-    )
+    engine = train.load_policy(c, torch.device("cpu"))
+    seeds = infoseed.Seeds(engine, LIVED, c, "cpu")
 
     def loss():
-        h, log_q = infoseed.features(engine, batch, c)
+        h, log_q = infoseed.features(engine, seeds.batch, c)
         return (
             infoseed.info_nce(h, 2, 0.1)
             if kind == "infonce"
@@ -388,7 +382,7 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
         ).item()
 
     before = loss()
-    infoseed.accumulate_gradients(engine, batch, infoseed.features(engine, batch, c)[0], c)
+    seeds.accumulate_gradients(update=0)
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
     squared = sum(p.grad.square().sum().item() for p in parameters)
     rate = 0.002 * before / squared

@@ -499,13 +499,12 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
         Table(step.ref, step.entropy) if c["beta"] > 0 else None,
     )
     modes = [(0, set(range(k))) for k in step.modes.tolist()]
+    lived = SimpleNamespace(rows=range(step.P), rollouts=[], right=None, rewards=step.rewards)
     with (
-        patch("rewards.answer_clusters", lambda *a: step.clusters),
-        patch("rewards.correct_modes", lambda *a: modes),
+        patch("scoring.answer_clusters", lambda *a: step.clusters),
+        patch("scoring.correct_modes", lambda *a: modes),
     ):
-        group = learner.measure_groups(
-            engine, reference, batch, [], range(step.P), step.rewards, None, c
-        )
+        group = learner.measure_groups(engine, reference, batch, lived, step.rewards, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
 
     def given_plan(batch, unit, c, idle=None):

@@ -22,11 +22,11 @@ from transformers import (
 import evaluate
 import generate
 import policy
-import serve
 import sft
 import train
 from common import UserError, load_config
-from model_files import load_model_files
+from preflight import load_model_files
+from server import __main__ as serve
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "config" / "countdown_tiny.py")
@@ -345,11 +345,15 @@ def logps(learner) -> torch.Tensor:
 def test_a_model_with_dropout_learns_without_it(name, pack, tmp_path, capsys):
     AutoModelForCausalLM.from_config(WITH_DROPOUT[name]).save_pretrained(tmp_path)
     c = load_config([TINY, f"--model={tmp_path}", f"--pack_sequences={pack}"])
-    learner = train.load_lm(str(tmp_path), torch.float32, c, True, torch.device("cpu"))
+    learner = train.load_lm(
+        c | {"model": str(tmp_path), "dtype": "float32"}, True, torch.device("cpu")
+    )
     largest = {"gpt2": "0.1", "opt": "0.3", "qwen2": "0.2"}[name]
     assert f"dropout of up to {largest} is off" in capsys.readouterr().out
     assert learner.lm.training and torch.equal(logps(learner), logps(learner))
-    frozen = train.load_lm(str(tmp_path), torch.float32, c, False, torch.device("cpu"))
+    frozen = train.load_lm(
+        c | {"model": str(tmp_path), "dtype": "float32"}, False, torch.device("cpu")
+    )
     assert torch.equal(logps(learner), logps(frozen)) and capsys.readouterr().out == ""
     learner.lm.save_pretrained(tmp_path / "saved")  # its config keeps its values
     fields = [key for key in WITH_DROPOUT[name].to_dict() if "drop" in key]
@@ -375,4 +379,4 @@ def test_a_nan_deep_in_the_weights_is_refused_before_it_trains(folder):
     load_model_files(str(folder))  # the beginning of every tensor is fine
     c = load_config([TINY, f"--model={folder}"])
     with pytest.raises(UserError, match="no numbers"):
-        train.load_lm(str(folder), torch.float32, c, True, torch.device("cpu"))
+        train.load_lm(c | {"model": str(folder), "dtype": "float32"}, True, torch.device("cpu"))

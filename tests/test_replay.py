@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay import Replay, prompt_key
+from stream import Replay, prompt_key
 
 examples = settings(derandomize=True, deadline=None, max_examples=40)
 ROWS = [{"id": str(i), "prompt": f"Prompt {i}"} for i in range(12)]

@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM
 import checkpoint
 import common
 import sft
-from common import RunStopped, UserError
+from common import SIGNALS, RunStopped, Stop, UserError
 from journal import make_run_folder
-from stop import SIGNALS, Stop
 
 
 def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-r"""rewards.py, graders.py, workers.py: right scores for hostile text, and functions that hang, crash or eat memory, in real worker processes."""
+r"""rewards.py, rewards.py, workers.py: right scores for hostile text, and functions that hang, crash or eat memory, in real worker processes."""
 
 import functools
 import itertools
@@ -19,11 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import graders
-import rewards as R
+import rewards
+import scoring
 import workers
 from common import RunStopped, UserError
-from graders import canonical_math, math_exact, math_reward
+from rewards import canonical_math, math_exact, math_reward
 from tasks import countdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ LIMITS = {
     "max_completion_length": 100,
     "soft_overlong_buffer": 20,
 }
-TIMEOUT, ERROR, INF, NAN = R.TIMEOUT, R.ERROR, math.inf, math.nan
+TIMEOUT, ERROR, INF, NAN = scoring.TIMEOUT, scoring.ERROR, math.inf, math.nan
 
 # A module of somebody who writes rewards; what it does is said by the completion.
 HOSTILE = r"""
@@ -141,7 +141,7 @@ ACTS = {
     "chdir": lambda: os.chdir("/") or 1.0, "run": lambda: float(subprocess.run(["true"]).returncode == 0),
     "true": lambda: True, "integer": lambda: 3, "stdin": lambda: float(sys.stdin.read() == ""),
     "light": lambda: float(not any(name in sys.modules for name in ("torch", "vllm", "transformers", "numpy", "math_verify"))),
-    "loaded": lambda: float(__import__("graders").parse_math.cache_info().currsize > 0),
+    "loaded": lambda: float(__import__("rewards").parse_math.cache_info().currsize > 0),
 }
 
 
@@ -185,12 +185,12 @@ def rollouts_of(texts, tokens: int = 10) -> list[dict]:
 
 
 def columns_for(c: dict, rows: list[dict]) -> list:
-    return R.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    return scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
 
 
 def measured(texts, row: dict, c: dict) -> tuple[list, list]:
     """What the first function says of each text, and the record of failures."""
-    values, failed = R.measure(rollouts_of(texts), [row], columns_for(c, [row]), c)
+    values, failed = scoring.measure(rollouts_of(texts), [row], columns_for(c, [row]), c)
     return values[0, :, 0].tolist(), failed
 
 
@@ -225,12 +225,14 @@ def refusal(what, *args) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
     """Where hostile.py lies; the workers that the tests start are stopped in the end."""
-    path, pools, make = tmp_path_factory.mktemp("hostile"), [], R.make_pool.__wrapped__
+    path, pools, make = tmp_path_factory.mktemp("hostile"), [], scoring.make_pool.__wrapped__
     (path / "hostile.py").write_text(HOSTILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(path))
         patch.setattr(
-            R, "make_pool", functools.cache(lambda *args: pools.append(make(*args)) or pools[-1])
+            scoring,
+            "make_pool",
+            functools.cache(lambda *args: pools.append(make(*args)) or pools[-1]),
         )
         yield path
     for pool in pools:
@@ -263,7 +265,7 @@ ANSWERS = {
     "math_exact": "10",
 }
 EVERY = [
-    row_of(name, ANSWERS.get(name, "")) for name in graders.REWARDS
+    row_of(name, ANSWERS.get(name, "")) for name in rewards.REWARDS
 ]  # a row for each reward, which "auto" gives to that reward
 MEGABYTE = 1_000_000
 PWNED = Path("/tmp") / f"pwned_{os.getpid()}"
@@ -273,7 +275,7 @@ LOOP = 1 / 499_998 - 1  # of 500,000 times one word
 def judged(texts, c: dict) -> tuple[dict, list]:
     """{reward: [what it says of each text]}, failures; and no reward says anything of another's row."""
     columns = columns_for(c, EVERY)
-    values, failed = R.measure(rollouts_of(list(texts) * len(EVERY)), EVERY, columns, c)
+    values, failed = scoring.measure(rollouts_of(list(texts) * len(EVERY)), EVERY, columns, c)
     place = {column.name: f for f, column in enumerate(columns)}
     own = torch.tensor([place[row["task"]] for row in EVERY])
     assert (values.isnan().sum((1, 2)) == len(texts) * (len(columns) - 1)).all()
@@ -290,7 +292,7 @@ def check_judgement(texts, expected: dict) -> None:
         name: pytest.approx(
             expected.get(name, [-0.1] * len(texts) if name == "length" else zero), abs=1e-6
         )
-        for name in graders.REWARDS
+        for name in rewards.REWARDS
     }
     assert time.monotonic() - start < c["reward_timeout"] + SLACK
 
@@ -539,7 +541,9 @@ def test_sympy_bombs_score_zero_and_what_stands_beside_them_its_own(folder):
     values, _ = measured(texts, row_of("math", "10"), c)
     assert values[1::3] == [1.0] * len(BOMBS) and values[2::3] == [0.0] * len(BOMBS)
     assert set(values[0::3]) <= {0.0, TIMEOUT, ERROR} and TIMEOUT in values
-    assert R.score(rollouts_of(texts[1:3]), [row_of("math", "10")], c)[0].tolist() == [[1.0, 0.0]]
+    assert scoring.score(rollouts_of(texts[1:3]), [row_of("math", "10")], c)[0].tolist() == [
+        [1.0, 0.0]
+    ]
     assert time.monotonic() - start < len(BOMBS) * c["reward_timeout"] + SLACK
 
 
@@ -624,10 +628,10 @@ def slow_block(text: str) -> str | None:
     ).map("".join)
 )
 def test_boxes_and_answers_are_those_that_a_slow_search_finds(text):
-    assert graders.last_boxed(text) == slow_box(text)
-    block = graders.answer_block(text)
+    assert rewards.last_boxed(text) == slow_box(text)
+    block = rewards.answer_block(text)
     assert (text[slice(*block)] if block else None) == slow_block(text)
-    assert graders.stated_answer(text) in (
+    assert rewards.stated_answer(text) in (
         slow_box(text),
         slow_block(text),
         slow_box(slow_block(text) or ""),
@@ -654,14 +658,14 @@ def test_boxes_and_answers_are_those_that_a_slow_search_finds(text):
     ],
 )
 def test_the_stated_answer_is_the_box_or_block_that_closes_last(text, answer):
-    assert graders.stated_answer(text) == answer
+    assert rewards.stated_answer(text) == answer
 
 
 # --- mathematics
 
 
 @pytest.mark.parametrize(
-    "reward, text", [(math_reward, "\\boxed{1,080}"), (graders.math_exact, "<answer>1080</answer>")]
+    "reward, text", [(math_reward, "\\boxed{1,080}"), (rewards.math_exact, "<answer>1080</answer>")]
 )
 def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text):
     gold = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether that is 1080.\n#### " + (
@@ -1071,7 +1075,7 @@ def test_canonical_math_of_a_thousand_characters_takes_no_time(text):
 def test_format_wants_both_parts_once_in_order_and_tag_count_gives_a_quarter_for_each_tag(
     text, right, tags
 ):
-    assert graders.format_reward(text, None) == right and graders.tag_count(text, None) == tags
+    assert rewards.format_reward(text, None) == right and rewards.tag_count(text, None) == tags
 
 
 @pytest.mark.parametrize(
@@ -1093,13 +1097,13 @@ def test_format_wants_both_parts_once_in_order_and_tag_count_gives_a_quarter_for
 def test_length_is_a_share_and_soft_overlong_a_line_within_its_buffer(
     tokens, length, overlong, all_of_it
 ):
-    assert graders.length(
+    assert rewards.length(
         "", None, tokens=tokens, max_completion_length=100, id="x"
     ) == pytest.approx(length)
-    assert graders.soft_overlong(
+    assert rewards.soft_overlong(
         "", None, tokens=tokens, max_completion_length=100, soft_overlong_buffer=20
     ) == pytest.approx(overlong)
-    assert graders.soft_overlong(
+    assert rewards.soft_overlong(
         "", None, tokens=tokens, max_completion_length=100, soft_overlong_buffer=100
     ) == pytest.approx(all_of_it)
 
@@ -1116,7 +1120,7 @@ def test_lengths_are_counted_in_tokens_of_the_completion_and_come_from_the_confi
         ),
         row_of("math", "1"),
     )
-    rewards, metrics = R.score(
+    rewards, metrics = scoring.score(
         [{"text": "same", "completion_ids": [0] * n} for n in (0, 5, 6, 10)], [row], c
     )
     assert rewards.tolist() == [pytest.approx([0.0, 0.5, 0.6 - 0.6, 1.0 - 3.0])]
@@ -1142,7 +1146,7 @@ def test_lengths_are_counted_in_tokens_of_the_completion_and_come_from_the_confi
     ],
 )
 def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value):
-    assert graders.repetition(text, None) == pytest.approx(value)
+    assert rewards.repetition(text, None) == pytest.approx(value)
 
 
 # --- routing and weights
@@ -1166,15 +1170,15 @@ def test_auto_scores_every_row_by_its_own_task_alone(count):
         ("math", 2.0, "math", True),
         ("length", -0.5, None, False),
     ]
-    values, failed = R.measure(rollouts_of(MIXED_TEXTS), MIXED, columns, c)
+    values, failed = scoring.measure(rollouts_of(MIXED_TEXTS), MIXED, columns, c)
     own = torch.tensor([[1.0, 0], [1, 0], [1, 0], [1, 0]])
     for i, f in enumerate((0, 2, 1, 0)):
         assert (
             torch.equal(values[i, :, f], own[i])
             and values[i, :, [k for k in range(3) if k != f]].isnan().all()
         )
-    assert not failed and torch.equal(R.correct(values, columns), own.bool())
-    rewards, metrics = R.combine(values, columns)
+    assert not failed and torch.equal(scoring.correct(values, columns), own.bool())
+    rewards, metrics = scoring.combine(values, columns)
     torch.testing.assert_close(rewards, 2 * own + 0.05)
     expected = {"countdown": 0.5, "graph_coloring": 0.5, "math": 0.5, "length": -0.1}
     assert {name: value for name, value in metrics.items() if name.endswith("/mean")} == {
@@ -1194,8 +1198,8 @@ def test_auto_scores_every_row_by_its_own_task_alone(count):
 def test_a_mean_is_over_the_rows_of_its_task_and_nothing_where_the_batch_has_none():
     c = config("auto", reward_workers=0)
     columns = columns_for(c, MIXED)
-    values, _ = R.measure(rollouts_of(MIXED_TEXTS[:4]), MIXED[:2], columns, c)
-    rewards, metrics = R.combine(values, columns)
+    values, _ = scoring.measure(rollouts_of(MIXED_TEXTS[:4]), MIXED[:2], columns, c)
+    rewards, metrics = scoring.combine(values, columns)
     assert rewards.tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert metrics["reward/countdown/mean"] == metrics["reward/math/mean"] == 0.5 and math.isnan(
         metrics["reward/graph_coloring/mean"]
@@ -1235,11 +1239,11 @@ def test_combine_is_the_slow_loop(data, P, G, F):
     )
     values = data.draw(st.lists(st.lists(cell, min_size=G, max_size=G), min_size=P, max_size=P))
     columns = [
-        R.Column(f"f{f}", data.draw(st.sampled_from([0.0, 1.0, -0.5, 3.0])), None, f == 0)
+        scoring.Column(f"f{f}", data.draw(st.sampled_from([0.0, 1.0, -0.5, 3.0])), None, f == 0)
         for f in range(F)
     ]
     before = torch.tensor(values)
-    rewards, metrics = R.combine(given_values := before.clone(), columns)
+    rewards, metrics = scoring.combine(given_values := before.clone(), columns)
     slow_rewards, slow_metrics = slow_combine(values, columns)
     torch.testing.assert_close(rewards, torch.tensor(slow_rewards))
     assert metrics == {
@@ -1253,7 +1257,7 @@ def test_rewards_are_weighted_prompt_major_and_equal_completions_get_equal_score
         config("hostile:act", "hostile:tenfold", "hostile:level", weights=[1.0, -0.5, 100.0]),
         [row_of("", level=1), row_of("", level=2)],
     )
-    rewards, metrics = R.score(rollouts_of(["1", "2", "1", "4", "1", "6"]), rows, c)
+    rewards, metrics = scoring.score(rollouts_of(["1", "2", "1", "4", "1", "6"]), rows, c)
     assert rewards.tolist() == [[96.0, 92.0, 96.0], [184.0, 196.0, 176.0]]
     assert (
         metrics["reward/hostile:act/mean"] == 2.5
@@ -1264,26 +1268,31 @@ def test_rewards_are_weighted_prompt_major_and_equal_completions_get_equal_score
 
 def test_a_row_is_routed_to_a_function_of_the_users_own():
     c, rows = config("auto"), [row_of("hostile:tenfold"), row_of("countdown", TEN)]
-    assert R.score(rollouts_of(["7", "2*3+4"] * 2), rows, {**c, "reward_workers": 0})[
+    assert scoring.score(rollouts_of(["7", "2*3+4"] * 2), rows, {**c, "reward_workers": 0})[
         0
     ].tolist() == [[70.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_task_without_a_reward_is_refused_by_its_row():
-    said = refusal(R.columns_of, ["auto"], [1.0], [row_of("countdown", TEN), row_of("poetry")])
+    said = refusal(
+        scoring.columns_of, ["auto"], [1.0], [row_of("countdown", TEN), row_of("poetry")]
+    )
     assert all(word in said for word in ("auto", "'poetry'", "'a row of poetry'", "countdown"))
     assert "'a row of '" in refusal(
-        R.columns_of, ["countdown", "auto"], [1.0, 1.0], [row_of("countdown", TEN), row_of("")]
+        scoring.columns_of,
+        ["countdown", "auto"],
+        [1.0, 1.0],
+        [row_of("countdown", TEN), row_of("")],
     )
-    assert R.columns_of(["countdown"], [1.0], [row_of("poetry")]) == [
-        R.Column("countdown", 1.0, None, True)
+    assert scoring.columns_of(["countdown"], [1.0], [row_of("poetry")]) == [
+        scoring.Column("countdown", 1.0, None, True)
     ]
 
 
 def test_a_reward_that_does_not_exist_is_refused_by_its_name():
-    said = refusal(R.check_names, ["countdown", "auto", "magic"])
+    said = refusal(scoring.check_names, ["countdown", "auto", "magic"])
     assert "'magic'" in said and "countdown" in said and "module:function" in said
-    R.check_names(["auto", *graders.REWARDS, "no_such_module:of_mine"])
+    scoring.check_names(["auto", *rewards.REWARDS, "no_such_module:of_mine"])
 
 
 @pytest.mark.parametrize(
@@ -1314,7 +1323,7 @@ def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
     }.items():
         (folder / f"{module}.py").write_text(text + "\n")
     c, row = config(name, reward_workers=count), row_of("math", "1")
-    said = refusal(R.check_answers, columns_for(c, [row]), [row], "data", c)
+    said = refusal(scoring.check_answers, columns_for(c, [row]), [row], "data", c)
     assert "reward_funcs" in said and repr(name) in said and word in said
 
 
@@ -1519,7 +1528,7 @@ TAME = [
 def battle(folder) -> dict:
     """All of hostile.py at once on six workers, numbers in between."""
     c = config("hostile:act", reward_workers=6, reward_timeout=3.0, reward_memory_gib=0.125)
-    row, pool, me = row_of("own"), R.pool_of(c), psutil.Process()
+    row, pool, me = row_of("own"), scoring.pool_of(c), psutil.Process()
     assert measured(["1", "2"], row, c) == ([1.0, 2.0], [])
     texts = [*HANGS, *FAILS, *WORKS, "stack", *map(str, range(100, 150))]
     random.Random(0).shuffle(texts)
@@ -1546,9 +1555,9 @@ def test_what_hangs_is_a_timeout_and_what_breaks_is_an_error(battle):
     assert {name: battle["values"][name] for name in HANGS} == dict.fromkeys(HANGS, TIMEOUT)
     assert {name: battle["values"][name] for name in FAILS} == dict.fromkeys(FAILS, ERROR)
     assert battle["values"]["stack"] in (TIMEOUT, ERROR)  # memory or time, whichever is less
-    _, metrics = R.combine(
+    _, metrics = scoring.combine(
         torch.tensor([[[battle["values"][text]] for text in battle["texts"]]]),
-        [R.Column("act", 1.0, None, True)],
+        [scoring.Column("act", 1.0, None, True)],
     )
     assert (
         metrics["reward/act/timeouts"] - len(HANGS) + metrics["reward/act/errors"] - len(FAILS) == 1
@@ -1635,7 +1644,7 @@ def test_many_hangs_in_a_row_and_the_pool_still_works(battle):
         row_of("own"),
         row_of("own"),
     ]  # the same text on another row is another job
-    values, failed = R.measure(
+    values, failed = scoring.measure(
         rollouts_of(["sleep", "spin", "5"] * 3), rows, columns_for(battle["c"], rows), battle["c"]
     )
     assert values[..., 0].tolist() == [[TIMEOUT, TIMEOUT, 5.0]] * 3 and len(failed) == 6
@@ -1704,26 +1713,33 @@ def test_begin_returns_at_once_and_measure_computes_nothing_twice(battle, folder
     rows, texts = [row_of("own"), row_of("own")], ["count a", "sleep", "count b", "count a"]
     start = time.monotonic()
     for row in rows:
-        R.begin(rollouts_of(texts), row, columns, c)
+        scoring.begin(rollouts_of(texts), row, columns, c)
     assert time.monotonic() - start < c["reward_timeout"] / 2
     assert come_true(
-        lambda: R.pool_of(c).attend(0) or len(lines_of(folder / "counted")) == 4
+        lambda: scoring.pool_of(c).attend(0) or len(lines_of(folder / "counted")) == 4
     )  # they run while nobody waits for them
-    R.begin(rollouts_of(texts), rows[0], columns, c)
-    values, failed = R.measure(rollouts_of(texts * 2), rows, columns, c)
+    scoring.begin(rollouts_of(texts), rows[0], columns, c)
+    values, failed = scoring.measure(rollouts_of(texts * 2), rows, columns, c)
     assert values[..., 0].tolist() == [[1.0, TIMEOUT, 1.0, 1.0]] * 2 and len(failed) == 2
     assert sorted(lines_of(folder / "counted")) == ["count a", "count a", "count b", "count b"]
     assert time.monotonic() - start < c["reward_timeout"] + SLACK
-    assert R.pool_of(c).asked == R.pool_of(c).found == {} and not R.pool_of(c).waiting
+    assert (
+        scoring.pool_of(c).asked == scoring.pool_of(c).found == {}
+        and not scoring.pool_of(c).waiting
+    )
 
 
 def test_answers_that_are_asked_for_while_others_are_under_way_are_their_own(battle, folder):
     c, columns = battle["c"], columns_for(battle["c"], [battle["row"]])
     rows = [row_of("countdown", TEN), row_of("countdown", {"numbers": [2, 3, 4], "target": 9})]
-    R.begin(rollouts_of(["count c", "sleep"]), battle["row"], columns, c)
-    assert come_true(lambda: R.pool_of(c).attend(0) or "count c" in lines_of(folder / "counted"))
+    scoring.begin(rollouts_of(["count c", "sleep"]), battle["row"], columns, c)
+    assert come_true(
+        lambda: scoring.pool_of(c).attend(0) or "count c" in lines_of(folder / "counted")
+    )
     right = torch.tensor([[True]])
-    assert [R.correct_modes(rollouts_of(["2*3+4"]), [row], right, c)[0][1] for row in rows] == [
+    assert [
+        scoring.correct_modes(rollouts_of(["2*3+4"]), [row], right, c)[0][1] for row in rows
+    ] == [
         {"2*3+4"},
         set(),
     ]
@@ -1739,7 +1755,7 @@ def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):
     assert [(r["completion"], r["kind"], r["reason"]) for r in failed] == [
         (t, "error", battle["failed"][t]["reason"]) for t in texts if t in FAILS
     ]
-    R.begin(rollouts_of(["sleep"]), battle["row"], [], battle["c"] | {"reward_workers": 0})
+    scoring.begin(rollouts_of(["sleep"]), battle["row"], [], battle["c"] | {"reward_workers": 0})
     assert len(psutil.Process().children()) == before
 
 
@@ -1822,9 +1838,9 @@ def test_a_worker_whose_trainer_was_gone_before_it_looked_ends_at_once(folder):
 
 
 def test_nothing_here_knows_of_other_ranks_and_workers_of_no_torch():
-    for module in (graders, workers):
+    for module in (rewards, workers):
         assert "import torch" not in Path(module.__file__).read_text()
-    for module in (graders, workers, R):
+    for module in (rewards, workers, scoring):
         assert not {"distributed", "all_reduce", "barrier", "gather_groups"} & set(
             Path(module.__file__).read_text().replace(".", " ").replace("(", " ").split()
         )
@@ -1844,9 +1860,9 @@ def test_more_failures_than_allowed_stop_the_run_and_as_many_do_not():
         "kl": 500.0,
         "reward/failures": 10,
     }
-    R.check_failures(metrics, 100, 0.1)
+    scoring.check_failures(metrics, 100, 0.1)
     with pytest.raises(RunStopped) as caught:
-        R.check_failures(metrics | {"reward/failures": 11}, 100, 0.1)
+        scoring.check_failures(metrics | {"reward/failures": 11}, 100, 0.1)
     said = str(caught.value)
     assert (
         all(
@@ -1863,12 +1879,14 @@ def test_more_failures_than_allowed_stop_the_run_and_as_many_do_not():
         and "\n" not in said
     )
     with pytest.raises(RunStopped):
-        R.check_failures({"reward/a/errors": 1, "reward/failures": 1}, 1000, 0.0)
-    R.check_failures({"reward/a/errors": 0, "reward/a/mean": 5.0, "reward/failures": 0}, 1000, 0.0)
+        scoring.check_failures({"reward/a/errors": 1, "reward/failures": 1}, 1000, 0.0)
+    scoring.check_failures(
+        {"reward/a/errors": 0, "reward/a/mean": 5.0, "reward/failures": 0}, 1000, 0.0
+    )
 
 
 def test_with_a_limit_of_one_nothing_stops_the_run():
-    R.check_failures(
+    scoring.check_failures(
         {"reward/a/errors": 64, "reward/b/timeouts": 64, "reward/failures": 64}, 64, 1.0
     )
 
@@ -1876,12 +1894,14 @@ def test_with_a_limit_of_one_nothing_stops_the_run():
 def test_a_completion_on_which_three_functions_fail_is_one_failure():
     values = torch.tensor(
         [
-            [[R.ERROR, R.TIMEOUT, R.ERROR], [1.0, R.ERROR, 0.0]],
+            [[scoring.ERROR, scoring.TIMEOUT, scoring.ERROR], [1.0, scoring.ERROR, 0.0]],
             [[math.nan, 1.0, 0.0], [0.0, 0.0, 0.0]],
         ]
     )
     assert (
-        R.combine(values, [R.Column(name, 1.0, None, True) for name in "abc"])[1]["reward/failures"]
+        scoring.combine(values, [scoring.Column(name, 1.0, None, True) for name in "abc"])[1][
+            "reward/failures"
+        ]
         == 2
     )
 
@@ -1895,7 +1915,7 @@ def test_failures_are_saved_with_their_texts_cut_and_not_more_than_twenty_a_step
         "reason": "no answer",
         "completion": nasty,
     }
-    said = R.save_failures(
+    said = scoring.save_failures(
         tmp_path, [record] + [record | {"completion": str(i)} for i in range(24)], 5, 1
     )
     assert said.isprintable() and all(
@@ -1918,7 +1938,7 @@ def test_failures_are_saved_with_their_texts_cut_and_not_more_than_twenty_a_step
         and found[19]["completion"] == "18"
     )
     assert record["completion"] is nasty
-    R.save_failures(tmp_path, [record], 6, 1)
+    scoring.save_failures(tmp_path, [record], 6, 1)
     assert len(lines_of(path)) == 21 and os.listdir(tmp_path) == [path.name]
 
 
@@ -1926,7 +1946,7 @@ def test_failures_are_saved_with_their_texts_cut_and_not_more_than_twenty_a_step
 def test_answers_of_another_task_are_refused_in_one_sentence(reward):
     c = config(reward, reward_workers=0)
     for row in [*EVERY[: len(ANSWERS)], row_of("list", [1, 2])]:
-        check = (R.check_answers, columns_for(c, [row]), [row], "my_data", c)
+        check = (scoring.check_answers, columns_for(c, [row]), [row], "my_data", c)
         readable = {"math": ("math", "math_exact"), "math_exact": ("math", "math_exact")}.get(
             reward, (reward,)
         )
@@ -1943,15 +1963,15 @@ def test_answers_of_another_task_are_refused_in_one_sentence(reward):
 
 def test_own_answers_are_fine_through_workers_too():
     c = config("auto")
-    R.check_answers(columns_for(c, EVERY), EVERY, "my_data", c)
+    scoring.check_answers(columns_for(c, EVERY), EVERY, "my_data", c)
     c, rows = config("countdown"), [*EVERY[: len(ANSWERS)]]
     assert all(
-        word in refusal(R.check_answers, columns_for(c, rows), rows, "my_data", c)
+        word in refusal(scoring.check_answers, columns_for(c, rows), rows, "my_data", c)
         for word in ("'countdown'", "my_data")
     )  # not its first task, but another
     c, rows = config("countdown"), [row_of("", "42")]
     assert all(
-        word in refusal(R.check_answers, columns_for(c, rows), rows, "my_data", c)
+        word in refusal(scoring.check_answers, columns_for(c, rows), rows, "my_data", c)
         for word in ("'countdown'", "'42'", "'a row of '")
     )
 
@@ -1974,7 +1994,7 @@ def test_a_thousand_countdown_rewards_take_a_tenth_of_a_second():
         found = []
         for _ in range(n):
             start = time.perf_counter()
-            values, failed = R.measure(rollouts_of(texts), rows, columns, c)
+            values, failed = scoring.measure(rollouts_of(texts), rows, columns, c)
             found.append(time.perf_counter() - start)
             assert not failed and (values[:, ::2] == 1).all()
         return min(found)
@@ -1987,9 +2007,9 @@ def test_a_thousand_countdown_rewards_take_a_tenth_of_a_second():
 
 def test_correct_is_what_the_first_function_says_and_a_failure_is_not():
     columns = [
-        R.Column("a", 1.0, "a", True),
-        R.Column("b", 1.0, "b", True),
-        R.Column("format", 1.0, None, False),
+        scoring.Column("a", 1.0, "a", True),
+        scoring.Column("b", 1.0, "b", True),
+        scoring.Column("format", 1.0, None, False),
     ]
     values = torch.tensor(
         [
@@ -1997,7 +2017,7 @@ def test_correct_is_what_the_first_function_says_and_a_failure_is_not():
             [[NAN, 2.0, ERROR], [NAN, 0.0, 5.0], [NAN, -1.0, 0.0], [NAN, 1.0, 0.0]],
         ]
     )
-    assert R.correct(values, columns).tolist() == [
+    assert scoring.correct(values, columns).tolist() == [
         [True, False, False, False],
         [True, False, False, True],
     ]
@@ -2031,7 +2051,7 @@ RIGHT = torch.tensor(
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_clusters_are_modes_of_the_right_and_texts_of_the_wrong(count):
-    clusters = R.answer_clusters(
+    clusters = scoring.answer_clusters(
         rollouts_of(CLUSTER_TEXTS), CLUSTER_ROWS, RIGHT, config("auto", reward_workers=count)
     )
     assert clusters.tolist() == [[0, 0, 1, 2, 2, 3], [0, 0, 1, 1, 2, 3], [0, 0, 1, 1, 2, 0]]
@@ -2039,11 +2059,11 @@ def test_clusters_are_modes_of_the_right_and_texts_of_the_wrong(count):
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_correct_modes_are_counted_per_row(count):
-    found = R.correct_modes(
+    found = scoring.correct_modes(
         rollouts_of(CLUSTER_TEXTS), CLUSTER_ROWS, RIGHT, config("auto", reward_workers=count)
     )
     assert found == [(3, {"2*3+4", "3*4-2"}), (2, None), (0, None)]
-    none = R.correct_modes(
+    none = scoring.correct_modes(
         rollouts_of(CLUSTER_TEXTS[:6]),
         CLUSTER_ROWS[:1],
         torch.zeros(1, 6, dtype=torch.bool),
@@ -2055,7 +2075,7 @@ def test_correct_modes_are_counted_per_row(count):
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_mode_that_fails_is_none(count):
     rows = [row_of("countdown", {"numbers": None, "target": 10})]
-    assert R.correct_modes(
+    assert scoring.correct_modes(
         rollouts_of(["2*3+4", "2*3+4"]),
         rows,
         torch.tensor([[True, True]]),
@@ -2065,14 +2085,14 @@ def test_a_mode_that_fails_is_none(count):
 
 def test_a_wrong_completion_that_spells_a_right_mode_is_in_a_cluster_of_its_own():
     texts, right = ["4+2*3", "\\boxed{2*3+4}"], torch.tensor([[True, False]])
-    assert R.answer_clusters(
+    assert scoring.answer_clusters(
         rollouts_of(texts), [row_of("countdown", TEN)], right, config("countdown", reward_workers=0)
     ).tolist() == [[0, 1]]
 
 
 def test_without_a_task_that_reads_bare_texts_one_without_an_answer_agrees_with_nobody():
     texts = ["again and again and"] * 2 + ["\\boxed{1}"] * 2
-    assert R.answer_clusters(
+    assert scoring.answer_clusters(
         rollouts_of(texts),
         [row_of("math", "2")],
         torch.zeros(1, 4, dtype=torch.bool),
@@ -2091,7 +2111,7 @@ def test_hostile_texts_have_clusters_too():
         "",
         " \n",
     ]
-    clusters = R.answer_clusters(
+    clusters = scoring.answer_clusters(
         rollouts_of(texts),
         [row_of("countdown", TEN)],
         torch.zeros(1, 8, dtype=torch.bool),

@@ -14,7 +14,7 @@ import rollout
 from common import UserError
 from sft import tiny_model, tiny_tokenizer
 
-WORKER = Path(__file__).parent / "engine_worker.py"
+WORKER = Path(__file__).parent / "helpers" / "engine_worker.py"
 TINY = Path(__file__).parent.parent / "config" / "countdown_tiny.py"
 
 

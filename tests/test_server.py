@@ -27,16 +27,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import rollout
-import serve
-import server
 import sft
-import transfer
-import vllm_http
 import workers
+from checkpoint import in_background
 from common import RunStopped, UserError, load_config
-from hub import in_background
 from policy import Policy, named_weights
-from server import RolloutsLost, ServerEngine
+from server import __main__ as serve
+from server import engine as server
+from server import http as vllm_http
+from server import nccl as transfer
+from server.engine import RolloutsLost, ServerEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
@@ -70,7 +70,7 @@ def environment() -> dict:
         if key
         not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "VLLM_CLIENT_TAG")
     }
-    return own | {"PYTHONPATH": str(ROOT / "tests")}
+    return own | {"PYTHONPATH": str(ROOT / "tests" / "helpers")}
 
 
 class Fleet:
@@ -89,7 +89,7 @@ class Fleet:
         self.processes[i] = subprocess.Popen(
             [
                 sys.executable,
-                "serve.py",
+                "server/__main__.py",
                 "config/countdown_tiny.py",
                 f"--model={self.models[i]}",
                 f"--port={self.ports[i]}",
@@ -884,7 +884,7 @@ def info(mode: str) -> dict:
         (
             {"/weight_info": lambda request: (404, {"detail": "Not Found"}, {})},
             {},
-            "does not speak vLLM's development API .*python serve.py",
+            "does not speak vLLM's development API .*python -m server",
         ),
         (
             {"/server_info": lambda request: (200, {"vllm_config": "a text"}, {})},
@@ -935,8 +935,8 @@ def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(
 @pytest.mark.parametrize(
     "setting, launcher, words",
     [
-        ("", "", "python serve.py starts one"),
-        (" , ", "", "python serve.py starts one"),
+        ("", "", "python -m server starts one"),
+        (" , ", "", "python -m server starts one"),
         ("auto", "", "no launcher has set ROLLOUT_SERVER"),
         ("auto", ",", "needs rollout_server"),
         ("localhost:8000", "", "must begin with http:// or https://"),
@@ -1303,12 +1303,14 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
         {"prompt": "1 2 = 3", "prompt_ids": [1, 2], "system_prompt": ""},
         {"prompt": "2 2 = 4", "prompt_ids": [3, 4], "system_prompt": ""},
     ]
-    found = infoseed.completions(make(one, max_prompt_length=48), tokenizer, rows, request(2), c)
+    engine = make(one, max_prompt_length=48)
+    asked = request(2) | {"names": ["x", "y"]}
+    found = infoseed.add_completions(engine, tokenizer, rows, [], asked, c)
     assert len(found) == 6 and [r["seed_id"] for r in found] == [0, 1, 2] * 2
     assert len({headers["X-Request-Id"] for _, headers in one.completions()}) == 6
 
 
-# --- serve.py
+# --- server/__main__.py
 
 
 def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
@@ -1541,7 +1543,7 @@ def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_eng
         difference(lm, found[-1]) > 2e-3
     )  # the tolerance would notice weights that did not arrive
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "server_worker.py", tiny_model_dir],
+        [sys.executable, ROOT / "tests" / "helpers" / "server_worker.py", tiny_model_dir],
         capture_output=True,
         text=True,
         timeout=240,

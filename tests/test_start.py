@@ -69,7 +69,7 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
     "command, cure",
     [
         (
-            ["serve.py", TINY, "--port", "8000"],
+            ["server/__main__.py", TINY, "--port", "8000"],
             "--port: write --key=value, in one word: --port=8000",
         ),
         (["train.py", "--seed", "3"], "--seed: write --key=value, in one word: --seed=3"),

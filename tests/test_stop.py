@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from exact_matrix import ROOT
 
-from stop import SIGNALS
+from common import SIGNALS
 
 # A shell's background job and nohup start a process deaf to some of them, and so may whoever
 # started pytest
@@ -41,7 +41,7 @@ script(load)
 TRAINS = """
 import pathlib, time
 from common import script
-from stop import Stop
+from common import Stop
 def train(argv):
     stop = Stop(".", 0)
     pathlib.Path("training").touch()

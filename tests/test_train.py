@@ -55,7 +55,7 @@ def run(
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")},
     )  # for parity_reward
 
 

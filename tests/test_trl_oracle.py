@@ -264,7 +264,7 @@ def test_the_measured_mismatch_equals_trls():
     trainer.vllm_importance_sampling_clip_max = 1e9  # ours is measured before the cap
     trl_batch(trainer)
     batch = {"old_logps": STEP.old, "sampler_logps": STEP.sampler, "lengths": STEP.lengths}
-    metrics = learner.sampler_mismatch(batch, int(STEP.lengths.sum()), -1)
+    metrics = learner.sampler_mismatch(batch, -1)
     theirs = {
         key: values[0]
         for key, values in trainer._metrics["train"].items()

@@ -9,7 +9,7 @@ import torch
 from child import ended_well
 from zero_worker import CASES
 
-WORKER = Path(__file__).parent / "zero_worker.py"
+WORKER = Path(__file__).parent / "helpers" / "zero_worker.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Run from test_server.py, in a process of its own, for there is one vLLM per process. Prints one JSON object as its last line.
 
-python tests/server_worker.py MODEL        rollouts of the in-process engine with the weights and seeds that test_server.py gives its servers
+python tests/helpers/server_worker.py MODEL        rollouts of the in-process engine with the weights and seeds that test_server.py gives its servers
 """
 
 import json

@@ -1,8 +1,8 @@
 """Run from test_rollout.py, a fresh process each, for there is one vLLM per process. Prints one JSON object as its last line.
 
-python tests/engine_worker.py syncs MODEL        log-prob differences after each of five syncs, and after one that does not arrive
-python tests/engine_worker.py samples MODEL      first tokens by both engines beside their exact probabilities
-torchrun --nproc_per_node 2 tests/engine_worker.py tensor_parallel MODEL
+python tests/helpers/engine_worker.py syncs MODEL        log-prob differences after each of five syncs, and after one that does not arrive
+python tests/helpers/engine_worker.py samples MODEL      first tokens by both engines beside their exact probabilities
+torchrun --nproc_per_node 2 tests/helpers/engine_worker.py tensor_parallel MODEL
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout

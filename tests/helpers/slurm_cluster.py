@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this machine: one slurmctld, two slurmd, a munged of its own, everything in one folder.
 
-    python tests/slurm_cluster.py start DIR       then: export SLURM_CONF=DIR/slurm.conf, and sbatch, squeue, scancel work
-    python tests/slurm_cluster.py stop DIR        cancels all jobs, ends the daemons, leaves no process behind
+    python tests/helpers/slurm_cluster.py start DIR       then: export SLURM_CONF=DIR/slurm.conf, and sbatch, squeue, scancel work
+    python tests/helpers/slurm_cluster.py stop DIR        cancels all jobs, ends the daemons, leaves no process behind
 
     with slurm_cluster.cluster(DIR) as env: subprocess.run(["sbatch", ...], env=env)
 

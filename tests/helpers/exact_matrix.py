@@ -1,7 +1,7 @@
 """Exact resume, measured: train 2n steps against train n, kill -9, resume, n more, for every engine, ZeRO stage and number of ranks.
 
-    python tests/exact_matrix.py                            all twelve, about six minutes on two cores
-    python tests/exact_matrix.py vllm 2 1  hf 0 2           some: engine, ZeRO stage, ranks
+    python tests/helpers/exact_matrix.py                            all twelve, about six minutes on two cores
+    python tests/helpers/exact_matrix.py vllm 2 1  hf 0 2           some: engine, ZeRO stage, ranks
 
 The kill falls into the third of four steps, between its two updates (num_iterations=2), after the checkpoint of step 2; every rank is killed. Both
 controllers, the replay buffer, resampling and the reference model are on. Compared to the bit: metrics.jsonl without seconds, and everything in
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL_DATA = [
     "--dataset_config=3",
     "--max_prompt_length=200",
@@ -98,7 +98,7 @@ def start(
             stderr=log,
             text=True,
             start_new_session=True,
-            env={**env, "PYTHONPATH": str(ROOT / "tests"), **environment},
+            env={**env, "PYTHONPATH": str(ROOT / "tests" / "helpers"), **environment},
         )
 
 

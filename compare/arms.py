@@ -1,5 +1,5 @@
 # The arms of the experiment in README.md; the first one is the baseline.
-#   python compare.py config/countdown_tiny.py --arms=arms.py --seeds=3
+#   python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
 dr_grpo_hot = {"objective": "dr_grpo", "temperature": 1.3}

@@ -285,7 +285,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     import rollout
     import train
     from common import load_config
-    from model_files import load_model_files
+    from preflight import load_model_files
     from ranks import start_distributed
 
     (P, G, T, _), folder = parts(scenario).values(), prepare(scenario)

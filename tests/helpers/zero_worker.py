@@ -1,23 +1,24 @@
 """Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO stage; rank 0 saves the parameters.
 
-torchrun --nproc_per_node 2 tests/zero_worker.py MODEL OUT 0,2,3
+torchrun --nproc_per_node 2 tests/helpers/zero_worker.py MODEL OUT 0,2,3
 """
 
 import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import infoseed
 import rollout
 import train
 from common import load_config
 from learner import accumulate_gradients, group_targets, measure_groups, step_counts
 from policy import named_weights
-from ranks import start_distributed
+from ranks import World, start_distributed
 
 P, G = 4, 4
 CASES = {
@@ -86,41 +87,45 @@ def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
     return rows, rewards
 
 
+def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
+    """As an experience; InfoSeed takes the last two rows of every group for its own."""
+    for i, r in enumerate(rollouts):
+        if i % G >= G - 2:
+            r["seed_id"] = i % G - (G - 2)
+    rows = [{"prompt_ids": r["prompt_ids"]} for r in rollouts[::G]]
+    return SimpleNamespace(rows=rows, rollouts=rollouts, right=None, rewards=rewards)
+
+
 def three_updates(c: dict, rank: int, world: int) -> dict:
     torch.manual_seed(0)  # InfoSeed's head
     engine, reference = (
-        train.load_policy(c, torch.float32, torch.device("cpu")),
-        train.load_reference(c, torch.float32, torch.device("cpu")),
+        train.load_policy(c, torch.device("cpu")),
+        train.load_reference(c, torch.device("cpu")),
     )
     p = P // world
     for step in range(3):
         rows, rewards = rollouts_of(step)
         mine = rows[rank * p * G : (rank + 1) * p * G]
         batch = rollout.to_batch(mine, "cpu")
-        group = measure_groups(engine, reference, batch, mine, [{}] * p, rewards, None, c)
+        lived = lived_of(mine, rewards)
+        group = measure_groups(engine, reference, batch, lived, rewards, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
         norm = step_counts(targets, group["lengths"])
-        seeds = ()
-        if c["info_seed_enabled"]:  # the last two rows of every group
-            seed_batch = infoseed.under_base_prompt(
-                [row for i, row in enumerate(mine) if i % G >= G - 2], mine[::G], 2, "cpu"
-            )
-            seeds = seed_batch, infoseed.features(engine, seed_batch, c)[0]
-        metrics, applied = train.update(
-            engine,
-            batch,
-            {k: v[rank * p : (rank + 1) * p] for k, v in targets.items()},
-            c["beta"],
-            norm,
-            seeds,
-            c,
+        run = SimpleNamespace(
+            config=c,
+            engine=engine,
+            world=World(rank, world, torch.device("cpu")),
+            state={"beta": c["beta"]},
+            step=step,
+            skipped=0,
         )
+        metrics = train.update(run, batch, targets, norm, infoseed.Seeds(engine, lived, c, "cpu"))
     result = {
         "weights": weights_of(engine, c),
         "loss": metrics["loss"],
         "seed_loss": metrics.get("seed/loss", 0.0),
         "grad_norm": float(engine.get_global_grad_norm()),
-        "applied": applied,
+        "applied": run.skipped == 0,
     }
     return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
 

@@ -3,7 +3,7 @@
     transfer = Transfer(engine, model, dtype)
     missing = transfer.send(named_parameters, version)      # all ranks; {url: sentence} of the servers that did not get them
 
-Not run yet: it needs at least two GPUs, of which one belongs to a server (python serve.py CONFIG --weight_sync=nccl). What can be tested without is.
+Not run yet: it needs at least two GPUs, of which one belongs to a server (python -m server CONFIG --weight_sync=nccl). What can be tested without is.
 """
 
 import socket
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import RunStopped, leave
 from policy import named_weights
-from server import Server, ServerEngine, on_each
+from server.engine import Server, ServerEngine, on_each
 
 
 @contextmanager

@@ -1,13 +1,11 @@
-"""A model's files, looked at before anything loads them: every script asks this first. What would
-end in a traceback of transformers or vLLM, or train something else than was meant, is one sentence.
+"""What a run reads before it loads any weights, and everything about it that can be wrong; --dry_run=True reads it, says what would run, and stops.
 
-    config, tokenizer, stop_ids = load_model_files("Qwen/Qwen2.5-0.5B-Instruct")
-
-The weights are compared with config.json by names and shapes, from the headers of the files:
-transformers "loads" them onto the meta device, with its renaming, tying and merging, and no values.
+inputs = load_inputs(config, world)
+dry_run(config, world, dtype, deepspeed_config)
 """
 
 import json
+import math
 import re
 import string
 from contextlib import contextmanager
@@ -20,8 +18,137 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
-from common import UserError, in_one_line, refuse_missing_folder, say_once
-from prompts import check_chat_template, render_prompt, set_chat_template, use_cache_without_hub
+import data
+import packing
+import scoring
+from checks import rows_of_a_group, warn_config
+from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
+from prompts import (
+    check_chat_template,
+    check_context,
+    encode_prompts,
+    end_of_turn,
+    render_prompt,
+    set_chat_template,
+    use_cache_without_hub,
+)
+from ranks import check_tensor_parallel
+
+
+class Inputs(NamedTuple):
+    """What a run reads before it loads any weights."""
+
+    model: object  # the model's config
+    tokenizer: object
+    stop_ids: list[int]
+    sources: list[list[dict]]  # training rows of every source of the mixture
+    weights: list[float]
+    easy: list[dict]  # rows of the easy pool
+    columns: list  # rewards.Column
+    eval_rows: list[dict]
+
+
+def load_inputs(c: dict, world: int) -> Inputs:
+    """All that can be wrong before weights are loaded."""
+    scoring.check_names(c["reward_funcs"])
+    if c["prompts_per_step"] % world:
+        raise UserError(
+            f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}"
+        )
+    check_tensor_parallel(c, world)
+    model_config, tokenizer, stop_ids = load_model_files(
+        c["model"], c["chat_template"], c["dry_run"]
+    )
+    check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
+    if c["pack_sequences"]:
+        packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
+    sources, weights = data.training_sources(c, tokenizer)
+    easy = data.easy_rows(c, tokenizer)
+    rows = [row for source in (*sources, easy) for row in source]
+    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    scoring.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
+    eval_rows = load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
+    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    return Inputs(
+        model_config,
+        tokenizer,
+        stop_ids,
+        sources,
+        weights,
+        easy,
+        columns,
+        eval_rows,
+    )
+
+
+def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
+    """Prints what a run of this config would do. What needs the model's files or the data comes last, they may be out of reach."""
+    N, longest = (
+        c["prompts_per_step"] * rows_of_a_group(c),
+        c["max_prompt_length"] + c["max_completion_length"],
+    )
+    tokens, size = c["max_tokens_per_micro_batch"], dtype.itemsize
+    print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
+    print(
+        f"\nbatch: {c['prompts_per_step']} prompts x {rows_of_a_group(c)} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
+        f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}"
+    )
+    print("deepspeed:", json.dumps(deepspeed_config), flush=True)
+    check_writable("output_dir", c["output_dir"], folder=True)
+
+    inputs = load_inputs(c, world)
+    model, tokenizer, rows = (
+        inputs.model,
+        inputs.tokenizer,
+        [row for source in inputs.sources for row in source],
+    )
+    n = sum(p.numel() for p in empty_model(c["model"], model).parameters())
+    share = [
+        world if c["zero_stage"] >= stage else 1 for stage in range(4)
+    ]  # ranks that split what a ZeRO stage splits
+    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
+    inner = (
+        getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    )  # GPT-2 has no name for it
+    gib = {
+        "weights": n * size / share[3],
+        "gradients": n * size / share[2],
+        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n
+        * (12 if size == 2 else 8)
+        / share[1],
+        "reference": 0
+        if c["beta"] == 0
+        else n * size / (world if c["reference_placement"] == "sharded" else 1),
+        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
+        "activations of a micro-batch": tokens
+        * layers
+        * (18 * model.hidden_size + 4 * inner)
+        * size,
+        "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
+    }
+    print(
+        f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps"
+    )
+    print(
+        f"a completion ends with: {', '.join(f'{i} {tokenizer.decode([i])!r}' for i in inputs.stop_ids)}; {end_of_turn(tokenizer, inputs.stop_ids)}"
+    )
+    print(
+        f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}"
+    )
+    print(
+        f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:"
+    )
+    print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
+    print(
+        f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
+        f"  {n * size / 2**30:8.2f} GiB  of weights on every rank while it loads",
+        *(f"warning: {warning}" for warning in warn_config(c, model.vocab_size)),
+        sep="\n",
+    )
+
+
+# --- A model's files, looked at before anything loads them: every script asks this first. What would
+
 
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
 
@@ -287,3 +414,39 @@ def refuse_nan(model: str, path: Path) -> None:
                     f"model={model!r}: {name} in {path.name} holds values that are no numbers (NaN "
                     f"or infinite): take an earlier checkpoint"
                 )
+
+
+def load_eval_rows(c: dict, tokenizer) -> list[dict]:
+    """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
+    if c["eval_dataset_name"]:
+        source = (
+            c["eval_dataset_name"],
+            c["eval_dataset_config"],
+            c["eval_dataset_split"],
+            c["eval_prompt_column"],
+            c["eval_answer_column"],
+        )
+    elif c["dataset_mixture"]:
+        raise UserError(
+            "dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0"
+        )
+    else:
+        source = (
+            c["dataset_name"],
+            c["dataset_config"],
+            c["eval_dataset_split"],
+            c["dataset_prompt_column"],
+            c["dataset_answer_column"],
+        )
+    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[
+        : c["eval_max_prompts"]
+    ]
+    scoring.check_answers(deciding(rows, c), rows, source[0], c)
+    return encode_prompts(
+        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]
+    )
+
+
+def deciding(rows: list[dict], c: dict) -> list:
+    """The reward columns that say what is correct: those of the first of reward_funcs."""
+    return scoring.columns_of(c["reward_funcs"][:1], [1.0], rows)

@@ -234,7 +234,7 @@ class Server:
         except (ServerError, KeyError, TypeError, ValueError) as error:
             problem = str(error) if isinstance(error, ServerError) else quoted(repr(error))
             raise UserError(
-                f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); start it with python serve.py, or with "
+                f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); start it with python -m server, or with "
                 f"VLLM_SERVER_DEV_MODE=1"
             ) from None
         if limit < longest:
@@ -243,12 +243,12 @@ class Server:
             )
         if mode != "processed_logprobs":
             raise UserError(
-                f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with --logprobs-mode processed_logprobs, as python serve.py does"
+                f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with --logprobs-mode processed_logprobs, as python -m server does"
             )
         if transfers and not transfer:
             raise UserError(
                 f'rollout_server: {self.url} takes no weights over NCCL: start it with --weight-transfer-config \'{{"backend": "nccl"}}\', '
-                f"as python serve.py --weight_sync=nccl does"
+                f"as python -m server --weight_sync=nccl does"
             )
 
 
@@ -280,7 +280,7 @@ def addresses(setting: str) -> list[str]:
             )
     if not urls:
         raise UserError(
-            "rollout_engine='server' needs rollout_server='http://host:port', several separated by commas; python serve.py starts one"
+            "rollout_engine='server' needs rollout_server='http://host:port', several separated by commas; python -m server starts one"
         )
     return list(dict.fromkeys(urls))
 

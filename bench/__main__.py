@@ -1,8 +1,8 @@
 """Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model, prompts, reward, group, lengths; float32, CPU, 2 threads.
 
-    python bench.py                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
-    python bench.py P4G8T64V2048 --against=trl --repeats=5      one comparison
-    python bench.py P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
+    python -m bench                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
+    python -m bench P4G8T64V2048 --against=trl --repeats=5      one comparison
+    python -m bench P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
 
 First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then every run is a process of its own, in the order A B B A ...;
 what is reported is the ratio of neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so. A scenario is P prompts a
@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench_arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
+from bench.arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
 
 STARTED = time.perf_counter()
 ROOT = Path(__file__).resolve().parent

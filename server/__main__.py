@@ -1,8 +1,8 @@
 """Starts a stock vLLM server with what a config needs, for rollout_engine="server". Ends with the signal that ends it.
 
-    python serve.py config/countdown_tiny.py --port=8000                           on this machine only
-    python serve.py config/math_maxent.py --port=8000 --host=0.0.0.0 --tp=2        for other machines, two GPUs a replica
-    python serve.py config/math_maxent.py --port=8000 -- --max-num-seqs 512        what follows -- is vLLM's
+    python -m server config/countdown_tiny.py --port=8000                           on this machine only
+    python -m server config/math_maxent.py --port=8000 --host=0.0.0.0 --tp=2        for other machines, two GPUs a replica
+    python -m server config/math_maxent.py --port=8000 -- --max-num-seqs 512        what follows -- is vLLM's
 
 --dp=N replicas behind one port. The server runs in vLLM's development mode, which lets whoever reaches the port change its weights:
 open it to a private network only.
@@ -97,7 +97,7 @@ def main(argv) -> None:
     if own["port"] > 65535:
         raise UserError(f"--port={own['port']}: ports end at 65535")
     c = load_config(rest)
-    from model_files import load_model_files
+    from preflight import load_model_files
 
     load_model_files(c["model"], c["chat_template"])  # vLLM answers a bad folder with a traceback
     arguments, environment = command(c, **own, more=more)

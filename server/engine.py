@@ -1,6 +1,6 @@
 """Rollouts by stock vLLM servers over HTTP: rollout_engine="server", rollout_server="http://a:8000,http://b:8000".
 
-    python serve.py config/countdown_tiny.py --port=8000            starts such a server with what a config needs
+    python -m server config/countdown_tiny.py --port=8000            starts such a server with what a config needs
     torchrun ... train.py config/countdown_tiny.py --rollout_engine=server --rollout_server=http://127.0.0.1:8000
 
 Every rank asks for its own prompts, /v1/completions with token ids, up to rollout_concurrency at a time, spread over the servers. After each step
@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import uuid
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -27,16 +28,12 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from common import RunStopped, UserError, progress, quoted
-from vllm_http import Server, ServerError, addresses, completions_in, largest_answer
+from common import RolloutsLost, RunStopped, UserError, progress, quoted
+from server.http import Server, ServerError, addresses, completions_in, largest_answer
 
 TRIES = 6  # of one prompt, without a usable answer in between
 STRIKES = 3  # failures of one server, without a success in between, after which it is left out
 SHARD = 2**31  # bytes of weights in memory and in a file at a time
-
-
-class RolloutsLost(RunStopped):
-    """No server is left, or a prompt can't get its completions. All ranks raise it together."""
 
 
 class ServerEngine:
@@ -70,6 +67,7 @@ class ServerEngine:
             config["weight_sync_dir"] or Path(config["output_dir"]) / "weights"
         ).resolve()
         self.counts, self.lock, self.random = {}, threading.Lock(), random.Random(self.rank)
+        self.ahead = None  # (request, future) of what begin() has started
         self.background = ThreadPoolExecutor(
             1
         )  # one that stays: a reward worker that it starts would die with it
@@ -87,7 +85,7 @@ class ServerEngine:
             server.model = served
         self.transfer = None
         if nccl:
-            from transfer import Transfer
+            from server.nccl import Transfer
 
             self.transfer = Transfer(self, model, dtype)
 
@@ -148,11 +146,17 @@ class ServerEngine:
         self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
     ) -> list[dict]:
         """As the other engines; RolloutsLost on all ranks if on one of them no server is left or a prompt stays without its completions."""
+        request = (prompts_ids, n, sampling)
+        if self.ahead and self.ahead[0] == request:
+            (_, begun), self.ahead = self.ahead, None
+            return self.result(begun)
         return self.together(lambda: self.ask(prompts_ids, n, sampling, finished))
 
     def begin(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> Future:
-        """generate() in the background, to be ended with result()."""
-        return self.background.submit(self.ask, prompts_ids, n, sampling, finished)
+        """generate() in the background: kept for the call that asks for the same, or for result()."""
+        begun = self.background.submit(self.ask, prompts_ids, n, sampling, finished)
+        self.ahead = ((prompts_ids, n, sampling), begun)
+        return begun
 
     def result(self, begun: Future) -> list[dict]:
         return self.together(begun.result)
@@ -300,7 +304,9 @@ class ServerEngine:
     def sync(self, named_parameters) -> None:
         """The weights of the iterator of (name, tensor) to every server, also those that were left out before. All ranks together, for ZeRO-3
         gathers here. That no server has taken them shows in the next generate()."""
-        dist.barrier()  # with rollout_ahead another rank may still sample
+        if self.ahead:  # by the weights that the servers hold now
+            futures.wait([self.ahead[1]])
+        dist.barrier()  # another rank may still sample
         self.updates += 1
         version = f"{self.name}-{self.updates}"
         if self.transfer:

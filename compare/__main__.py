@@ -1,8 +1,8 @@
 """Objectives against each other: the same config under several arms and seeds, trained, evaluated, tested and drawn.
 
-    python compare.py config/countdown_tiny.py --arms=arms.py --seeds=3
-    python compare.py config/countdown_tiny.py --arms=arms.py --seeds=3 --jobs=2 --ranks=1 --max_steps=100
-    python compare.py config/countdown_tiny.py --arms=arms.py --seeds=3 --report_only=True         table and picture of what is finished
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --jobs=2 --ranks=1 --max_steps=100
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --report_only=True         table and picture of what is finished
 
 An arm is a line `name = {"key": value, ...}` of the arms file: what it changes in the config; the first one is the baseline. Own flags: --arms,
 --seeds (1..n), --output (default runs/compare_<config>), --ranks of a run, --jobs (runs at a time), --report_only; every other --key=value goes
@@ -27,6 +27,7 @@ from common import (
     RunStopped,
     UserError,
     check_writable,
+    listen,
     load_config,
     merge,
     own_flags,
@@ -36,9 +37,8 @@ from common import (
     refuse_missing_folder,
     script,
 )
+from compare.results import EVAL_SEEDS, SET_HERE, draw, write_results
 from journal import hold_folder
-from results import EVAL_SEEDS, SET_HERE, draw, write_results
-from stop import listen
 
 OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
