@@ -234,7 +234,7 @@ def rough(own_rewards, tiny_model_dir, tmp_path_factory):
             *HF,
             "--max_steps=2",
             "--reward_funcs=['own_rewards:hangs']",
-            "--reward_timeout=1.0",
+            "--reward_timeout=3.0",
             "--max_reward_failures=1.0",
             "--log_rollouts_steps=1",
             "--report_to=wandb",
@@ -277,7 +277,7 @@ def test_rewards_that_hang_are_cut_off_and_counted_and_the_others_stand(rough):
             and line["reward/own_rewards:hangs/errors"] == 0
         )
         hung += len(stuck)
-    assert 0 < hung < 16 and "no answer in 1 s (reward_timeout)" in log_of(rough)
+    assert 0 < hung < 16 and "no answer in 3 s (reward_timeout)" in log_of(rough)
 
 
 def test_a_clock_that_runs_backwards_changes_neither_limits_nor_timings(rough):
@@ -486,7 +486,7 @@ def log_to_a_service_that_dies(folder: Path) -> None:
     )
     log.write(1, {"reward": 1.0})
     (service,) = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=20
+        ["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=120
     ).stdout.split()
     os.kill(int(service), signal.SIGKILL)
     for step in range(2, 20):

@@ -337,7 +337,7 @@ def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_a
     path = tmp_path / "a run" / "step_000001"
     path.mkdir(parents=True)
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (path / "seen").exists() or not (path / "seen").read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
