@@ -14,8 +14,6 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-from tqdm import tqdm
-
 import checks
 import stop
 
@@ -371,8 +369,10 @@ def refuse_missing_folder(model: str) -> None:
         )
 
 
-def progress(**settings) -> tqdm:
+def progress(**settings):
     """A progress bar; into a file, where nobody sees it move, a line every half a minute."""
+    from tqdm import tqdm  # most of what this file would take to import, before Ctrl-C is heard
+
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)

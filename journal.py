@@ -73,11 +73,11 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     does; no process that we start inherits it, unless it is handed the file. On NFS the server keeps
     the lock, so that other nodes see it; a node that has crashed holds it until its lease is over, a
     minute or two. A file system without locks (Lustre mounted without `flock`) is a warning."""
+    folder = Path(folder)
+    check_writable("output_dir", folder, folder=True)
     if rank:
         yield None
         return
-    folder = Path(folder)
-    check_writable("output_dir", folder, folder=True)
     made = not folder.exists()
     lock = take_lock(folder, cure)
     try:
