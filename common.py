@@ -349,7 +349,7 @@ def read_settings(path: Path) -> dict:
 
 
 def in_one_line(text, longest: int = 300) -> str:
-    """What a library or a stranger says, as a part of a sentence: no line breaks, no control characters."""
+    """What a library or a stranger says, as a part of a sentence: printable, on one line."""
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 3] + "..."
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)

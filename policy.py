@@ -113,7 +113,7 @@ def check_head(lm) -> None:
 
 def turn_off_dropout(lm) -> float:
     """Sets every dropout of a model to 0; returns the largest there was. Completions were sampled
-    without it, and with it the ratios of probabilities would be noise. The config keeps its values."""
+    without it, and with it the ratios of probabilities would be noise. The config keeps its own."""
     largest = 0.0
     for module in lm.modules():
         for name, value in vars(module).items():

@@ -1158,7 +1158,7 @@ def test_ten_megabytes_are_refused_dropped_or_cut_without_being_tokenised(tokeni
     st.sampled_from(["tiny", "bpe", "nfc", "unk", "words"]),
 )
 def test_a_prompt_that_fits_is_never_said_to_be_too_long(part, size, limit, kind):
-    """The tiny tokenizer drops what it does not know; others join characters, or all that are unknown."""
+    """The tiny tokenizer drops what it does not know; others join characters or unknown ones."""
     text, tokenizer = part * (size // len(part)), SHRINKING[kind]
     tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     if prompts.CharacterLimit(tokenizer, limit).exceeded_by(text):
