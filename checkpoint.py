@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import RunStopped, UserError, script
+from common import RunStopped, UserError, escaped, script
 from policy import dtype_of, named_weights, seed_classes
 
 
@@ -239,7 +239,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {problem}", flush=True)
+        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
     return None
 
 
@@ -414,7 +414,7 @@ def main(argv) -> None:
         export(argv[1], argv[2], trusted)
     elif len(argv) == 2 and argv[0] == "verify":
         problem = verify(argv[1])
-        print(problem or f"{argv[1]} is whole")
+        print(escaped(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import tasks
-from common import UserError
+from common import UserError, quoted
 from prompts import encode_prompts, seed_prompts
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
@@ -81,7 +81,7 @@ def load_rows(
     for row in rows:
         if not isinstance(row["prompt"], str):
             raise UserError(
-                f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {row['id']!r} must be text, "
+                f"dataset_name={name!r}: the prompt (column {prompt_column!r}) of row {quoted(row['id'])} must be text, "
                 f"not a {type(row['prompt']).__name__}"
             )
         row.pop("completion", None)  # a reward's own argument
@@ -149,7 +149,7 @@ def read_dataset(
     except ConnectionError as error:
         raise UserError(
             f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
-            f"no copy of it in the cache: {str(error).splitlines()[0]}"
+            f"no copy of it in the cache: {quoted(error)}"
         ) from None
     except (
         Exception
@@ -157,7 +157,7 @@ def read_dataset(
         reason = error.__cause__ or error
         raise UserError(
             f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
-            f"dataset: {type(reason).__name__}: {' '.join(str(reason).split())}"
+            f"dataset: {type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
         ) from None
     if isinstance(dataset, dict):
         if split not in dataset:
@@ -239,7 +239,7 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
     trained = {row["prompt"] for row in rows}
     leaked = [row for row in eval_rows if row["prompt"] in trained]
     if leaked:
-        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {leaked[0]['id']!r}"
+        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {quoted(leaked[0]['id'])}"
         if not allowed:
             raise UserError(
                 f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True"

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common import ROOT, UserError
+from common import ROOT, UserError, quoted
 
 WANDB_FINISH_SECONDS = 300  # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
 
@@ -153,7 +153,7 @@ class MetricsLog:
                 )
             except wandb.errors.Error as error:
                 raise UserError(
-                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {' '.join(str(error).split())}; log in, "
+                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}: {quoted(' '.join(str(error).split()), 300)}; log in, "
                     f"or use --wandb_mode=offline"
                 ) from None
 
@@ -174,7 +174,7 @@ class MetricsLog:
                 act(self.wandb)
         except Exception as error:
             print(
-                f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone",
+                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); metrics.jsonl goes on alone",
                 flush=True,
             )
             self.wandb = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 from transformers import AutoConfig, AutoTokenizer
 
-from common import UserError, refuse_missing_folder
+from common import UserError, quoted, refuse_missing_folder
 
 
 def load_model_files(model: str, chat_template: str = ""):
@@ -28,7 +28,7 @@ def load_model_files(model: str, chat_template: str = ""):
             if Path(model).is_dir()
             else "is not a folder, and can't be loaded from the hub"
         )
-        raise UserError(f"model={model!r} {what}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"model={model!r} {what}: {quoted(error, 300)}") from None
     if chat_template:
         set_chat_template(tokenizer, chat_template)
     return config, tokenizer
@@ -48,7 +48,7 @@ def set_chat_template(tokenizer, template: str) -> None:
         ) from None
     except Exception as error:  # jinja2 has a dozen kinds
         raise UserError(
-            f"chat_template can't be used: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"chat_template can't be used: {type(error).__name__}: {quoted(' '.join(str(error).split()))}"
         ) from None
     if "\0" not in text:
         raise UserError(
@@ -101,7 +101,7 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
         )
     except jinja2.TemplateError as error:  # some refuse a system prompt
         raise UserError(
-            f"the chat template can't render row {row['id']!r} with system_prompt={system_prompt!r}: {' '.join(str(error).split())}"
+            f"the chat template can't render row {quoted(row['id'])} with system_prompt={system_prompt!r}: {quoted(' '.join(str(error).split()))}"
         ) from None
 
 
@@ -133,7 +133,7 @@ def encode_prompts(
     }
     worst = max(too_long, key=too_long.get, default=None)
     sentence = too_long and (
-        f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {rows[worst]['id']!r} has "
+        f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, row {quoted(rows[worst]['id'])} has "
         f"{too_long[worst]} tokens" + (" with its seed" if seeded else "")
     )
     if too_long and long_prompts == "error":

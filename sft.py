@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import UserError, load_config, progress, script
+from common import UserError, load_config, progress, quoted, script
 from policy import Policy
 from prompts import load_model_files, seed_prompts
 from ranks import across_ranks, start_distributed
@@ -90,7 +90,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     for row, solutions in zip(rows, given):
         if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
             raise UserError(
-                f'dataset_name: "solutions" of row {row["id"]!r} must be a list of texts, not {str(solutions)[:60]!r}'
+                f'dataset_name: "solutions" of row {quoted(row["id"])} must be a list of texts, not {quoted(solutions, 60)}'
             )
     texts = [text for solutions in given for text in solutions]
     if not texts:
