@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from common import RunStopped, UserError, lost_a_rank, script
+from common import RunStopped, UserError, escaped, lost_a_rank, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -342,7 +342,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {problem}", flush=True)
+        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
     return None
 
 
@@ -517,7 +517,7 @@ def main(argv) -> None:
         convert(argv[1], argv[2])
     elif len(argv) == 2 and argv[0] == "verify":
         problem = verify(argv[1])
-        print(problem or f"{argv[1]} is whole")
+        print(escaped(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(

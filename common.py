@@ -44,10 +44,15 @@ def quoted(text, limit: int = 200) -> str:
     return repr(text[:limit]) + ("..." if len(text) > limit else "")
 
 
+def escaped(sentence: str) -> str:
+    """A sentence of ours, into which a stranger's words may have slipped, as one harmless line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence)
+
+
 def leave(sentence: str, status: int) -> None:
     """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them."""
     sys.stdout.flush()
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(f"error: {escaped(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common import ROOT, UserError, check_writable
+from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"
 NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
@@ -297,7 +297,7 @@ class MetricsLog:
                 act(self.wandb)
         except Exception as error:
             print(
-                f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone",
+                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); metrics.jsonl goes on alone",
                 flush=True,
             )
             self.wandb = None

@@ -27,7 +27,7 @@ import data
 import journal
 import ranks
 import train
-from common import UserError
+from common import UserError, escaped, quoted
 
 HF = [
     "--rollout_engine=hf",
@@ -613,3 +613,23 @@ def test_a_rank_that_does_not_know_its_place_is_one_sentence(environment, tmp_pa
     log = tmp_path / "log"
     assert child.status(child.start(meet, 0, environment, 3, log=log)) == 2
     assert "without a usable WORLD_SIZE, MASTER_PORT: " in log.read_text()
+
+
+# --- what strangers say
+
+
+def say_on_the_way_out(argv):
+    raise UserError("row \x1b[2J\nerror: forged \u202e \ud800 is odd")
+
+
+def test_what_strangers_say_is_one_harmless_line(tmp_path):
+    """Nothing of it steers the terminal or looks like a line of ours: quoted in a sentence, and
+    escaped once more where a script ends."""
+    assert quoted("a\x1b[2J\nb\u202e\ud800") == r"'a\x1b[2J\nb\u202e\ud800'"
+    assert quoted("it's") == '"it\'s"' and quoted(7) == "'7'"
+    assert quoted("x" * 300) == f"'{'x' * 200}'..." and quoted("abc", 2) == "'ab'..."
+    assert escaped("plain \u00fc") == "plain \u00fc"
+    ended = child.start(script, say_on_the_way_out, log=tmp_path / "log")
+    assert child.status(ended) == 2
+    line = (tmp_path / "log").read_text().splitlines()[-1]
+    assert line == r"error: row \x1b[2J\nerror: forged \u202e \ud800 is odd"
