@@ -52,7 +52,7 @@ test-all: $(STAMP)-dev
 	$(PYTEST) tests
 
 bench: $(STAMP)-dev
-	$(BIN)/python bench.py
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) runs

@@ -1,4 +1,4 @@
-"""bench.py and bench_gpu.py: what they compute from what they have measured, and that an arm of each runs."""
+"""bench: what they compute from what they have measured, and that an arm of each runs."""
 
 import json
 import subprocess
@@ -8,9 +8,9 @@ import pytest
 import torch
 from exact_matrix import ROOT
 
-import bench
-import bench_arms
-import bench_gpu
+from bench import __main__ as bench
+from bench import arms as bench_arms
+from bench import gpu as bench_gpu
 
 
 def test_a_scenario_is_read_from_its_name():
@@ -91,9 +91,9 @@ def test_a_shared_prompt_is_counted_once():
 @pytest.mark.parametrize(
     "command",
     [
-        ["bench.py", "P2G2T8V256", "--arm=ours", "--steps=5"],
-        ["bench.py", "P2G2T8V256", "--arm=limits", "--steps=5"],
-        ["bench_gpu.py", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"],
+        ["-m", "bench", "P2G2T8V256", "--arm=ours", "--steps=5"],
+        ["-m", "bench", "P2G2T8V256", "--arm=limits", "--steps=5"],
+        ["-m", "bench.gpu", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"],
     ],
 )
 def test_an_arm_runs_and_prints_one_result(command):

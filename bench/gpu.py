@@ -1,7 +1,7 @@
 """The learner alone on one GPU: tokens per second, share of the matrix-product peak, peak memory, beside a plain step and TRL's loss code.
 
-    python bench_gpu.py                          Qwen2.5 0.5B and 1.5B shapes, random weights, bfloat16, ZeRO 0 and 2, 2k and 8k tokens; a quarter of an hour
-    python bench_gpu.py --shapes=tiny            the same on a CPU: shows that this script works, its figures mean nothing
+    python -m bench.gpu                          Qwen2.5 0.5B and 1.5B shapes, random weights, bfloat16, ZeRO 0 and 2, 2k and 8k tokens; a quarter of an hour
+    python -m bench.gpu --shapes=tiny            the same on a CPU: shows that this script works, its figures mean nothing
 
 One prompt of 128 tokens with 8 completions is a micro-batch; a step is one micro-batch, forward, backward, AdamW. "plain" is transformers on padded rows, all logits
 of the completions, cross-entropy and torch's AdamW on bfloat16 weights; "trl" the same with TRL's selective_log_softmax and entropies. Every arm is a
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from bench import result_of
+from bench.__main__ import result_of
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 #         hidden, layers, heads, kv heads, feed-forward, vocabulary
 SHAPES = {
     "0.5b": (896, 24, 14, 2, 4864, 151936),
@@ -215,7 +215,8 @@ def main(argv: list[str]) -> None:
             for arm in ARMS:
                 command = [
                     sys.executable,
-                    __file__,
+                    "-m",
+                    "bench.gpu",
                     f"--arm={arm}",
                     f"--shapes={shape}",
                     f"--tokens={tokens}",

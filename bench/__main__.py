@@ -1,8 +1,8 @@
 """Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model, prompts, reward, group, lengths; float32, CPU, 2 threads.
 
-    python bench.py                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
-    python bench.py P4G8T64V2048 --against=trl --repeats=5      one comparison
-    python bench.py P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
+    python -m bench                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
+    python -m bench P4G8T64V2048 --against=trl --repeats=5      one comparison
+    python -m bench P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
 
 First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then every run is a process of its own, in the order A B B A ...;
 what is reported is the ratio of neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so. A scenario is P prompts a
@@ -21,10 +21,10 @@ import sys
 import time
 from pathlib import Path
 
-from bench_arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
+from bench.arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
 
 STARTED = time.perf_counter()
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS = [
     ("P4G8T64V2048", "trl", 0.0),
     ("P4G8T64V2048", "trl_vllm", 0.0),
@@ -77,7 +77,15 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> d
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
     } | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, f"--arm={arm}", scenario, f"--beta={beta}", f"--steps={steps}"],
+        [
+            sys.executable,
+            "-m",
+            "bench",
+            f"--arm={arm}",
+            scenario,
+            f"--beta={beta}",
+            f"--steps={steps}",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
