@@ -34,7 +34,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
-from common import RunStopped, UserError, lost_a_rank, script
+from common import RunStopped, UserError, escaped, lost_a_rank, quoted, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -364,7 +364,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {problem}", flush=True)
+        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
     return None
 
 
@@ -539,7 +539,7 @@ def main(argv) -> None:
         convert(argv[1], argv[2])
     elif len(argv) == 2 and argv[0] == "verify":
         problem = verify(argv[1])
-        print(problem or f"{argv[1]} is whole")
+        print(escaped(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
         raise UserError(
@@ -594,7 +594,7 @@ class Hub:
             self.repo = self.api.create_repo(repo, private=private, exist_ok=True).repo_id
         except Exception as error:  # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
             raise UserError(
-                f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {' '.join(str(error).split())}; set HF_TOKEN to a "
+                f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {quoted(' '.join(str(error).split()), 300)}; set HF_TOKEN to a "
                 f'token that may write, or push_to_hub to ""'
             ) from None
 
@@ -625,9 +625,9 @@ class Hub:
             return
         (path, upload, copy), self.going = self.going, None
         try:
-            tqdm.write(f"pushed {path} to {upload.result(LONGEST).commit_url}")
+            tqdm.write(f"pushed {path} to {escaped(upload.result(LONGEST).commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library and the operating system
-            sentence = f"{path} was not pushed to {self.repo}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            sentence = f"{path} was not pushed to {self.repo}: {type(error).__name__}: {quoted(' '.join(str(error).split()), 300)}"
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             tqdm.write(f"warning: {sentence}")

@@ -19,8 +19,6 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from tqdm import tqdm
-
 import checks
 
 ROOT = Path(__file__).resolve().parent
@@ -54,10 +52,15 @@ def quoted(text, limit: int = 200) -> str:
     return repr(text[:limit]) + ("..." if len(text) > limit else "")
 
 
+def escaped(sentence: str) -> str:
+    """A sentence of ours, into which a stranger's words may have slipped, as one harmless line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence)
+
+
 def leave(sentence: str, status: int) -> None:
     """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them."""
     sys.stdout.flush()
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(f"error: {escaped(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
@@ -359,7 +362,7 @@ def read_settings(path: Path) -> dict:
 
 
 def in_one_line(text, longest: int = 300) -> str:
-    """What a library or a stranger says, as a part of a sentence: no line breaks, no control characters."""
+    """What a library or a stranger says, as a part of a sentence: printable, on one line."""
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 3] + "..."
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
@@ -379,8 +382,10 @@ def refuse_missing_folder(model: str) -> None:
         )
 
 
-def progress(**settings) -> tqdm:
+def progress(**settings):
     """A progress bar; into a file, where nobody sees it move, a line every half a minute."""
+    from tqdm import tqdm  # most of what this file would take to import, before Ctrl-C is heard
+
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import tasks
-from common import UserError, shown
+from common import UserError, quoted, shown
 from prompts import encode_prompts, seed_prompts, use_cache_without_hub
 
 MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
@@ -185,7 +185,7 @@ def read_dataset(
     except ConnectionError as error:
         raise UserError(
             f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
-            f"no copy of it in the cache: {str(error).splitlines()[0]}"
+            f"no copy of it in the cache: {quoted(error)}"
         ) from None
     except (
         Exception
@@ -193,7 +193,7 @@ def read_dataset(
         reason = error.__cause__ or error
         raise UserError(
             f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
-            f"dataset: {type(reason).__name__}: {' '.join(str(reason).split())}"
+            f"dataset: {type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
         ) from None
     if isinstance(dataset, dict):
         if split not in dataset:
@@ -279,7 +279,7 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
     trained = {row["prompt"] for row in rows}
     leaked = [row for row in eval_rows if row["prompt"] in trained]
     if leaked:
-        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {leaked[0]['id']!r}"
+        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {quoted(leaked[0]['id'])}"
         if not allowed:
             raise UserError(
                 f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True"

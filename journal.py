@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common import ROOT, UserError, check_writable
+from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"
 NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
@@ -73,11 +73,11 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     does; no process that we start inherits it, unless it is handed the file. On NFS the server keeps
     the lock, so that other nodes see it; a node that has crashed holds it until its lease is over, a
     minute or two. A file system without locks (Lustre mounted without `flock`) is a warning."""
+    folder = Path(folder)
+    check_writable("output_dir", folder, folder=True)
     if rank:
         yield None
         return
-    folder = Path(folder)
-    check_writable("output_dir", folder, folder=True)
     made = not folder.exists()
     lock = take_lock(folder, cure)
     try:
@@ -297,7 +297,7 @@ class MetricsLog:
                 act(self.wandb)
         except Exception as error:
             print(
-                f"warning: Weights & Biases is gone ({type(error).__name__}: {error}); metrics.jsonl goes on alone",
+                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); metrics.jsonl goes on alone",
                 flush=True,
             )
             self.wandb = None

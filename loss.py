@@ -17,6 +17,7 @@ and two that exist to be compared with: seed_grpo (dr_grpo, advantages shrunk wh
 arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the entropy of every token).
 """
 
+import functools
 import math
 
 import torch
@@ -286,90 +287,194 @@ def importance_ratio(
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)
 
-KEPT_BYTES = (
-    2**28
-)  # softmaxes of a forward that are kept for its backward; the others are computed again
+# Softmaxes of a forward that are kept for its backward, on a CPU; the others are computed again.
+KEPT_BYTES = 2**28
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and backward. In between only the two results, hidden, the
-    log-normaliser and up to KEPT_BYTES of softmaxes are kept, so memory does not grow with tokens * vocabulary."""
+    """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and
+    backward. In between only the two results, hidden, the log-normaliser and the softmaxes that
+    there is room for are kept, so memory does not grow with tokens * vocabulary."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, keep):
-        logps, entropy, log_z = (
-            hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3)
-        )
-        ctx.kept, room = {}, KEPT_BYTES if keep else 0
+        softmax_statistics, _ = chunk_functions(hidden)
+        logps = hidden.new_empty(len(targets), dtype=torch.float32)
+        log_z, entropy = torch.empty_like(logps), torch.empty_like(logps)
+        ctx.kept = {}
+        room = room_for_softmaxes(hidden) if keep else 0
         for i in range(0, len(targets), chunk):
             part = slice(i, i + chunk)
-            logits = head_logits(hidden[part], weight, temperature)  # (chunk, V)
-            top = logits.amax(1)
-            p = logits.sub_(top[:, None]).exp()
-            z = p.sum(1)
-            logps[part] = logits.gather(1, targets[part, None])[:, 0] - z.log()
-            log_z[part] = top + z.log()
-            if want_entropy:
-                entropy[part] = z.log() - torch.linalg.vecdot(p, logits) / z
-            room -= p.nbytes
+            room -= kept_size(hidden) * len(targets[part]) * len(weight)
+            logits = head_logits(hidden[part], weight)  # (chunk, V)
+            kept_type = hidden.dtype if room >= 0 else None
+            logps[part], log_z[part], entropy[part], p = softmax_statistics(
+                logits, temperature, targets[part], want_entropy, kept_type
+            )
             if room >= 0:
-                ctx.kept[i] = p.div_(z[:, None])
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+                ctx.kept[i] = p
+        ctx.save_for_backward(hidden, weight, targets, logps, log_z, entropy)
         ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
         return logps, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, logps, log_z, entropy = ctx.saved_tensors
+        _, logits_gradient = chunk_functions(hidden)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
-        with_entropy = ctx.want_entropy and grad_entropy is not None and bool(grad_entropy.any())
-        wanted = (grad_logps != 0) | (grad_entropy != 0) if with_entropy else grad_logps != 0
-        wanted = wanted.cpu()  # groups with equal rewards ask for nothing
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        wanted = grad_logps != 0
+        if ctx.want_entropy:
+            wanted |= grad_entropy != 0
+        else:
+            grad_entropy = None
+        # groups with equal rewards ask for nothing; one wait for the device, not one a chunk
+        wanted = wanted.tolist()
         for i in range(0, len(targets), ctx.chunk):
             part, p = slice(i, i + ctx.chunk), ctx.kept.pop(i, None)
-            if not wanted[part].any():
+            if not any(wanted[part]):
                 continue
-            if p is None:
-                p = (
-                    head_logits(hidden[part], weight, ctx.temperature)
-                    .sub_(log_z[part, None])
-                    .exp_()
-                )  # (chunk, V)
-            more = (
-                grad_entropy[part, None] * (torch.special.entr(p) - p * entropy[part, None])
-                if with_entropy
-                else None
-            )
-            grad = p.mul_(-grad_logps[part, None])
-            grad.scatter_add_(1, targets[part, None], grad_logps[part, None])
-            grad = (
-                (grad if more is None else grad.add_(more)).div_(ctx.temperature).to(hidden.dtype)
+            logits = head_logits(hidden[part], weight) if p is None else None
+            grad = logits_gradient(
+                (p, logits, ctx.temperature),
+                (targets[part], logps[part], log_z[part], entropy[part]),
+                grad_logps[part],
+                None if grad_entropy is None else grad_entropy[part],
+                hidden.dtype,
             )
             grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
-                if grad.dtype == torch.float32:
-                    grad_weight.addmm_(grad.T, hidden[part])
-                else:
-                    grad_weight += grad.T @ hidden[part]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+            if grad_weight is None:
+                continue
+            if grad.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[part])
+            else:
+                grad_weight += float32_product(grad.T, hidden[part])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """(c, V) float32, at the temperature, fresh memory."""
-    logits = (hidden @ weight.T).float()
-    return logits if temperature == 1 else logits.div_(temperature)
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(c, V) float32, at temperature 1, fresh memory."""
+    return float32_product(hidden, weight.T)
+
+
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32. On a GPU the sums of 16-bit products are not rounded to 16 bits first."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def chunk_functions(hidden: Tensor) -> tuple:
+    """(softmax statistics, gradient of logits) of a chunk: compiled on a GPU, in place on a CPU."""
+    if on_gpu(hidden):
+        return gpu_statistics, gpu_gradient
+    return cpu_statistics, cpu_gradient
+
+
+def kept_size(hidden: Tensor) -> int:
+    """Bytes of a kept probability: in the model's type on a GPU."""
+    return hidden.dtype.itemsize if on_gpu(hidden) else 4
+
+
+def room_for_softmaxes(hidden: Tensor) -> int:
+    """Bytes that softmaxes may take between forward and backward. On a GPU a quarter of what is
+    free: they save the backward a product of hidden states and vocabulary head, 2 of 8."""
+    if not hidden.is_cuda:
+        return KEPT_BYTES
+    free = torch.cuda.mem_get_info(hidden.device)[0]
+    cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+    return (free + cached) // 4
+
+
+# Both pairs below: logits (c, V) float32 at temperature 1, targets (c,); statistics return
+# (logps, log-normalisers, entropies (c,), the softmax (c, V) or None).
+# What the gradient is of: (p, logits, temperature), p the kept softmax or None, logits then; and
+# (targets, logps, log-normalisers, entropies). It returns d / d logits, (c, V), in `dtype`.
+
+
+def cpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept_type):
+    """In place: the buffers of a chunk stay in the cache."""
+    logits = logits if temperature == 1 else logits.div_(temperature)
+    top = logits.amax(1)
+    p = logits.sub_(top[:, None]).exp()
+    z = p.sum(1)
+    logps = logits.gather(1, targets[:, None])[:, 0] - z.log()
+    entropy = logps
+    if want_entropy:
+        entropy = z.log() - torch.linalg.vecdot(p, logits) / z
+    return logps, top + z.log(), entropy, None if kept_type is None else p.div_(z[:, None])
+
+
+def cpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
+    p, logits, temperature = source
+    targets, _, log_z, entropy = rows
+    if p is None:
+        logits = logits if temperature == 1 else logits.div_(temperature)
+        p = logits.sub_(log_z[:, None]).exp_()
+    more = None
+    if grad_entropy is not None and grad_entropy.any():
+        more = grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+    grad = p.mul_(-grad_logps[:, None])
+    grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
+    if more is not None:
+        grad.add_(more)
+    return grad.div_(temperature).to(dtype)
+
+
+def gpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept_type):
+    scale = logits.new_full((), 1 / temperature)  # a number would be compiled in
+    return compiled(softmax_statistics)(logits, scale, targets, kept_type)
+
+
+def softmax_statistics(logits, scale, targets, kept_type):
+    """Two passes over the logits when compiled."""
+    logits = logits * scale
+    log_z = logits.logsumexp(1)
+    logps = logits.gather(1, targets[:, None])[:, 0] - log_z
+    p = (logits - log_z[:, None]).exp()
+    entropy = log_z - (p * logits).sum(1)
+    return logps, log_z, entropy, None if kept_type is None else p.to(kept_type)
+
+
+def gpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
+    p, logits, temperature = source
+    source = (logits, False) if p is None else (p, True)
+    scale = grad_logps.new_full((), 1 / temperature)
+    if grad_entropy is None:
+        grad_entropy = torch.zeros_like(grad_logps)
+    grads = grad_logps, grad_entropy
+    return compiled(softmax_gradient)(source, scale, rows, grads, dtype)
+
+
+def softmax_gradient(source: tuple, scale, rows: tuple, grads: tuple, dtype):
+    """One pass over source, (kept softmax, True) or (logits, False), when compiled. At the target
+    1 - p comes from its log-prob: a p of nearly 1 in 16 bits has lost it."""
+    p, kept = source
+    targets, logps, log_z, entropy = rows
+    grad_logps, grad_entropy = grads
+    p = p.float() if kept else (p * scale - log_z[:, None]).exp()
+    at_target = torch.arange(p.shape[1], device=p.device) == targets[:, None]
+    logp = logps[:, None]
+    p = torch.where(at_target, logp.exp(), p)
+    rest = torch.where(at_target, -torch.expm1(logp), -p)
+    grad = grad_logps[:, None] * rest
+    grad = grad + grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+    return (grad * scale).to(dtype)
+
+
+@functools.cache
+def compiled(function):
+    """For chunks of any number of tokens; compiled by Triton at first use."""
+    return torch.compile(function, dynamic=True)
 
 
 def token_logps(
@@ -380,9 +485,10 @@ def token_logps(
     chunk: int,
     want_entropy: bool = True,
 ):
-    """(logps (n,), entropy (n,) or None) of `targets` (n,) under softmax(hidden @ head_weight.T / temperature), float32, nats.
-    hidden (n, H), head_weight (V, H). Memory: about 4 float32 buffers of `chunk` * V at a time and KEPT_BYTES, whatever n is. On a CPU a chunk
-    has at most 128 tokens, whose buffers stay in its cache."""
+    """(logps (n,), entropy (n,) or None) of `targets` (n,) under
+    softmax(hidden @ head_weight.T / temperature), float32, nats. hidden (n, H), head_weight (V, H).
+    Memory: about 4 float32 buffers of `chunk` * V at a time and the softmaxes that are kept,
+    whatever n is. On a CPU a chunk has at most 128 tokens, whose buffers stay in its cache."""
     chunk = chunk if hidden.is_cuda else min(chunk, 128)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logps, entropy = ChunkedLogps.apply(

@@ -1,21 +1,32 @@
-"""Rows of tokens side by side without padding, and a prompt that neighbouring rows begin with only once.
+"""Rows of tokens side by side without padding, and a prompt that neighbouring rows begin with
+only once.
 
-    prepare(lm)         # once
-    hidden, before, own = states(lm, ids, prompt_lengths, lengths, row, t)      # (M, H), (k,), (k,)
+    prepare(lm)                                               # once
+    packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
+    hidden = states(lm, to_device(packed, device))            # (M, H), for M tokens
 
-All layers but attention treat every token alike, so the M tokens may stand in one long row. Attention gets them back in segments: a prompt that several rows
-share, what follows it in each of them, or a whole row. Segments of about one length are padded to a block; those that follow a shared prompt see its keys
-before their own. G completions of a prompt save the forward and the backward of G - 1 prompts.
+All layers but attention treat every token alike, so the M tokens may stand in one long row.
+Attention gets them back in segments: a prompt that several rows share, what follows it in each of
+them, or a whole row. What follows a shared prompt sees that prompt's keys before its own. G
+completions of a prompt save the forward and the backward of G - 1 prompts.
+
+On a GPU in 16 bits one varlen_attn per layer takes all segments (Varlen); elsewhere segments of
+about one length are padded to a block (Block). The plan of either is made on the host and sent to
+the device once: no layer and no block makes the host wait for the device.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from common import UserError
+
+# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has shapes of its own
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 NAME = "packed"
 HARMLESS = {
@@ -33,12 +44,21 @@ class Block(NamedTuple):
 
     tokens: slice  # theirs, among all M
     count: int  # b
-    queries: Tensor | None  # (b, Q) places within the slice, padded; None if all are of one length
-    real: Tensor | None  # (b * Q,) bool, what of it is not padding
-    keys: (
-        Tensor | None
-    )  # (b, K) places among all M, the prompt's and their own; None if there is no prompt before
-    seen: Tensor | None  # (b or 1, 1, Q, K) bool, with keys; else causal
+    queries: Tensor | None  # (b, Q) places in the slice, padded; None if all have one length
+    real: Tensor | None  # (m,) which of the b * Q are not padding; None if all are
+    keys: Tensor | None  # (b, K) places among all M, the prompt's and their own; None: no prompt
+    before: Tensor | None  # (b or 1,) tokens of the prompt, with keys; else plain causal order
+    seen: Tensor | None = None  # (b or 1, 1, Q, K) bool, with keys: made from them on the device
+
+
+class Varlen(NamedTuple):
+    """All s segments for one varlen_attn: queries as they stand, each one's keys in a row."""
+
+    keys: Tensor | None  # (sum of K,) places among all M, a prompt's before its follower's own
+    ends_q: Tensor  # (s + 1,) int32, where a segment's queries begin, and the last ones end
+    ends_k: Tensor  # (s + 1,) int32, and its keys
+    longest_q: int
+    longest_k: int
 
 
 class Packed(NamedTuple):
@@ -46,7 +66,55 @@ class Packed(NamedTuple):
     positions: Tensor  # (1, M)
     last: Tensor  # (n,) the place of each row's last prompt token
     first: Tensor  # (n,) and of its first completion token
+    longest: int  # tokens of the longest row
     blocks: list[Block]
+    varlen: Varlen | None  # instead of blocks
+
+
+def uses_varlen(lm) -> bool:
+    """Whether this model's attention is varlen_attn, which wants 16 bits and an Ampere or later."""
+    if lm.device.type != "cuda" or lm.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(lm.device) >= (8, 0)
+
+
+# --- between host and device
+
+
+def on_host(*tensors: Tensor) -> list[Tensor]:
+    """The integers of these tensors in CPU memory: one wait for the device, or none on a CPU."""
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([x.flatten() for x in tensors]).cpu()
+    pieces = flat.split([x.numel() for x in tensors])
+    return [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+def map_tensors(change, plan):
+    """The plan (tuples, lists, tensors in them) with change(x) for every tensor x, in order."""
+    if isinstance(plan, Tensor):
+        return change(plan)
+    if not isinstance(plan, (list, tuple)):
+        return plan
+    parts = [map_tensors(change, part) for part in plan]
+    return type(plan)(*parts) if hasattr(plan, "_fields") else type(plan)(parts)
+
+
+def to_device(plan, device: torch.device):
+    """The plan, made of integers on the host, on the device: one copy, and nobody waits for it."""
+    if device.type == "cpu":
+        return plan
+    tensors = []
+    map_tensors(tensors.append, plan)
+    flat = torch.cat([x.flatten().long() for x in tensors])
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    flat = flat.to(device, non_blocking=True)
+    pieces = iter(flat.split([x.numel() for x in tensors]))
+    return map_tensors(lambda x: next(pieces).view(x.shape).to(x.dtype), plan)
+
+
+# --- the plan, on the host
 
 
 def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
@@ -59,64 +127,128 @@ def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
     return torch.cat([same.new_zeros(1), same])
 
 
-def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Packed:
-    """ids (n, S): prompt and completion, right-padded; prompt_lengths, lengths (n,)."""
-    everyone = torch.arange(len(ids), device=ids.device)
-    lead = (
-        everyone.masked_fill(continues(ids, prompt_lengths), 0).cummax(0).values
-    )  # (n,) the row that brings each row's prompt
+def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
+    """(lead (n,), row, begin, size (s,)): the row that brings each row's prompt; and of every
+    segment its row, the index of its first token in it (above 0: a shared prompt stands before)
+    and its number of tokens. Neighbours are of one kind."""
+    everyone = torch.arange(len(ids))
+    repeats = continues(ids, prompt_lengths)
+    lead = everyone.masked_fill(repeats, 0).cummax(0).values
     shared = lead.bincount(minlength=len(ids))[lead] > 1
-    total = prompt_lengths + lengths
-    leads, follow = everyone[shared & (lead == everyone)], everyone[shared]
-    # segments: (row, index of the first token in it, number of tokens); a first index above 0 means that a shared prompt stands before
-    row = torch.cat([leads, everyone[~shared], follow])
-    begin = torch.cat([torch.zeros_like(row[: len(row) - len(follow)]), prompt_lengths[follow]])
-    size = torch.cat([prompt_lengths[leads], total[~shared], lengths[follow]])
-    kind = size.log2().ceil().long() + 64 * (
-        begin > 0
-    )  # of one kind, the longest is less than twice as long as the shortest
+    leads = everyone[shared & (lead == everyone)]
+    alone = everyone[~shared]
+    follow = everyone[shared]
+    row = torch.cat([leads, alone, follow])
+    begin = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
+    whole = prompt_lengths + lengths
+    size = torch.cat([prompt_lengths[leads], whole[alone], lengths[follow]])
+    kind = kind_of(begin, size)
     order = kind.argsort(stable=True)
-    row, begin, size, kind = row[order], begin[order], size[order], kind[order]
+    return lead, row[order], begin[order], size[order]
+
+
+def kind_of(begin: Tensor, size: Tensor) -> Tensor:
+    """Segments of one kind are padded to one block: the longest is less than twice as long as the
+    shortest, and all have a prompt before them or none has."""
+    return size.log2().ceil().long() + 64 * (begin > 0)
+
+
+def each(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(i, t) of every t in 0 .. counts[i] - 1, for every i, in order."""
+    return (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
+
+
+def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> Packed:
+    """ids (n, S): prompt and completion, right-padded; prompt_lengths, lengths (n,). On the host.
+    varlen: for one varlen_attn a layer, else for blocks."""
+    lead, row, begin, size = segments(ids, prompt_lengths, lengths)
     place = size.cumsum(0) - size  # of a segment's first token
-    segment, t = (torch.arange(int(size.max()), device=ids.device) < size[:, None]).nonzero(
-        as_tuple=True
-    )  # (M,)
+    segment, t = each(size)  # (M,)
     at = begin[segment] + t
-    last = torch.zeros_like(total)
-    last[row[begin == 0]] = (place + prompt_lengths[row] - 1)[begin == 0]
+    starts = begin == 0  # segments that bring a prompt
+    last = torch.zeros_like(lengths)
+    last[row[starts]] = (place + prompt_lengths[row] - 1)[starts]
     last = last[lead]
     first = last + 1
-    first[row[begin > 0]] = place[begin > 0]
+    first[row[~starts]] = place[~starts]
+    made = (place, size, begin, last[row])
+    return Packed(
+        ids[row[segment], at][None],
+        at[None],
+        last,
+        first,
+        int((prompt_lengths + lengths).max()),
+        [] if varlen else blocks_of(*made),
+        varlen_of(*made) if varlen else None,
+    )
+
+
+def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varlen:
+    """place, size (s,) of the segments; before (s,): tokens of the prompt that stands before each,
+    0 for none; last (s,): where it ends."""
+    width = before + size  # keys of each
+    i, s = each(width)
+    own = place[i] + s - before[i]
+    keys = torch.where(s < before[i], (last - before + 1)[i] + s, own)
+
+    def ends(counts: Tensor) -> Tensor:
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+    some = bool(before.any())
+    longest_q, longest_k = int(size.max()), int(width.max())
+    return Varlen(keys if some else None, ends(size), ends(width), longest_q, longest_k)
+
+
+def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list[Block]:
+    """The segments of varlen_of, those of one kind together."""
     blocks, i = [], 0
-    for count in kind.unique_consecutive(return_counts=True)[1].tolist():
+    counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
+    for count in counts.tolist():
         part = slice(i, i + count)
-        blocks.append(block(place[part], size[part], begin[part], last[row[part]]))
+        blocks.append(block(place[part], size[part], before[part], last[part]))
         i += count
-    return Packed(ids[row[segment], at][None], at[None], last, first, blocks)
+    return blocks
 
 
 def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
-    """place, size (b,) of neighbouring segments; before (b,): tokens of the prompt that stands before each, 0 for none; last (b,): where it ends."""
-    Q, start, m = int(size.max()), int(place[0]), int(size.sum())
-    steps = torch.arange(Q, device=place.device)
-    real, even = steps < size[:, None], m == len(size) * Q  # (b, Q)
-    queries = (
-        None if even else (place - start)[:, None] + steps * real
-    )  # padding is the segment's first token again
-    keys = seen = None
-    if int(before[0]):
-        s = torch.arange(int(before.max()) + Q, device=place.device)  # (K,)
+    """One block of neighbouring segments of one kind."""
+    longest, start, m = int(size.max()), int(place[0]), int(size.sum())
+    steps = torch.arange(longest)
+    real = steps < size[:, None]  # (b, Q)
+    queries = keys = None
+    even = m == real.numel()
+    if not even:  # padding is the segment's first token again
+        queries = (place - start)[:, None] + steps * real
+    if before.any():
+        s = torch.arange(int(before.max()) + longest)  # (K,)
         own = (s - before[:, None]).clamp(min=0)  # (b, K)
-        keys = torch.where(
-            s < before[:, None],
-            (last - before + 1)[:, None] + s,
-            place[:, None] + own * (own < size[:, None]),
-        )
-        offset = before[:1] if bool((before == before[0]).all()) else before
-        seen = s <= offset[:, None, None, None] + steps[:, None]
+        own = place[:, None] + own * (own < size[:, None])
+        keys = torch.where(s < before[:, None], (last - before + 1)[:, None] + s, own)
+        same = bool((before == before[0]).all())
+        before = before[:1] if same else before
     return Block(
-        slice(start, start + m), len(size), queries, None if even else real.flatten(), keys, seen
+        slice(start, start + m),
+        len(size),
+        queries,
+        None if even else real.flatten().nonzero()[:, 0],
+        keys,
+        None if keys is None else before,
     )
+
+
+# --- attention, on the device
+
+
+def seen_keys(b: Block) -> Tensor | None:
+    """(b or 1, 1, Q, K) bool: which keys the queries of a block see; None: causal order."""
+    if b.keys is None:
+        return None
+    longest = (b.tokens.stop - b.tokens.start) // b.count
+    if b.queries is not None:
+        longest = b.queries.shape[1]
+    steps = torch.arange(longest, device=b.keys.device)
+    s = torch.arange(b.keys.shape[1], device=b.keys.device)
+    return s <= b.before[:, None, None, None] + steps[:, None]
 
 
 def attention(
@@ -139,37 +271,60 @@ def attention(
         )
     wants = [name for name, value in more.items() if value is not None and name not in HARMLESS]
     wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
-    wants += ["a sliding window"] * (
-        sliding_window is not None and sliding_window <= int(packed.positions.max())
-    )
+    wants += ["a sliding window"] * (sliding_window is not None and sliding_window < packed.longest)
     if wants:
         raise UserError(
             f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does not support: set pack_sequences=False"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (M, heads, d)
-    parts = []
-    for b in packed.blocks:
-        queries = fold(q, b)  # (b, heads, Q, d)
-        keys, values = (
-            fold(x, b) if b.keys is None else spread(x, b.keys) for x in (k, v)
-        )  # (b, kv heads, K, d)
-        groups = queries.shape[1] // keys.shape[1]
-        if (
-            b.seen is not None and groups > 1
-        ):  # no fast kernel takes both a mask and fewer heads of keys
-            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-        out = scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            b.seen,
-            is_causal=b.seen is None,
-            scale=scaling,
-            enable_gqa=queries.shape[1] > keys.shape[1],
-        )
-        out = out.transpose(1, 2).flatten(0, 1)  # (b * Q, heads, d)
-        parts.append(out if b.real is None else out[b.real])
+    if packed.varlen is not None:
+        return attend_at_once(q, k, v, packed.varlen, scaling)[None], None
+    parts = [attend_block(q, k, v, b, scaling) for b in packed.blocks]
     return torch.cat(parts)[None], None
+
+
+def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Tensor:
+    """(M, heads, d). The causal order of varlen_attn is aligned at the ends of queries and keys
+    (bottom right), which is "the prompt, then its own": bench/gpu.py proves it on a GPU."""
+    if plan.keys is not None:
+        k = k.index_select(0, plan.keys)
+        v = v.index_select(0, plan.keys)
+    return varlen_attn(
+        q,
+        k,
+        v,
+        plan.ends_q,
+        plan.ends_k,
+        plan.longest_q,
+        plan.longest_k,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
+    """(m, heads, d), of the tokens of one block."""
+    queries = fold(q, b)  # (b, heads, Q, d)
+    if b.keys is None:
+        keys, values = fold(k, b), fold(v, b)
+    else:
+        keys, values = spread(k, b.keys), spread(v, b.keys)  # (b, kv heads, K, d)
+    groups = queries.shape[1] // keys.shape[1]
+    if b.seen is not None and groups > 1:  # no fast kernel takes a mask and fewer heads of keys
+        keys = keys.repeat_interleave(groups, 1)
+        values = values.repeat_interleave(groups, 1)
+    out = scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        b.seen,
+        is_causal=b.seen is None,
+        scale=scaling,
+        enable_gqa=queries.shape[1] > keys.shape[1],
+    )
+    out = out.transpose(1, 2).flatten(0, 1)  # (b * Q, heads, d)
+    return out if b.real is None else out.index_select(0, b.real)
 
 
 def spread(x: Tensor, places: Tensor) -> Tensor:
@@ -180,26 +335,30 @@ def spread(x: Tensor, places: Tensor) -> Tensor:
 def fold(x: Tensor, b: Block) -> Tensor:
     """The segments of a block, from all tokens (M, heads, d), as (b, heads, Q, d)."""
     own = x[b.tokens]
-    return (
-        own.unflatten(0, (b.count, -1)).transpose(1, 2)
-        if b.queries is None
-        else spread(own, b.queries)
-    )
+    if b.queries is None:
+        return own.unflatten(0, (b.count, -1)).transpose(1, 2)
+    return spread(own, b.queries)
 
 
 AttentionInterface.register(NAME, attention)
 
 
-def states(
-    lm, ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, row: Tensor, t: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Final hidden states (M, H) of the rows' tokens, and the places in it of completion tokens t of `row`, (k,): of what predicts each, and its own."""
-    packed = pack(ids, prompt_lengths, lengths)
-    hidden = lm.base_model(
-        input_ids=packed.ids, position_ids=packed.positions, packed=packed, use_cache=False
-    ).last_hidden_state[0]
+def states(lm, packed: Packed) -> Tensor:
+    """Final hidden states (M, H) of the packed tokens; `packed` is on the model's device."""
+    blocks = [b._replace(seen=seen_keys(b)) for b in packed.blocks]  # once, not in every layer
+    out = lm.base_model(
+        input_ids=packed.ids,
+        position_ids=packed.positions,
+        packed=packed._replace(blocks=blocks),
+        use_cache=False,
+    )
+    return out.last_hidden_state[0]
+
+
+def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Of completion tokens t of `row` (k,): places of what predicts each, and its own."""
     own = packed.first[row] + t
-    return hidden, torch.where(t == 0, packed.last[row], own - 1), own
+    return torch.where(t == 0, packed.last[row], own - 1), own
 
 
 # --- which models can do it
@@ -216,57 +375,70 @@ def check_window(config, longest: int) -> None:
             )
 
 
+def small_rows(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Four rows (ids, prompt lengths, lengths), two of them with one prompt, to try a model on."""
+    ids = torch.arange(28).view(4, 7) * 5 % vocabulary
+    ids[1, :3] = ids[0, :3]
+    return ids, torch.tensor([3, 3, 3, 2]), torch.tensor([3, 3, 2, 4])
+
+
 @torch.no_grad()
 def prepare(lm) -> None:
-    """Sets the model's attention, and tries it on a few tokens: a model whose layers hand on more than attention does (convolutions, recurrent states), or
-    whose attention is not plain causal, is a UserError. Its files do not tell."""
-    trains, usual = lm.training, lm.config._attn_implementation
+    """Sets the model's attention, and tries it on a few tokens: a model whose layers hand on more
+    than attention does (convolutions, recurrent states), or whose attention is not plain causal, is
+    a UserError. Its files do not tell."""
+    usual = lm.config._attn_implementation
     if usual == NAME:
         return
-    lengths, ids = (
-        torch.tensor([3, 3, 2, 4]),
-        torch.arange(28, device=lm.device).view(4, 7) * 5 % lm.config.vocab_size,
-    )
-    prompts, lengths = torch.tensor([3, 3, 3, 2], device=lm.device), lengths.to(lm.device)
-    ids[1, :3] = ids[0, :3]
-    other = ids.clone()
-    other[2, :5] += 1  # a row in the middle says something else
-    other %= lm.config.vocab_size
-    row, t = (torch.arange(4, device=lm.device) < lengths[:, None]).nonzero(as_tuple=True)
+    trains = lm.training
     lm.eval()
     try:
-        plain = (
-            lm.base_model(input_ids=ids, use_cache=False)
-            .last_hidden_state[row, prompts[row] + t]
-            .float()
-        )
-        lm.set_attn_implementation(NAME)
-        found, changed = (
-            hidden[own].float()
-            for hidden, _, own in (
-                states(lm, one, prompts, lengths, row, t) for one in (ids, other)
-            )
-        )
-        exact, size = lm.dtype == torch.float32, plain.abs().max()
-        leak, gap = (
-            (found - changed)[row != 2].abs().max() / size,
-            (found - plain).abs().max() / size,
-        )  # experts may round differently: not exactly 0
+        leak, gap = try_packing(lm)
+        exact = lm.dtype == torch.float32
         if leak > (2e-5 if exact else 0.02) or gap > (1e-3 if exact else 0.1):
             raise UserError(
-                f"model {lm.config.model_type!r} can't have its sequences packed: a token's hidden state depends on more than the tokens before it in "
-                f"its row; set pack_sequences=False"
+                f"model {lm.config.model_type!r} can't have its sequences packed: a token's hidden "
+                f"state depends on more than the tokens before it in its row; set "
+                f"pack_sequences=False"
             )
+    except UserError:
+        lm.set_attn_implementation(usual)
+        raise
     except (
         TypeError,
         ValueError,
         AttributeError,
-    ) as error:  # a UserError, or its layers do not hand the packing on
+    ) as error:  # its layers do not hand the packing on
         lm.set_attn_implementation(usual)
-        if isinstance(error, UserError):
-            raise
         raise UserError(
-            f"model {lm.config.model_type!r} can't have its sequences packed ({error}): set pack_sequences=False"
+            f"model {lm.config.model_type!r} can't have its sequences packed ({error}): set "
+            f"pack_sequences=False"
         ) from None
     finally:
         lm.train(trains)
+
+
+def try_packing(lm) -> tuple[float, float]:
+    """(leak, gap), relative to the largest hidden state: how much a row's states change with the
+    text of another row, and how far they are from those of padded rows. Sets the attention."""
+    ids, prompt_lengths, lengths = small_rows(lm.config.vocab_size)
+    changed_ids = ids.clone()
+    changed_ids[2, :5] += 1  # a row in the middle says something else
+    changed_ids %= lm.config.vocab_size
+    row, t = each(lengths)
+    others = (row != 2).nonzero()[:, 0].to(lm.device)
+    padded = lm.base_model(input_ids=ids.to(lm.device), use_cache=False).last_hidden_state
+    plain = padded[row.to(lm.device), (prompt_lengths[row] + t).to(lm.device)].float()
+    lm.set_attn_implementation(NAME)
+
+    def packed_states(ids: Tensor) -> Tensor:
+        packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))
+        _, own = completion_places(packed, row, t)
+        packed, own = to_device((packed, own), lm.device)
+        return states(lm, packed)[own].float()
+
+    found, changed = packed_states(ids), packed_states(changed_ids)
+    size = plain.abs().max()
+    leak = (found - changed)[others].abs().max() / size  # experts round differently: not always 0
+    gap = (found - plain).abs().max() / size
+    return leak.item(), gap.item()

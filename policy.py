@@ -6,12 +6,26 @@
 n rows; T tokens of the longest completion; S of the longest row; M of all of them; H hidden size.
 """
 
+from typing import NamedTuple
+
 import deepspeed
 import torch
 
 import loss as L
 import packing
 from common import UserError
+
+
+class Plan(NamedTuple):
+    """Where the k completion tokens of n rows stand among the hidden states of a forward."""
+
+    row: torch.Tensor  # (k,)
+    t: torch.Tensor  # (k,) the index in its completion
+    targets: torch.Tensor  # (k,) token ids
+    before: torch.Tensor  # (k,) the place of what predicts it
+    own: torch.Tensor  # (k,) its own place
+    ends: torch.Tensor  # (n,) places of the completions' last tokens
+    packed: packing.Packed | None
 
 
 class Policy(torch.nn.Module):
@@ -29,48 +43,61 @@ class Policy(torch.nn.Module):
         if pack:
             packing.prepare(lm)
 
-    def states(self, ids, prompt_lengths, lengths, row, t) -> tuple:
-        """As packing.states, also for padded rows."""
+    def plan(self, ids, prompt_lengths, lengths) -> Plan:
+        """What forward needs to know of where tokens stand. On the host."""
+        row, t = completion_mask(lengths).nonzero(as_tuple=True)
+        packed = None
         if self.pack:
-            return packing.states(self.lm, ids, prompt_lengths, lengths, row, t)
-        own = row * ids.shape[1] + prompt_lengths[row] + t
-        return (
-            self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1),
-            own - 1,
-            own,
-        )
+            packed = packing.pack(ids, prompt_lengths, lengths, packing.uses_varlen(self.lm))
+            before, own = packing.completion_places(packed, row, t)
+        else:
+            own = row * ids.shape[1] + prompt_lengths[row] + t
+            before = own - 1
+        targets = ids[row, prompt_lengths[row] + t]
+        return Plan(row, t, targets, before, own, own[t == lengths[row] - 1], packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
-        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not wanted. ids (n, S), lengths (n,).
-        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed head's logits on them or None)."""
-        row, t = completion_mask(lengths).nonzero(
-            as_tuple=True
-        )  # the tokens of all completions, flat
-        hidden, before, own = self.states(ids, prompt_lengths, lengths, row, t)  # (M, H)
+        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not
+        wanted. ids (n, S), lengths (n,).
+        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed
+        head's logits on them or None)."""
+        host = packing.on_host(ids, prompt_lengths, lengths)
+        shape = len(ids), int(host[2].max())
+        plan = packing.to_device(self.plan(*host), ids.device)
+        if self.pack:
+            hidden = packing.states(self.lm, plan.packed)  # (M, H)
+        else:
+            out = self.lm.base_model(input_ids=ids, use_cache=False)
+            hidden = out.last_hidden_state.flatten(0, 1)
         if pool:
-            last = hidden[own[t == lengths[row] - 1]].float()  # (n, H)
-            sums = torch.zeros_like(last).index_add(0, row, hidden[own].float())
-            pooled = last if pool == "last" else sums / lengths[:, None]
-            return pooled, None if self.seed_head is None else self.seed_head(
-                pooled.to(self.seed_head.weight.dtype)
-            ).float()
-        head, targets = self.lm.get_output_embeddings().weight, ids[row, prompt_lengths[row] + t]
-        flat = L.token_logps(
-            hidden.index_select(0, before),
-            head,
-            targets,
+            return self.pooled(hidden, plan, lengths, pool)
+        logps, entropy = L.token_logps(
+            hidden.index_select(0, plan.before),
+            self.lm.get_output_embeddings().weight,
+            plan.targets,
             self.temperature,
             self.chunk,
             want_entropy,
         )
-        if (
-            self.seed_head is not None
-        ):  # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the last step
-            flat = (flat[0] + 0.0 * self.seed_head(hidden[:1]).sum(), flat[1])
-        return tuple(
-            x if x is None else x.new_zeros(len(ids), int(lengths.max())).index_put((row, t), x)
-            for x in flat
-        )
+        if self.seed_head is not None:
+            # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the
+            # last step
+            logps = logps + 0.0 * self.seed_head(hidden[:1]).sum()
+
+        def table(x):  # (k,) to (n, T)
+            return None if x is None else x.new_zeros(shape).index_put((plan.row, plan.t), x)
+
+        return table(logps), table(entropy)
+
+    def pooled(self, hidden, plan: Plan, lengths, pool: str) -> tuple:
+        """forward's results with pool."""
+        pooled = hidden[plan.ends].float()  # (n, H)
+        if pool == "mean":
+            sums = torch.zeros_like(pooled).index_add(0, plan.row, hidden[plan.own].float())
+            pooled = sums / lengths[:, None]
+        if self.seed_head is None:
+            return pooled, None
+        return pooled, self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
 
 
 @torch.no_grad()
@@ -113,7 +140,7 @@ def check_head(lm) -> None:
 
 def turn_off_dropout(lm) -> float:
     """Sets every dropout of a model to 0; returns the largest there was. Completions were sampled
-    without it, and with it the ratios of probabilities would be noise. The config keeps its values."""
+    without it, and with it the ratios of probabilities would be noise. The config keeps its own."""
     largest = 0.0
     for module in lm.modules():
         for name, value in vars(module).items():

@@ -45,7 +45,7 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 
 def check_chat_template(tokenizer, what: str) -> None:
-    """UserError, beginning with `what`, for a template that fails or leaves the user's words out."""
+    """UserError, beginning with `what`, for a template that fails or leaves the user out."""
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
@@ -111,8 +111,8 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
 
 
 class CharacterLimit:
-    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes of it
-    take a minute to tokenise.
+    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes take
+    a minute to tokenise.
 
     A text that fits is never said to be longer. A token has at most as many characters as the
     longest of the vocabulary; before, normalisation (NFC) joins at most JOINED characters into one;
@@ -160,8 +160,8 @@ class CharacterLimit:
 def encode_prompts(
     rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str, seeded=None
 ) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are left
-    out ("drop"), or lose the beginning of the user's message, never the system prompt or the
+    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are
+    left out ("drop"), or lose the beginning of the user's message, never the system prompt or the
     assistant's header ("truncate"); the last two are counted on the console.
     seeded: row -> its prompts with an InfoSeed seed, token ids that must fit as well."""
 
@@ -217,7 +217,7 @@ def encode_prompts(
 
 
 def seed_room(row: dict, seeded, encode) -> int:
-    """Tokens that InfoSeed's seeds add to a prompt, and as much again: joined texts split otherwise."""
+    """Tokens that InfoSeed's seeds add to a prompt, and as much again: text splits otherwise there."""
     row = row | {"prompt": "1"}
     (ids,) = encode([row])
     return 2 * max(map(len, seeded(row))) - 2 * len(ids) + 64

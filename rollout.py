@@ -212,6 +212,7 @@ class VllmEngine:
 
     def wake(self) -> None:
         if self.sleeps:
+            torch.cuda.empty_cache()  # vLLM takes its memory beside torch's, which held some back
             self.llm.wake_up(tags=["weights"])
 
 

@@ -1,1 +1,2 @@
-"""How fast? Our step beside TRL's and against lower bounds. Nothing in the trainer imports this."""
+"""Evidence: what a step costs, and whether a GPU does what it should. Nothing in the trainer
+imports this."""

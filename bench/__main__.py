@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
 
 STARTED = time.perf_counter()
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS = [
     ("P4G8T64V2048", "trl", 0.0),
     ("P4G8T64V2048", "trl_vllm", 0.0),
@@ -77,7 +77,15 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> d
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
     } | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, f"--arm={arm}", scenario, f"--beta={beta}", f"--steps={steps}"],
+        [
+            sys.executable,
+            "-m",
+            "bench",
+            f"--arm={arm}",
+            scenario,
+            f"--beta={beta}",
+            f"--steps={steps}",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

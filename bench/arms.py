@@ -1,4 +1,4 @@
-"""What bench.py runs in a process of its own each: a few steps of ours, of TRL's, or the least that they could cost, on the same model and prompts.
+"""What python -m bench runs in a process of its own each: a few steps of ours, of TRL's, or the least that they could cost, on the same model and prompts.
 
 first, steps = ours("P4G8T64V2048", beta=0.0, steps=8)      # when the first step began, [{"step": s, "learn": s, "rollout": s, ...} of each]
 """
@@ -141,7 +141,7 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
         num_generations=G,
         max_completion_length=T,
         max_prompt_length=32,
-        reward_funcs=["bench_arms:reward"],
+        reward_funcs=["bench.arms:reward"],
         objective="dr_grpo",
         importance_sampling="none",
         beta=beta,
@@ -309,7 +309,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
         load_model_files(str(folder)).tokenizer,
     )
     engine, lm = (
-        train.load_policy(c, torch.float32, torch.device("cpu")),
+        train.load_policy(c, torch.device("cpu")),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(),
     )
     prompts = [

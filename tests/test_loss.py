@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import checks
 import learner
@@ -2247,6 +2248,86 @@ def test_nothing_is_kept_where_no_gradient_is_asked_for(monkeypatch):
     loss.token_logps(hidden.detach(), weight.detach(), targets, 1.0, 8)
     loss.token_logps(hidden, weight.detach(), targets, 1.0, 8)
     assert [len(ctx.kept) for ctx in contexts] == [0, 0, 4]
+
+
+# --- the head on a GPU: its functions, not yet compiled, on a CPU
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    monkeypatch.setattr(loss, "on_gpu", lambda x: True)
+    monkeypatch.setattr(loss, "compiled", lambda function: function)
+
+
+@pytest.mark.parametrize("size", KEEPING.values(), ids=KEEPING)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", ["none", "zero", "some"])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_the_head_of_a_gpu_has_the_values_and_gradients_of_the_full_softmax(
+    as_on_gpu, monkeypatch, size, temperature, entropy, dtype
+):
+    monkeypatch.setattr(loss, "KEPT_BYTES", size)
+    *leaves, targets = head_case(dtype)
+    up = {"none": None, "zero": torch.zeros(29), "some": randn(29, seed=3)}[entropy]
+    up = randn(29, seed=2), up
+    found = head_grads(leaves, targets, up, temperature)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    outs = full_logps(*exact, targets, temperature)
+    wanted = sum((out * g).sum() for out, g in zip(outs, up) if g is not None)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    for a, b in zip(found, torch.autograd.grad(wanted, exact)):
+        assert a.dtype == dtype
+        close(a, b, tolerance)
+    for a, b in zip(loss.token_logps(*leaves, targets, temperature, 8), outs):
+        close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("size", [0, 2**28], ids=["recomputed", "kept"])
+def test_a_confident_token_keeps_its_small_gradient_in_16_bits(as_on_gpu, monkeypatch, size):
+    """p of the target is 0.9997, which bfloat16 takes for 1: what is left is 1 - p."""
+    monkeypatch.setattr(loss, "KEPT_BYTES", size)
+    weight = torch.zeros(5, 4)
+    weight[0, 0] = 1.0
+    hidden = torch.tensor([[9.5, 0.0, 0.0, 0.0]])
+    leaves = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    targets = torch.tensor([0])
+    found = torch.autograd.grad(loss.token_logps(*leaves, targets, 1.0, 8)[0].sum(), leaves)
+    wanted = torch.autograd.grad(full_logps(*exact, targets, 1.0)[0].sum(), exact)
+    for a, b in zip(found, wanted):
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+def test_the_head_of_a_gpu_is_compiled_a_few_times_for_all_chunks_and_temperatures(monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(loss, "on_gpu", lambda x: True)
+    made = {}
+
+    def compiled(function):
+        if function not in made:
+            made[function] = torch.compile(function, backend=counter, dynamic=True, fullgraph=True)
+        return made[function]
+
+    monkeypatch.setattr(loss, "compiled", compiled)
+    torch._dynamo.reset()
+    for size in (0, 2**28):
+        monkeypatch.setattr(loss, "KEPT_BYTES", size)
+        for n in (29, 30, 17, 23):
+            for temperature in (1.0, 0.7, 0.9, 1.1):
+                *leaves, targets = head_case(torch.bfloat16, n=n)
+                logps, entropy = loss.token_logps(*leaves, targets, temperature, 8)
+                (logps.sum() + entropy.sum()).backward()
+    assert counter.frame_count <= 2 * 2 * 2  # two functions, kept or not; chunks of 1 apart
+    assert counter.frame_count >= 4
+
+
+def test_kept_probabilities_take_a_quarter_of_what_is_free_on_a_gpu(monkeypatch):
+    hidden = SimpleNamespace(is_cuda=True, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    assert loss.room_for_softmaxes(hidden) == 2 * 2**30
+    assert loss.room_for_softmaxes(torch.zeros(1)) == loss.KEPT_BYTES
 
 
 MEMORY = """

@@ -1,4 +1,4 @@
-"""Model folders that can't be used, or would train something else than was meant: one sentence, at once."""
+"""Model folders that can't be used, or would train something else than meant: one sentence."""
 
 import json
 import os

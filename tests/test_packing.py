@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import learner
+import loss
 import packing
 import rollout
+from bench import oracle
+from bench.oracle import bottom_right_attention
 from common import UserError
 from policy import Policy
 
@@ -285,6 +290,176 @@ def test_no_row_sees_another(qwen):
     assert torch.equal(a[0][2], b[0][2]) and (a[0][[0, 1, 3]] != b[0][[0, 1, 3]]).any(1).all()
 
 
+# --- one varlen_attn for all segments, as on a GPU: an emulation stands for its kernel
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    calls = []
+
+    def emulated(*arguments, **more):
+        calls.append(arguments)
+        return bottom_right_attention(*arguments, **more)
+
+    monkeypatch.setattr(packing, "varlen_attn", emulated)
+    monkeypatch.setattr(packing, "uses_varlen", lambda lm: True)
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_varlen_attention_a_layer_does_what_padded_rows_do(qwen, varlen, layout):
+    batch = batch_of(LAYOUTS[layout])
+    assert_same(run(qwen[True], batch), run(qwen[False], batch))
+    assert len(varlen) == BASE["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "Moe" not in name])
+def test_architectures_can_be_packed_for_varlen_attention(varlen, name):
+    both(model(name), batch_of(MIXED))
+    assert varlen
+
+
+def test_a_kernel_that_aligns_its_causal_order_otherwise_is_refused_at_the_start(monkeypatch):
+    """Top left: the first query of a segment would see one key, not the prompt."""
+
+    monkeypatch.setattr(packing, "uses_varlen", lambda lm: True)
+    monkeypatch.setattr(packing, "varlen_attn", bottom_right_attention)
+    Policy(model(), 0.7, 7)
+    monkeypatch.setattr(oracle, "bottom_right", lambda Q, K: torch.ones(Q, K).bool().tril())
+    with pytest.raises(UserError, match="can't have its sequences packed"):
+        Policy(model(), 0.7, 7)
+
+
+def test_keys_are_gathered_for_varlen_only_where_a_prompt_is_shared(qwen, varlen):
+    for layout, gathered in (("one group", True), ("single rows", False), ("one row", False)):
+        batch = batch_of(LAYOUTS[layout])
+        plan = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"], varlen=True)
+        assert (plan.varlen.keys is not None) == gathered
+
+
+def test_varlen_attention_is_for_16_bits_on_a_gpu_that_has_it(monkeypatch):
+    def lm(device: str, dtype):
+        return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert packing.uses_varlen(lm("cuda", torch.bfloat16))
+    assert not packing.uses_varlen(lm("cuda", torch.float32))
+    assert not packing.uses_varlen(lm("cpu", torch.bfloat16))
+    capability = (7, 5)
+    assert not packing.uses_varlen(lm("cuda", torch.bfloat16))
+
+
+def test_cudnn_is_not_asked_for_attention():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# --- nobody waits for the device
+
+
+@pytest.mark.parametrize("kind", ["varlen", "blocks"])
+def test_no_layer_and_no_block_waits_for_the_device(kind):
+    """On "meta" tensors, which have no values: whatever must look at one raises. So there is no
+    .item(), no nonzero, no mask of bools, no copy to the host, forward or backward."""
+    with torch.device("meta"):
+        lm = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen2Config(**BASE), dtype=torch.bfloat16
+        ).train()
+    lm.set_attn_implementation(packing.NAME)
+    batch = batch_of(MIXED)
+    arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
+    packed = packing.to_device(packing.pack(*arguments, varlen=kind == "varlen"), lm.device)
+    assert len(packed.blocks) > 4 or packed.varlen
+    for checkpointed in (False, True):
+        if checkpointed:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        packing.states(lm, packed).sum().backward()
+    assert all(p.grad is not None for p in lm.base_model.parameters())
+    with pytest.raises(RuntimeError):  # the oracle: these would have been seen
+        packed.ids.max().item()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        packed.ids[packed.ids > 0]
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that make the host wait for a GPU."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), more=None):
+        name = function.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            x is not None and x.dtype == torch.bool for x in arguments[1]
+        )
+        to_host = name == "_to_copy" and "device" in (more or {})
+        self.count += any(name.startswith(n) for n in self.NAMES) or masks or to_host
+        return function(*arguments, **(more or {}))
+
+
+def waits(layers: int, rows: list, kind: str, monkeypatch) -> int:
+    """Of one forward and backward of a Policy, planning apart."""
+    monkeypatch.setattr(packing, "uses_varlen", lambda lm: kind == "varlen")
+    monkeypatch.setattr(packing, "varlen_attn", bottom_right_attention)
+    policy = Policy(model(num_hidden_layers=layers).train(), 0.7, 7)
+    monkeypatch.setattr(packing, "varlen_attn", dense_attention)
+    plan, counter = policy.plan, Waits()
+
+    def planned(*host):
+        before = counter.count
+        found = plan(*host)
+        counter.count = before  # on the host, where nobody waits
+        return found
+
+    policy.plan = planned
+    batch = batch_of(rows)
+    with counter:
+        logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+        (logps.sum() + entropy.sum()).backward()
+    return counter.count
+
+
+def dense_attention(q, k, v, ends_q, ends_k, *more, **options):
+    """Of the right shape, without a wait."""
+    return q * k.mean() + v.mean()
+
+
+@pytest.mark.parametrize("kind", ["varlen", "blocks"])
+def test_waits_for_the_device_do_not_grow_with_layers_or_blocks(kind, monkeypatch):
+    few_blocks = group(A, 3, 3)
+    monkeypatch.setattr(loss, "on_gpu", lambda x: True)  # its vocabulary head, not compiled
+    monkeypatch.setattr(loss, "compiled", lambda function: function)
+    least = waits(1, few_blocks, kind, monkeypatch)
+    assert least <= 8
+    assert waits(5, few_blocks, kind, monkeypatch) == least
+    assert waits(1, MIXED, kind, monkeypatch) == least  # also with more chunks of the head
+
+
+def test_a_plan_goes_to_the_device_in_one_copy(qwen):
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), more=None):
+            if str((more or {}).get("device")) == "meta":
+                copies.append(function)
+            return function(*arguments, **(more or {}))
+
+    batch = batch_of(MIXED)
+    plan = qwen[True].plan(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    with Copies():
+        moved = packing.to_device(plan, torch.device("meta"))
+    assert len(copies) == 1
+    found, wanted = [], []
+    packing.map_tensors(found.append, moved)
+    packing.map_tensors(wanted.append, plan)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+    assert type(moved) is type(plan) and type(moved.packed) is packing.Packed
+    assert moved.packed.blocks[0].tokens == plan.packed.blocks[0].tokens
+
+
 # --- the layout itself
 
 
@@ -355,6 +530,7 @@ def test_every_token_is_in_one_block_whose_padding_is_less_than_half(shape):
         assert b.tokens.start == place and size <= padded < 2 * size and padded % b.count == 0
         if b.queries is not None:
             assert b.queries.flatten()[b.real].tolist() == list(range(size))
+            assert len(set(b.real.tolist())) == size
         place += size
     assert place == packed.ids.shape[1]
     assert sum(b.count for b in packed.blocks) == sum(
@@ -371,7 +547,8 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
     """For every query of every block: the places it attends to, from a slow loop over rows."""
     rows = rows_of(shape)
     batch = batch_of(rows)
-    packed = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
+    packed = packing.pack(*arguments)
     wanted = {}
     for i, (prompt, completion) in enumerate(rows):
         last, first = int(packed.last[i]), int(packed.first[i])
@@ -383,14 +560,33 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
         queries = torch.arange(b.count * Q).view(b.count, Q) if b.queries is None else b.queries
         Q = queries.shape[1]
         keys = queries + start if b.keys is None else b.keys
-        seen = (
-            torch.ones(Q, Q).tril().bool().expand(b.count, Q, Q)
-            if b.seen is None
-            else b.seen[:, 0].expand(b.count, Q, -1)
-        )
-        real = torch.ones(b.count * Q).bool() if b.real is None else b.real
-        for s, t in real.view(b.count, Q).nonzero().tolist():
+        seen = packing.seen_keys(b)
+        if seen is None:
+            seen = torch.ones(1, 1, Q, Q).tril().bool()
+        seen = seen[:, 0].expand(b.count, Q, -1)
+        real = range(b.count * Q) if b.real is None else b.real.tolist()
+        for i in real:
+            s, t = divmod(i, Q)
             assert keys[s][seen[s, t]].tolist() == wanted[int(queries[s, t]) + start]
+    plan = packing.pack(*arguments, varlen=True)
+    assert plan.blocks == [] and all(
+        torch.equal(x, y) for x, y in zip(plan[:4], packed[:4], strict=True)
+    )
+    assert attended(plan.varlen, plan.ids.shape[1]) == wanted
+
+
+def attended(plan, count: int) -> dict:
+    """Query: the places whose keys varlen_attn shows to it."""
+    keys = torch.arange(count) if plan.keys is None else plan.keys
+    ends_q, ends_k = plan.ends_q.tolist(), plan.ends_k.tolist()
+    places = {}
+    for i, (start, end) in enumerate(pairwise(ends_q)):
+        own = keys[ends_k[i] : ends_k[i + 1]].tolist()
+        assert 0 < end - start <= plan.longest_q and len(own) <= plan.longest_k
+        for query in range(start, end):
+            places[query] = own[: len(own) - (end - 1 - query)]
+    assert ends_q[0] == ends_k[0] == 0 and ends_q[-1] == count and ends_k[-1] == len(keys)
+    return places
 
 
 def test_equal_lengths_need_no_padding_and_no_indices():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -175,6 +176,13 @@ def naps(monkeypatch):
 
 
 @pytest.fixture
+def short_wait(naps, monkeypatch):
+    """A clock that stands still but for naps: a minute's wait for servers is over in a second."""
+    clock = SimpleNamespace(sleep=server.time.sleep, monotonic=lambda: sum(naps))
+    monkeypatch.setattr(server, "time", clock)
+
+
+@pytest.fixture
 def make(tiny_model_dir, tmp_path):
     """make(urls or stand-ins, key=value, ...): an engine; everything is closed in the end."""
     opened = []
@@ -183,7 +191,7 @@ def make(tiny_model_dir, tmp_path):
         urls = ",".join(s if isinstance(s, str) else s.url for s in servers)
         settings = {
             "rollout_server": urls,
-            "rollout_timeout": 5.0,
+            "rollout_timeout": 60.0,
             "output_dir": str(tmp_path / "run"),
             "max_prompt_length": 16,
             "max_completion_length": 16,
@@ -550,10 +558,11 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
 )
 def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, stand_in):
     slow, good = stand_in(), stand_in()
-    engine = make(slow, good, rollout_timeout=1.0)
-    slow.completion, begin = answer, time.monotonic()
+    engine = make(slow, good)
+    slow.completion, impatient = answer, engine.servers[0]
+    impatient.seconds = impatient.http.timeout = 1.0
     assert bare(engine.generate(PROMPTS[:1], 2, request(1)))[0][0] == PROMPTS[0]
-    assert time.monotonic() - begin < 5 and engine.take_counts()["rollout/failed"] == 1
+    assert engine.take_counts()["rollout/failed"] == 1
     with pytest.raises(vllm_http.ServerError, match=words):
         engine.servers[0].call(
             "/v1/completions",
@@ -823,7 +832,7 @@ def test_no_thread_and_no_socket_is_left_behind(world, naps, make, stand_in):
             engine.generate(PROMPTS, 2, request(3))
         one.completion = usual
         engine.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (threading.active_count(), sockets()) != before:
         assert time.monotonic() < end, (threading.enumerate(), before, sockets())
         time.sleep(0.05)
@@ -838,20 +847,18 @@ def dead_url() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_servers_that_do_not_come_are_named_after_a_deadline(world, naps, make, stand_in):
+def test_servers_that_do_not_come_are_named_after_a_deadline(world, short_wait, make, stand_in):
     one, dead, ill = (
         stand_in(),
         dead_url(),
         stand_in(other={"/health": lambda request: (503, b"", {})}),
     )
-    begin = time.monotonic()
-    with pytest.raises(UserError, match="after 1 s 2 of 3 servers are not there") as caught:
-        make(one, dead, ill, rollout_timeout=1.0)
+    with pytest.raises(UserError, match="after 60 s 2 of 3 servers are not there") as caught:
+        make(one, dead, ill)
     assert (
         dead in str(caught.value)
         and ill.url in str(caught.value)
         and one.url not in str(caught.value)
-        and time.monotonic() - begin < 10
     )
 
 
@@ -859,7 +866,7 @@ def test_servers_that_come_late_are_waited_for(world, make, stand_in, capsys):
     url, one = dead_url(), stand_in()
     late = threading.Timer(0.5, lambda: stand_in(int(url.rpartition(":")[2])))
     late.start()
-    assert len(make(one, url, rollout_timeout=20.0).live) == 2
+    assert len(make(one, url).live) == 2
     assert "waiting for rollout servers" in capsys.readouterr().err
 
 
@@ -1198,7 +1205,7 @@ def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_
     assert len({headers["X-Request-Id"] for _, headers in one.completions()}) == 12
 
 
-def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, naps, make, stand_in):
+def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, short_wait, make, stand_in):
     one = stand_in()
     engines = two_ranks.run(lambda rank: make(one))
     one.completion = lambda request: (
@@ -1208,7 +1215,7 @@ def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, naps, make, stand_in
     assert all(isinstance(error, RolloutsLost) for error in found) and str(found[0]) == str(
         found[1]
     )
-    refused = two_ranks.run(lambda rank: make(dead_url(), rollout_timeout=0.2))
+    refused = two_ranks.run(lambda rank: make(dead_url()))
     assert all(isinstance(error, UserError) for error in refused) and str(refused[0]) == str(
         refused[1]
     )
@@ -1243,17 +1250,14 @@ def test_no_server_gets_new_weights_while_another_rank_still_samples(two_ranks, 
 
 
 def test_rollouts_of_the_next_step_are_made_while_this_one_is_learnt_from(world, make, stand_in):
-    engine, done = make(stand_in(seconds=0.5)), []
-    begin = time.monotonic()
+    gate, done = threading.Event(), []
+    engine = make(stand_in(completion=lambda request: gate.wait(60) and usual(request)))
     begun = engine.begin(PROMPTS, 2, request(3), lambda i, group: done.append(i))
-    assert time.monotonic() - begin < 0.3 and not begun.done()
-    time.sleep(0.9)  # learning
-    begin = time.monotonic()
-    assert (
-        bare(engine.result(begun)) == expected(choice)
-        and time.monotonic() - begin < 0.3
-        and sorted(done) == [0, 1, 2]
-    )
+    assert not begun.done()  # begin has not waited: the answers are behind the gate
+    gate.set()
+    wait([begun], timeout=60)  # learning, while nobody asks for the result
+    assert begun.done() and sorted(done) == [0, 1, 2]
+    assert bare(engine.result(begun)) == expected(choice)
 
 
 def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaited():
@@ -1484,14 +1488,18 @@ def wait_for_ever() -> None:
 
 
 def test_a_broadcast_that_nobody_takes_ends_the_process_with_a_sentence(tmp_path):
-    assert child.status(child.start(wait_for_ever, log=tmp_path / "log"), 30) == 1
+    assert child.status(child.start(wait_for_ever, log=tmp_path / "log")) == 1
     assert (
         "error: weight_sync='nccl'" in (tmp_path / "log").read_text()
         and "0 s (rollout_timeout)" in (tmp_path / "log").read_text()
     )
-    with transfer.deadline(0.05):
-        pass
-    time.sleep(0.2)  # and one that is done leaves the process alone
+    before = threading.active_count()
+    with transfer.deadline(60):
+        assert threading.active_count() == before + 1
+    end = time.monotonic() + 60  # and one that is done leaves the process alone
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # --- real servers
@@ -1596,7 +1604,7 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
 
     monkeypatch.setattr(survivor.servers[0], "call", stopped)
     begun = survivor.begin(prompts, 4, given, None)
-    assert asked.wait(30)
+    assert asked.wait(120)
     time.sleep(0.5)
     monkeypatch.undo()
     assert not begun.done()

@@ -281,7 +281,7 @@ def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp
     assert (
         len(of_all(lambda p: [p.pid] if "train.py" in p.cmdline() else [], there)) >= 4 and opened
     )  # two torchruns, two ranks
-    subprocess.run(["scancel", number], env=slurm, check=True, timeout=30)
+    subprocess.run(["scancel", number], env=slurm, check=True, timeout=120)
     all_gone(slurm, number, there)
     assert not opened & listening().keys()
     assert ended(slurm, number, folder) == "CANCELLED" and job(slurm, number)["Restarts"] == "0"
@@ -387,7 +387,7 @@ def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp
     )
     wait_for_step(slurm, number, folder, 1)
     subprocess.run(
-        ["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=30
+        ["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=120
     )
     assert ended(slurm, number, folder) == "FAILED" and job(slurm, number)["Restarts"] == "0"
     assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
@@ -493,7 +493,7 @@ def test_help_is_the_header_and_needs_no_slurm(script):
         env=env,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert (
         done.returncode == 0
@@ -509,7 +509,7 @@ def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
         key: value for key, value in os.environ.items() if key not in ("HF_HOME", "TORCH_HOME")
     } | {"HF_HOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20
+        ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == [str(tmp_path), f"{ROOT}/var/cache/torch"]
 
@@ -523,7 +523,7 @@ def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
         )
         asked = 'source slurm/common.sh; echo "$HF_HOME" "${HF_TOKEN_PATH-none}"'
         return subprocess.run(
-            ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=20
+            ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
         ).stdout.split()
 
     home = tmp_path / ".cache" / "huggingface"
@@ -550,7 +550,7 @@ def test_common_sh_needs_no_home_and_knows_the_word_for_no_gpus():
         env=env,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert (done.returncode, done.stdout.split()) == (0, ["0", "3"]), done.stderr
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import evaluate
+import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
 
@@ -337,7 +338,7 @@ def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_a
     path = tmp_path / "a run" / "step_000001"
     path.mkdir(parents=True)
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (path / "seen").exists() or not (path / "seen").read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -350,3 +351,9 @@ def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_a
     ):
         with pytest.raises(UserError, match=words):
             load_config([f"--eval_command={command}"])
+
+
+def test_adamw_is_fused_on_a_gpu_only():
+    c = load_config([])
+    assert train.adamw_settings(c, torch.device("cuda"))["fused"] is True
+    assert train.adamw_settings(c, torch.device("cpu"))["fused"] is False
