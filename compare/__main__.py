@@ -75,7 +75,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         for flag in [
             flag for flag in flags if flag.startswith(tuple(f"--{key}=" for key in SET_HERE))
         ]:
-            raise UserError(f"{flag}: compare.py itself sets {', '.join(SET_HERE)}")
+            raise UserError(f"{flag}: compare itself sets {', '.join(SET_HERE)}")
         try:
             c = load_config(flags)
         except UserError as error:

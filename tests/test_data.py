@@ -776,7 +776,7 @@ def test_a_dataset_without_a_network_is_one_sentence_and_nobody_waits(no_network
 
 
 def test_a_model_without_a_network_is_one_sentence_and_nobody_waits(no_network, capsys):
-    assert "model='some/model'" in refusal(prompts.load_model_files, "some/model")
+    assert "model='some/model'" in refusal(load_model_files, "some/model")
     assert no_network == [] and capsys.readouterr().out.count("can't be reached") == 1
 
 

@@ -503,10 +503,11 @@ def one_rank(rank: int, folder: Path, c: dict) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
     )
-    engine, buffer = FakeEngine(), Replay(MIXED.sources[0], 6, 0.5, {})
-    steps = [
-        experience.collect(engine, MIXED, buffer, step, c, rank, 2, Timer()) for step in range(4)
-    ]
+    engine = FakeEngine()
+    place = World(rank, 2, torch.device("cpu"))
+    lived = experience.Experience(engine, MIXED, c | {"replay_size": 6}, place, {})
+    steps = [lived.collect(step, Timer())._asdict() for step in range(4)]
+    buffer = lived.replay
     torch.save(
         {"steps": steps, "buffer": buffer.state, "calls": len(engine.calls)}, folder / f"{rank}.pt"
     )

@@ -90,7 +90,8 @@ class Fleet:
         self.processes[i] = subprocess.Popen(
             [
                 sys.executable,
-                "server/__main__.py",
+                "-m",
+                "server",
                 "config/countdown_tiny.py",
                 f"--model={self.models[i]}",
                 f"--port={self.ports[i]}",

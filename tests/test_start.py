@@ -12,7 +12,8 @@ from common import UserError, load_config, own_flags
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "vllm", "trl")
 TINY = "config/countdown_tiny.py"
-SCRIPTS = ("train", "sft", "evaluate", "generate", "serve", "compare", "checkpoint")
+SCRIPTS = ("train.py", "sft.py", "evaluate.py", "generate.py", "checkpoint.py")
+WINGS = ("server", "compare")
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +41,25 @@ def test_a_config_is_read_and_checked_without_torch(without_torch):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_how_to_run_before_torch_is_loaded(without_torch, script):
-    done = without_torch(f"{script}.py", TINY, "--help")
+@pytest.mark.parametrize("command", [[script] for script in SCRIPTS] + [["-m", w] for w in WINGS])
+def test_help_shows_how_to_run_before_torch_is_loaded(without_torch, command):
+    done = without_torch(*command, TINY, "--help")
     assert done.returncode == 0, done.stderr
-    assert f"{script}.py" in done.stdout and "config/default.py" in done.stdout
+    assert " ".join(command) in done.stdout and "config/default.py" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["train", "sft", "evaluate", "generate", "serve"])
-def test_a_mistyped_key_is_told_before_torch_is_loaded(without_torch, script):
-    done = without_torch(f"{script}.py", TINY, "--max_step=3")
+@pytest.mark.parametrize(
+    "command", [["train.py"], ["sft.py"], ["evaluate.py"], ["generate.py"], ["-m", "server"]]
+)
+def test_a_mistyped_key_is_told_before_torch_is_loaded(without_torch, command):
+    done = without_torch(*command, TINY, "--max_step=3")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "unknown key 'max_step'; did you mean 'max_steps'?" in done.stderr
 
 
 def test_compare_tells_a_mistyped_key_before_torch_is_loaded(without_torch, tmp_path):
     (tmp_path / "arms.py").write_text('slow = {"learning_rat": 1e-5}')
-    done = without_torch("compare.py", TINY, f"--arms={tmp_path / 'arms.py'}")
+    done = without_torch("-m", "compare", TINY, f"--arms={tmp_path / 'arms.py'}")
     assert done.returncode == 2 and "did you mean 'learning_rate'?" in done.stderr, done.stderr
 
 
@@ -69,12 +72,15 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
     "command, cure",
     [
         (
-            ["server/__main__.py", TINY, "--port", "8000"],
+            ["-m", "server", TINY, "--port", "8000"],
             "--port: write --key=value, in one word: --port=8000",
         ),
         (["train.py", "--seed", "3"], "--seed: write --key=value, in one word: --seed=3"),
         (["train.py", "-seed=3"], "-seed=3: write --key=value, in one word: --seed=..."),
-        (["compare.py", TINY, "--jobs", "2"], "--jobs: write --key=value, in one word: --jobs=2"),
+        (
+            ["-m", "compare", TINY, "--jobs", "2"],
+            "--jobs: write --key=value, in one word: --jobs=2",
+        ),
         (["train.py", "--dry_run", TINY], f"in one word: --dry_run={TINY}"),
     ],
 )
