@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checks import OBJECTIVES, RANGES, warn_config
+from checks import OBJECTIVES, RANGES, tau_of_excess, warn_config
 from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
@@ -576,10 +576,45 @@ def warnings_of(vocabulary: int, *argv) -> str:
 
 def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     assert all(
-        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.500", "0.217")
+        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.5", "0.217")
     )
+    assert "0.217" in warnings_of(100, "--maxent_tau=0.5", "--objective=flow")
     assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
     assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
+
+
+def test_the_limit_of_tau_follows_the_scale_of_the_scores():
+    scaled = ["--maxent_score_scale=4", "--maxent_tau=0.1"]
+    assert "over maxent_score_scale=4.0 = 0.0543" in warnings_of(100, *scaled)
+    assert warnings_of(100, "--maxent_score_scale=4", "--maxent_tau=0.05") == ""
+    sums = ["--maxent_score_norm=sum", "--max_completion_length=32"]
+    assert "scores are sums" in warnings_of(100, *sums)
+    assert warnings_of(100, *sums, "--maxent_tau=0.006") == ""
+
+
+def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
+    """A group of 16 with 4 right: at the limit of 100 characters, .217, its excess entropy is .118."""
+    assert tau_of_excess(0.118, 16, 4) == pytest.approx(0.217, abs=1e-3)
+    target = "--maxent_target_excess_entropy"
+    assert warnings_of(100, f"{target}=0.1") == ""
+    found = warnings_of(100, f"{target}=0.2")
+    assert "0.255" in found and "maxent_tau_max=0.217" in found
+    annealed = ["--maxent_target_final=0.3", "--maxent_target_horizon=10"]
+    assert "0.3" in warnings_of(100, f"{target}=0.1", *annealed)
+    assert "maxent_tau_max=0.0838" in warnings_of(151936, "--maxent_tau=0.08", f"{target}=0.05")
+    assert (
+        warnings_of(100, f"{target}=0.2", "--objective=grpo", "--maxent_target_excess_entropy=-1")
+        == ""
+    )
+
+
+def test_a_clip_that_never_acts_is_warned_about():
+    gspo = ["--objective=gspo", "--num_iterations=2"]
+    assert "3e-4" in warnings_of(100, *gspo)
+    assert warnings_of(100, *gspo, "--epsilon=3e-4", "--epsilon_high=4e-4") == ""
+    assert (
+        warnings_of(100, "--objective=gspo") == warnings_of(100, "--objective=grpo", gspo[1]) == ""
+    )
 
 
 def test_the_shipped_configs_raise_no_warning():
@@ -593,7 +628,6 @@ def test_the_shipped_configs_raise_no_warning():
 
 
 def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
-    assert "sum" in warnings_of(100, "--maxent_score_norm=sum")
     assert "maxent_tau_lr=0.5" in warnings_of(
         100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5"
     )
@@ -610,7 +644,7 @@ def test_settings_that_work_against_each_other_are_warned_about():
         )
         assert (
             warnings_of(100, *flags)
-            == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags)
+            == warnings_of(100, "--maxent_target_excess_entropy=0.1", *flags)
             == ""
         )
     assert (
