@@ -528,6 +528,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     if steers_tau(c) and targets[0] >= 0:
         G = rows_of_a_group(c)
         needed = tau_of_excess(max(targets), G, max(1, G // 4))
+        needed = min(needed, c["maxent_q_temperature"] * c["maxent_tau_max"])
         if needed > limit * 1.001:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "

@@ -10,6 +10,7 @@ import pytest
 
 from checks import OBJECTIVES, RANGES, tau_of_excess, warn_config
 from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
+from controllers import steers_beta, steers_tau
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
@@ -446,6 +447,20 @@ def test_the_math_pair_differs_in_the_keys_of_the_objective_only():
     assert (grpo["objective"], maxent["objective"]) == ("grpo", "maxent")
 
 
+@pytest.mark.parametrize("name", ["countdown_steered", "math_steered"])
+def test_a_steered_recipe_differs_from_its_plain_one_in_the_keys_of_steering_only(name):
+    plain = name.replace("steered", "tiny" if "countdown" in name else "maxent")
+    ours, base = (load_config([str(ROOT / "config" / f"{n}.py")]) for n in (name, plain))
+    differing = {key for key in ours if ours[key] != base[key]}
+    assert steers_beta(ours) and ours["beta"] > 0
+    assert steers_tau(ours) == (name == "countdown_steered")
+    assert {
+        key
+        for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"}
+        if not key.startswith(("maxent_t", "sft_", "warmup_steps"))
+    } == set()
+
+
 def test_the_published_settings_are_those_of_the_issue():
     half = load_config([str(ROOT / "config" / "countdown_0.5b.py")])
     assert [
@@ -555,6 +570,7 @@ def test_a_resolved_config_survives_json(name):
         [
             str(ROOT / "config" / name),
             "--maxent_tau=inf",
+            "--maxent_target_excess_entropy=-1",  # what is steered starts within bounds
             "--reward_funcs=['math','countdown']",
             "--reward_weights=[1.0,0.5]",
         ]
@@ -599,6 +615,7 @@ def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
     assert warnings_of(100, f"{target}=0.1") == ""
     found = warnings_of(100, f"{target}=0.2")
     assert "0.255" in found and "maxent_tau_max=0.217" in found
+    assert warnings_of(100, f"{target}=0.2", "--maxent_tau_max=0.217") == ""
     annealed = ["--maxent_target_final=0.3", "--maxent_target_horizon=10"]
     assert "0.3" in warnings_of(100, f"{target}=0.1", *annealed)
     assert "maxent_tau_max=0.0838" in warnings_of(151936, "--maxent_tau=0.08", f"{target}=0.05")
@@ -620,7 +637,9 @@ def test_a_clip_that_never_acts_is_warned_about():
 def test_the_shipped_configs_raise_no_warning():
     for name, vocabulary in (
         ("countdown_tiny", 100),
+        ("countdown_steered", 100),
         ("math_maxent", 151936),
+        ("math_steered", 151936),
         ("math_grpo", 151936),
         ("countdown_0.5b", 151936),
     ):
