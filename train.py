@@ -49,8 +49,8 @@ import infoseed
 import learner
 import loss as L
 import rollout
-from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once
+from checks import PASS_K, warn_config
+from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled
 from experience import Experience
 from journal import (
     MetricsLog,
@@ -452,6 +452,7 @@ def train(run: Run) -> None:
             group = learner.measure_groups(
                 run.engine, run.reference, batch, lived, seeds.rewards, c
             )
+            group["pass_k"] = round(scheduled(c["pkpo_k"], run.step, PASS_K))  # of pkpo
             targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
             norm = learner.step_counts(targets, group["lengths"])
 

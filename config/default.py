@@ -86,9 +86,9 @@ soft_overlong_buffer = (
 
 # --- objective
 objective = "maxent"  # a name of OBJECTIVES in checks.py; loss.py has their formulas
-scale_rewards = ""  # "group", "batch", "none"; "" the objective's own (OBJECTIVES in checks.py); maxent has no use for it
+scale_rewards = ""  # "group", "batch", "mean", "none"; "" the objective's own (OBJECTIVES in checks.py); maxent has no use for it
 num_iterations = 1  # optimizer updates per batch of rollouts
-epsilon = 0.2  # clip of the probability ratio, below
+epsilon = 0.2  # clip of the probability ratio, below; gspo's paper has 3e-4, and 4e-4 above
 epsilon_high = -1.0  # above; -1 the same as epsilon
 delta = (
     -1.0
@@ -101,10 +101,16 @@ kl_loss_type = "k3"  # estimator of beta * KL in the loss: "k3" (gradient of the
 policy_entropy_bonus_coef = 0.0  # adds coef * std(r) * z-score of a row's mean token entropy in its group to the reward; 0 off
 token_entropy_coef = 0.01  # token_entropy: weight of the policy's entropy, per token like dr_grpo
 seed_grpo_alpha = 1.0  # seed_grpo: how much a group's advantages shrink when its answers differ
-maxent_tau = 0.2  # temperature of the weights w over the group (maxent, xdr); "inf" allowed
+unlikeliness_coef = 0.0  # a correct answer is worth less the likelier it was in its group: r * (1 - coef * (G - rank) / G); 0 off
+pkpo_k = {}  # pkpo: {first step: k of the pass@k that it climbs}; 4 before the first
+maxent_tau = (
+    0.2  # temperature of the weights w over the group (maxent, xdr), or of flow; "inf" allowed
+)
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
-maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1; destroys policies, for comparison)
+maxent_score_norm = "length"  # divisor of sequence scores (maxent, flow): "length", "constant" (L), "sum" (1: divide maxent_tau by the length)
+maxent_score_scale = 1.0  # sequence scores are multiplied by it: how sharply they tell answers apart; divide maxent_tau by it
+maxent_group_weight = "equal"  # of a group in the loss of maxent and flow: "equal", or "spread", 4 * variance of its rewards
 maxent_loss = "listwise"  # "listwise" (cross-entropy to w), "policy_gradient" (w - 1/G as advantage), "mle" (no baseline)
 maxent_kl = False  # True: maxent also adds beta * KL to the loss, next to tilting w
 maxent_skip_equal_groups = "all"  # groups of equal rewards: "all" are skipped, "wrong" only those at the step's lowest reward, "none"
@@ -129,7 +135,7 @@ maxent_target_final = -1.0  # the target moves there in a straight line; -1 it s
 maxent_target_horizon = 0  # over so many steps
 maxent_tau_lr = 0.03  # step of log tau per nat of error
 maxent_tau_min = 0.01
-maxent_tau_max = 10.0
+maxent_tau_max = 1.0  # a bound that keeps the policy is checks.tau_limit, 1 / ln(vocabulary)
 maxent_tau_warmup_steps = -1  # tau holds still for so long; -1: the learning-rate warm-up
 kl_target = 0.0  # steers beta; 0 off
 kl_horizon = 10.0  # steps over which beta answers
