@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from common import UserError, own_flags, script
+
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = 3
 
@@ -62,6 +64,10 @@ class Setting(NamedTuple):
 
     device: str = "cuda"
     shape: str = "0.5b"
+
+
+# check: the one that this process is
+FLAGS = {"device": "cuda", "shape": "0.5b", "json": "runs/check_gpu.json", "check": ""}
 
 
 class Finding(NamedTuple):
@@ -163,24 +169,23 @@ def no_gpu() -> str:
 
 
 def main(argv: list[str]) -> int:
-    flags = dict(a.removeprefix("--").partition("=")[::2] for a in argv if a.startswith("--"))
-    names = [a for a in argv if not a.startswith("--")]
-    known = {"check", "json", *Setting._fields}
-    wrong = [f"--{flag}" for flag in flags if flag not in known]
-    wrong += [name for name in [*names, flags.get("check", "driver")] if name not in CHECKS]
+    flags, names = own_flags(argv, FLAGS)
+    wanted = [*names, *([flags["check"]] if flags["check"] else [])]
+    wrong = [name for name in wanted if name not in CHECKS]
     if wrong:
-        flags_known = ", ".join(f"--{flag}=" for flag in sorted(known - {"check"}))
-        print(f"error: {' '.join(wrong)}: checks are {', '.join(CHECKS)}; flags {flags_known}")
-        return 2
-    setting = Setting(**{key: flags[key] for key in Setting._fields if key in flags})
-    if "check" in flags:
+        raise UserError(
+            f"there is no check and no flag {' '.join(wrong)}: checks are {', '.join(CHECKS)}; "
+            f"flags --device=, --shape=, --json="
+        )
+    setting = Setting(flags["device"], flags["shape"])
+    if flags["check"]:
         run_check(flags["check"], setting)
         return 0
     why = no_gpu()
     if why and setting.device == "cuda":
         print(f"no GPU: {why}")
         return NO_GPU
-    return run_all(names or list(CHECKS), setting, Path(flags.get("json", "runs/check_gpu.json")))
+    return run_all(names or list(CHECKS), setting, Path(flags["json"]))
 
 
 def run_all(names: list[str], setting: Setting, path: Path) -> int:
@@ -209,4 +214,4 @@ def run_all(names: list[str], setting: Setting, path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(script(main))

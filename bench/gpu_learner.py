@@ -71,7 +71,7 @@ class Case:
         group = {"rewards": self.rewards, "lengths": lengths}
         if self.reference is not None:
             rows = [{}] * self.groups
-            lived = SimpleNamespace(rows=rows, rollouts=[], right=[])
+            lived = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
             models = self.engine, self.reference
             group |= learner.measure_groups(*models, self.batch, lived, self.rewards, self.c)
         targets = learner.group_targets(group, 0.0, self.c["beta"], self.c)

@@ -11,6 +11,7 @@ import torch
 from exact_matrix import ROOT
 
 from bench import gpu, gpu_kernels, gpu_machine, shapes
+from common import UserError
 
 TINY = gpu.Setting("cpu", "tiny")
 
@@ -29,10 +30,12 @@ def test_without_a_gpu_there_is_one_sentence_and_status_3():
 
 
 @pytest.mark.parametrize("wrong", ["attentoin", "--devise=cpu", "--check=nothing"])
-def test_an_unknown_check_or_flag_is_refused_with_those_there_are(wrong, capsys):
-    assert gpu.main([wrong]) == 2
-    said = capsys.readouterr().out
-    assert wrong.removeprefix("--check=") in said and "attention" in said and "--json=" in said
+def test_an_unknown_check_or_flag_is_refused_with_those_there_are(wrong):
+    with pytest.raises(UserError) as caught:
+        gpu.main([wrong])
+    said = str(caught.value)
+    named = wrong.removeprefix("--check=").partition("=")[0]
+    assert named in said and "attention" in said and "--json=" in said
 
 
 class Done:
