@@ -69,16 +69,12 @@ kl_loss_type = "k3"  # beta * KL in the loss: "k3" (forward KL's gradient), "k2"
 policy_entropy_bonus_coef = 0.0  # reward for completions less certain than their group; 0 off
 token_entropy_coef = 0.01  # token_entropy: weight of the policy's entropy, per token like dr_grpo
 seed_grpo_alpha = 1.0  # seed_grpo: how much advantages shrink when a group's answers differ
-unlikeliness_coef = (
-    0.0  # a right answer's reward falls with its likelihood's rank in its group; 0 off
-)
+unlikeliness_coef = 0.0  # a right answer earns less the likelier it was in its group; 0 off
 pkpo_k = 4  # (steps) pkpo: k of the pass@k that it climbs, at most G
 maxent_tau = 0.2  # temperature of the weights w over the group (maxent, xdr, flow); "inf" allowed
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
-maxent_score_norm = (
-    "length"  # divisor of scores (maxent, flow): "length", "constant" (L), "sum" (1)
-)
+maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)
 maxent_score_scale = 1.0  # multiplies sequence scores: how sharply they tell answers apart
 maxent_group_weight = "equal"  # of a group in the loss; "spread": 4 * variance of its rewards
 maxent_loss = "listwise"  # to w; "policy_gradient": w - 1/G as advantage; "mle": no baseline

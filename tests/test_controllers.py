@@ -964,7 +964,7 @@ KINDS = {
 @pytest.mark.parametrize("key", KINDS)
 def test_a_target_moves_on_a_straight_line_and_stays_at_its_end(key):
     _, start, end = KINDS[key]
-    config = DEFAULTS | {key: start, "maxent_target_final": end, "maxent_target_horizon": 40}
+    config = DEFAULTS | {key: {0: start, 40: end}}
     assert controllers.entropy_target(0, config) == start
     for step in range(41):
         assert controllers.entropy_target(step, config) == pytest.approx(
@@ -974,16 +974,14 @@ def test_a_target_moves_on_a_straight_line_and_stays_at_its_end(key):
         abs(controllers.entropy_target(step, config) - end) < 1e-15 for step in (40, 41, 1000)
     )
     assert controllers.entropy_target(20, config) == pytest.approx((start + end) / 2, rel=1e-12)
-    up = config | {key: end, "maxent_target_final": start}
+    up = config | {key: {0: end, 40: start}}
     assert controllers.entropy_target(10, up) == pytest.approx(end + (start - end) / 4, rel=1e-12)
-    off = config | {"maxent_target_final": -1.0}
+    off = config | {key: start}
     assert {controllers.entropy_target(step, off) for step in (0, 20, 40, 1000)} == {start}
 
 
 def test_a_target_may_end_at_zero_nats():
-    config = DEFAULTS | dict(
-        maxent_target_weight_entropy=1.0, maxent_target_final=0.0, maxent_target_horizon=10
-    )
+    config = DEFAULTS | {"maxent_target_weight_entropy": {0: 1.0, 10: 0.0}}
     assert [controllers.entropy_target(step, config) for step in (0, 5, 10, 99)] == [
         1.0,
         0.5,
@@ -997,9 +995,7 @@ def test_tau_follows_an_annealed_target_on_the_plant(key):
     """Within a fifth of the way after 60 steps, until 60 steps after the end; a constant target would leave it a whole way off."""
     name, start, end = KINDS[key]
     config = DEFAULTS | {
-        key: start,
-        "maxent_target_final": end,
-        "maxent_target_horizon": 200,
+        key: {0: start, 200: end},
         "maxent_tau_lr": 0.3,
         "maxent_tau": 0.3,
         "beta": 0.2,
@@ -1016,12 +1012,10 @@ def test_tau_follows_an_annealed_target_on_the_plant(key):
 @pytest.mark.parametrize("method", METHODS)
 def test_meta_takes_the_annealed_target_of_its_step(method):
     config = setting(
-        method, maxent_target_final=1.0, maxent_target_horizon=10, maxent_tau=0.3, beta=0.3
+        method, maxent_target_weight_entropy={0: 1.6, 10: 1.0}, maxent_tau=0.3, beta=0.3
     )
     for step in (0, 5, 10, 15):
-        fixed = config | dict(
-            maxent_target_weight_entropy=1.6 - 0.06 * min(step, 10), maxent_target_final=-1.0
-        )
+        fixed = config | dict(maxent_target_weight_entropy=1.6 - 0.06 * min(step, 10))
         ours, theirs = (
             controllers.meta_gradient(controllers.init_state(c) | {"step": step}, ORDINARY, c)
             for c in (config, fixed)
@@ -1150,21 +1144,16 @@ REFUSED = [
         "maxent_target_excess_entropy=1.0 must be -1, or greater than 0 and below 1",
     ),
     (
-        ["--maxent_target_final=0.5", "--maxent_target_horizon=10"],
-        "maxent_target_final=0.5 needs a target to start from",
+        ["--maxent_target_weight_entropy={0: 0.5, 10: -1.0}"],
+        "maxent_target_weight_entropy={0: 0.5, 10: -1.0} must be at least 0",
     ),
-    ([ENTROPY, "--maxent_target_final=0.5"], "needs maxent_target_horizon > 0"),
     (
-        [
-            "--maxent_target_excess_entropy=0.5",
-            "--maxent_target_final=1.5",
-            "--maxent_target_horizon=10",
-        ],
-        "maxent_target_final=1.5 is of an excess entropy",
+        ["--maxent_target_excess_entropy={0: 0.5, 10: 1.5}"],
+        "maxent_target_excess_entropy={0: 0.5, 10: 1.5} must be greater than 0 and below 1",
     ),
     (["--maxent_target_weight_entropy=2.08"], r"2.08, is above ln\(rows of a group\) = 2.079"),
     (
-        [ENTROPY, "--maxent_target_final=3.0", "--maxent_target_horizon=10"],
+        ["--maxent_target_weight_entropy={0: 1.0, 10: 3.0}"],
         r"3.0, is above ln\(rows of a group\)",
     ),
     (
@@ -1213,21 +1202,9 @@ def test_possible_controllers_load():
             "--controller_meta_virtual_lr=3.99",
             "--controller_meta_method=truncated_backprop",
         ]
-    )["controller_meta_enabled"]
-    assert (
-        load_config([ENTROPY, *KL, "--maxent_target_final=0.0", "--maxent_target_horizon=10"])[
-            "maxent_target_final"
-        ]
-        == 0.0
-    )
-    assert load_config(
-        [
-            "--maxent_target_excess_entropy=0.5",
-            "--maxent_target_final=0.1",
-            "--maxent_target_horizon=10",
-            "--objective=xdr",
-        ]
-    )
+    )["controller_meta_method"]
+    assert load_config([*KL, "--maxent_target_weight_entropy={0: 1.0, 10: 0.0}"])
+    assert load_config(["--maxent_target_excess_entropy={0: 0.5, 10: 0.1}", "--objective=xdr"])
     assert (
         load_config([ON, ENTROPY, *KL, "--kl_horizon=0.1"])["kl_horizon"] == 0.1
     )  # of the rule that meta replaces

@@ -29,7 +29,7 @@ import rewards
 import scoring
 import sft
 import stream
-from common import UserError, check_config, load_config, scheduled
+from common import UserError, check_config, load_config
 from preflight import dry_run, load_inputs, load_model_files, stop_token_ids
 
 TOKENIZER = sft.tiny_tokenizer()
@@ -84,13 +84,13 @@ def test_every_row_comes_once_per_epoch_even_if_epochs_end_inside_a_step(
     count, prompts_per_step, seed
 ):
     steps = math.ceil(3 * count / prompts_per_step)
-    stream = [
+    rows = [
         row
         for step in range(steps)
         for row in stream.prompts_for_step(range(count), step, prompts_per_step, seed, 0, 1)
     ]
     for epoch in range(3):
-        assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(range(count))
+        assert sorted(rows[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
 def test_a_resumed_run_needs_nothing_to_see_the_prompts_it_would_have_seen():
@@ -221,7 +221,7 @@ def mixture(*entries, **settings) -> tuple:
     return data.load_mixture(
         load_config(
             [
-                f"--dataset_mixture={list(entries)!r}",
+                f"--dataset={list(entries)!r}".replace("inf", "1e999"),
                 *(f"--{key}={value}" for key, value in settings.items()),
             ]
         )
@@ -234,13 +234,15 @@ def test_a_mixture_is_read_from_files_tasks_and_columns_of_other_names(tmp_path)
         tmp_path, problem=["2+2", "3+3"], gold=["4", "6"], level=[1, 2], bulk=["x", "y"]
     )
     sources, weights = mixture(
-        {"id": first, "task": "math"},
+        {"name": first, "task": "math"},
         {
-            "id": second,
-            "columns": {"prompt": "problem", "answer": "gold", "more": ["level"]},
+            "name": second,
+            "prompt": "problem",
+            "answer": "gold",
+            "more": ["level"],
             "weight": 3,
         },
-        {"id": "crossword", "split": "test", "weight": 0.5},
+        {"name": "crossword", "split": "test", "weight": 0.5},
     )
     assert weights == [1.0, 3.0, 0.5] and [len(rows) for rows in sources[:2]] == [1, 2]
     assert (sources[0][0]["task"], sources[0][0]["level"]) == ("math", 3)
@@ -256,7 +258,7 @@ def test_a_mixture_is_read_from_files_tasks_and_columns_of_other_names(tmp_path)
 
 def test_further_columns_reach_the_reward(tmp_path, monkeypatch):
     path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], level=[3, 5])
-    (rows,), _ = mixture({"id": path, "columns": {"more": ["level"]}})
+    (rows,), _ = mixture({"name": path, "more": ["level"]})
     monkeypatch.setitem(rewards.REWARDS, "level", lambda completion, answer, level, **row: level)
     assert scoring.score(
         [{"text": "1"}] * 2, rows, {"reward_funcs": ["level"], "reward_weights": [1.0]}
@@ -285,7 +287,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         [
             *settings,
             f"--easy_dataset.name={path}",
-            "--easy_schedule={0: 1.0}",
+            "--easy_dataset.share=1.0",
             f"--eval_dataset.name={path}",
             "--eval_dataset.split=train",
         ]
@@ -295,7 +297,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         == preflight.load_eval_rows(c | {"reward_funcs": ["math"]}, TOKENIZER)[0]["level"]
         == 7
     )
-    assert mixture({"id": path}, dataset_more_columns="['level']")[0][0][0]["level"] == 7
+    assert mixture({"name": path, "more": ["level"]})[0][0][0]["level"] == 7
     missing = load_config([*settings, "--dataset.more=['depth']"])
     assert "no column 'depth'" in refusal(
         data.load_mixture, missing
@@ -303,7 +305,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     assert (
         "depth"
         not in preflight.load_eval_rows(
-            c | {"reward_funcs": ["math"], "dataset_more_columns": ["depth"]}, TOKENIZER
+            missing | {"reward_funcs": ["math"], "eval_dataset": c["eval_dataset"]}, TOKENIZER
         )[0]
     )
     assert "must be a list of names" in refusal(load_config, ["--dataset.more=[1]"])
@@ -312,13 +314,13 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
 @pytest.mark.parametrize("task", ["os:system", 3])
 def test_a_row_of_data_names_no_code(tmp_path, task):
     path = jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task})
-    ((row,),) = mixture({"id": path})[0]
+    ((row,),) = mixture({"name": path})[0]
     assert row["task"] == "" and "rewards.REWARDS" in refusal(
         scoring.columns_of, ["auto"], [1.0], [row]
     )
     own = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     assert (
-        mixture({"id": own, "task": "my_rewards:mine"})[0][0][0]["task"] == "my_rewards:mine"
+        mixture({"name": own, "task": "my_rewards:mine"})[0][0][0]["task"] == "my_rewards:mine"
     )  # a config may
 
 
@@ -351,61 +353,51 @@ def test_solutions_that_are_too_long_are_counted(capsys):
 
 
 def test_one_task_twice_is_two_sources():
-    (first, second), weights = mixture({"id": "crossword"}, {"id": "crossword", "weight": 2})
+    (first, second), weights = mixture({"name": "crossword"}, {"name": "crossword", "weight": 2})
     assert first == second and weights == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     "entry, words",
     [
-        ("crossword", ["'crossword'", "'id'"]),
-        ({}, ["'id'"]),
-        ({"weight": 1}, ["'id'", "{'weight': 1}"]),
-        ({"id": "crossword", "wieght": 2}, ["'wieght'", "weight"]),
-        ({"id": 5}, ["id=5", "text"]),
-        ({"id": "crossword", "split": ["train"]}, ["split=['train']", "text"]),
-        ({"id": "crossword", "config": None}, ["config=None"]),
-        ({"id": "crossword", "weight": 0}, ["weight=0", "above 0"]),
-        ({"id": "crossword", "weight": -1.5}, ["weight=-1.5"]),
-        ({"id": "crossword", "weight": "2"}, ["weight='2'"]),
-        ({"id": "crossword", "weight": True}, ["weight=True"]),
-        ({"id": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "never be drawn"]),
-        ({"id": "crossword", "columns": ["prompt"]}, ["columns=['prompt']"]),
-        (
-            {"id": "crossword", "columns": {"question": "q"}},
-            ["columns={'question': 'q'}", "'more'"],
-        ),
-        (
-            {"id": "crossword", "columns": {"more": "level"}},
-            ["columns={'more': 'level'}", "a list"],
-        ),
-        (
-            {"id": "crossword", "columns": {"prompt": ["q"]}},
-            ["columns={'prompt': ['q']}", "'prompt' must be a column's name"],
-        ),
-        ({"id": "crossword", "split": "dev"}, ["'dev'"]),
-        ({"id": "no/such"}, ["'no/such'"]),
+        ("crossword", ["'crossword'", "dict"]),
+        ({}, ["has no name", "{}"]),
+        ({"weight": 1}, ["has no name", "{'weight': 1"]),
+        ({"name": "crossword", "wieght": 2}, ["'wieght'", "weight"]),
+        ({"name": 5}, ["name", "str", "5"]),
+        ({"name": "crossword", "split": ["train"]}, ["split", "str", "['train']"]),
+        ({"name": "crossword", "config": None}, ["config", "str", "None"]),
+        ({"name": "crossword", "weight": 0}, ["weight=0.0", "above 0"]),
+        ({"name": "crossword", "weight": -1.5}, ["weight=-1.5"]),
+        ({"name": "crossword", "weight": "2"}, ["weight", "float", "'2'"]),
+        ({"name": "crossword", "weight": True}, ["weight", "float", "True"]),
+        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "never be drawn"]),
+        ({"name": "crossword", "more": "level"}, ["more", "list", "'level'"]),
+        ({"name": "crossword", "more": [5]}, ["more=[5]", "list of names"]),
+        ({"name": "crossword", "prompt": ["q"]}, ["prompt", "str", "['q']"]),
+        ({"name": "crossword", "split": "dev"}, ["'dev'"]),
+        ({"name": "no/such"}, ["'no/such'"]),
     ],
 )
 def test_a_bad_entry_of_a_mixture_is_named_by_its_place(entry, words):
-    message = refusal(mixture, {"id": "crossword"}, entry)
+    message = refusal(mixture, {"name": "crossword"}, entry)
     assert all(word in message for word in words), message
     assert (
-        "dataset_mixture[1]" in message or "dataset_name=" in message
+        "dataset, source 1" in message
+        or "dataset: source 1" in message
+        or "dataset.name=" in message
     )  # the latter from the source itself
 
 
-def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():
-    for weight in (math.nan, math.inf):
-        assert "weight" in refusal(
-            data.load_mixture,
-            load_config([]) | {"dataset_mixture": [{"id": "crossword", "weight": weight}]},
-        )
+def test_a_weight_that_is_infinite_is_refused():
+    assert "weight=inf must be a number above 0" in refusal(
+        mixture, {"name": "crossword", "weight": math.inf}
+    )
 
 
 def test_a_mixture_has_no_evaluation_split_of_its_own():
-    c = load_config(["--dataset_mixture=[{'id': 'crossword'}]"])
-    assert "eval_dataset_name" in refusal(preflight.load_eval_rows, c, TOKENIZER)
+    c = load_config(["--dataset=[{'name': 'crossword'}]"])
+    assert "eval_dataset" in refusal(preflight.load_eval_rows, c, TOKENIZER)
 
 
 # --- the easy pool
@@ -461,28 +453,12 @@ def test_a_larger_probability_keeps_the_easy_prompts_of_a_smaller_one():
         assert all(a == b for a, b in zip(few, many) if a in EASY)
 
 
-def test_a_schedule_holds_its_last_value_and_says_otherwise_before_its_first():
-    schedule = {100: 0.1, 5: 0.5, 200: 0.0}  # in no order
-    assert [scheduled(schedule, step, 0.7) for step in (0, 4, 5, 6, 99, 100, 199, 200, 10**9)] == [
-        0.7,
-        0.7,
-        0.5,
-        0.5,
-        0.5,
-        0.1,
-        0.1,
-        0.0,
-        0.0,
-    ]
-    assert scheduled({}, 3, 0.7) == 0.7 and scheduled({0: 1}, 0, 0.7) == 1
-
-
 def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
     path = jsonl(tmp_path, {"prompt": "1+1", "answer": "2"})
     assert data.easy_rows(load_config([]), TOKENIZER) == []
     (row,) = data.easy_rows(
         load_config(
-            [f"--easy_dataset.name={path}", "--easy_schedule={0: 0.5}", "--system_prompt=S"]
+            [f"--easy_dataset.name={path}", "--easy_dataset.share={0: 0.5}", "--system_prompt=S"]
         ),
         TOKENIZER,
     )
@@ -492,47 +468,53 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--easy_schedule={0: 0.5}"], ["easy_schedule={0: 0.5}", "easy_dataset_name=''"]),
-        (["--easy_dataset.name=countdown"], ["easy_schedule={}", "easy_dataset_name='countdown'"]),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={0: 1.5}"],
-            ["easy_schedule={0: 1.5}", "at most 1"],
+            ["--easy_dataset.share={0: 0.5}"],
+            ["easy_dataset={'share': {0: 0.5}}", "need each other"],
         ),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={-1: 0.5}"],
-            ["easy_schedule={-1: 0.5}"],
+            ["--easy_dataset.name=countdown"],
+            ["easy_dataset={'name': 'countdown'}", "need each other"],
         ),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={0: -0.5}"],
-            ["easy_schedule={0: -0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={0: 1.5}"],
+            ["easy_dataset.share={0: 1.5}", "at most 1"],
         ),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={'a': 0.5}"],
-            ["easy_schedule={'a': 0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={-1: 0.5}"],
+            ["easy_dataset.share: share={-1: 0.5}"],
         ),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={True: 0.5}"],
-            ["easy_schedule={True: 0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={0: -0.5}"],
+            ["easy_dataset.share={0: -0.5}"],
         ),
         (
-            ["--easy_dataset.name=countdown", "--easy_schedule={0: '0.5'}"],
-            ["easy_schedule={0: '0.5'}"],
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={'a': 0.5}"],
+            ["easy_dataset.share: share={'a': 0.5}"],
         ),
-        (["--easy_schedule=[0.5]"], ["easy_schedule", "dict"]),
-        (["--temperature_schedule={0: 0.0}"], ["temperature_schedule={0: 0.0}"]),
-        (["--temperature_schedule={0: -1}"], ["temperature_schedule={0: -1}"]),
-        (["--temperature_schedule={0.5: 1.0}"], ["temperature_schedule={0.5: 1.0}"]),
-        (["--temperature_schedule={0: 1e999}"], ["temperature_schedule={0: inf}"]),
-        (["--temperature_schedule={0: True}"], ["temperature_schedule={0: True}"]),
         (
-            ["--dataset_mixture=[{'id': 'countdown'}]", "--dataset.name=countdown"],
-            ["dataset_mixture", "dataset.name='countdown'"],
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={True: 0.5}"],
+            ["easy_dataset.share: share={True: 0.5}"],
         ),
-        (["--replay.fraction=1.5"], ["replay_fraction=1.5", "at least 0 and at most 1"]),
-        (["--replay.fraction=-0.1"], ["replay_fraction=-0.1"]),
-        (["--replay.size=-1"], ["replay_size=-1"]),
-        (["--replay.ucb=-0.5"], ["replay_ucb=-0.5"]),
-        (["--replay.ucb=1e999"], ["replay_ucb=inf"]),
+        (
+            ["--easy_dataset.name=countdown", "--easy_dataset.share={0: '0.5'}"],
+            ["easy_dataset.share", "'0.5'"],
+        ),
+        (["--easy_dataset.share=[0.5]"], ["easy_dataset.share", "float"]),
+        (["--temperature={0: 0.0}"], ["temperature={0: 0.0}"]),
+        (["--temperature={0: -1}"], ["temperature={0: -1.0}"]),
+        (["--temperature={0.5: 1.0}"], ["temperature={0.5: 1.0}"]),
+        (["--temperature={0: 1e999}"], ["temperature={0: inf}"]),
+        (["--temperature={0: True}"], ["temperature", "True"]),
+        (
+            ["--dataset=[{'name': 'countdown'}]", "--dataset.name=countdown"],
+            ["dataset=[{'name': 'countdown'}]", "no entries by name"],
+        ),
+        (["--replay.fraction=1.5"], ["replay.fraction=1.5", "at least 0 and at most 1"]),
+        (["--replay.fraction=-0.1"], ["replay.fraction=-0.1"]),
+        (["--replay.size=-1"], ["replay.size=-1"]),
+        (["--replay.ucb=-0.5"], ["replay.ucb=-0.5"]),
+        (["--replay.ucb=1e999"], ["replay.ucb=inf"]),
         (["--resample_equal_groups=-1"], ["resample_equal_groups=-1"]),
         (["--resample_equal_groups=True"], ["resample_equal_groups", "True"]),
         (["--long_prompts=left"], ["long_prompts='left'", "'truncate'"]),
@@ -546,12 +528,12 @@ def test_settings_of_data_that_can_not_work_are_refused_in_a_sentence(flags, wor
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--easy_dataset.name=countdown", "--easy_schedule={0: 1, 10: 0.5, 20: 0}"],
-        ["--temperature_schedule={0: 1, 3: 0.7}"],
+        ["--easy_dataset.name=countdown", "--easy_dataset.share={0: 1, 10: 0.5, 20: 0}"],
+        ["--temperature={0: 1, 3: 0.7}"],
         ["--replay.fraction=0", "--replay.ucb=0"],
         ["--replay.fraction=1", "--replay.size=1"],
         ["--resample_equal_groups=3"],
-        ["--dataset_mixture=[{'id': 'countdown'}]"],
+        ["--dataset=[{'name': 'countdown'}]"],
     ],
 )
 def test_settings_of_data_at_the_edge_are_allowed(flags):
@@ -728,11 +710,11 @@ def test_a_dataset_of_the_hub_is_asked_for_again_when_the_hub_is_busy_and_then_k
     assert [row["prompt"] for row in of_hub(split="test")] == ["2+2"]
     assert all(
         word in refusal(of_hub, "sums", "dev")
-        for word in ("'some/sums'", "dataset_split='dev'", "train")
+        for word in ("'some/sums'", "dataset.split='dev'", "train")
     )
     assert all(
         word in refusal(of_hub, "products")
-        for word in ("'some/sums'", "dataset_config='products'", "sums")
+        for word in ("'some/sums'", "dataset.config='products'", "sums")
     )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -918,7 +900,7 @@ def test_a_prompt_that_is_not_text_is_refused_with_its_row(tmp_path):
 def test_datasets_in_offline_mode_are_one_sentence():
     message = refusal(load, "nobody/nothing")
     assert "'nobody/nothing'" in message and "countdown" in message and "HF_HUB_OFFLINE" in message
-    assert "dataset_name" in refusal(load, "")
+    assert "dataset.name" in refusal(load, "")
 
 
 def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_stay_visible(monkeypatch):
@@ -928,7 +910,7 @@ def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_stay_visible(monkeypa
         ]
     )
     monkeypatch.setattr(data.tasks, "module", lambda name: module)
-    assert "dataset_config='5'" in refusal(load, "countdown", "5") and "no variants" in refusal(
+    assert "dataset.config='5'" in refusal(load, "countdown", "5") and "no variants" in refusal(
         load, "countdown", "5"
     )
     with pytest.raises(TypeError, match="NoneType"):
@@ -1147,7 +1129,7 @@ ENDLESS = {**ROW, "id": "endless", "prompt": "What is 1+1? " * 800_000}  # ten m
 @pytest.mark.parametrize("seeds", [False, True])
 def test_ten_megabytes_are_refused_dropped_or_cut_without_being_tokenised(tokenizer, seeds, capsys):
     tokenizer = Counting(tokenizer)
-    flags = ["--model=x", f"--info_seed_enabled={seeds}", "--max_prompt_length=60"]
+    flags = ["--model=x", f"--info_seed_num_seeds={4 * seeds}", "--max_prompt_length=60"]
 
     def encoded(long_prompts: str) -> list[dict]:
         c = load_config([*flags, f"--long_prompts={long_prompts}"])
@@ -1408,15 +1390,15 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
     def inputs(evaluated: str, *flags):
         common = {
             "model": tiny_model_dir,
-            "dataset_name": tmp_path / "train/rows.jsonl",
-            "eval_dataset_name": tmp_path / evaluated / "rows.jsonl",
+            "dataset.name": tmp_path / "train/rows.jsonl",
+            "eval_dataset.name": tmp_path / evaluated / "rows.jsonl",
         }
         more = ["--eval_steps=5", "--reward_funcs=['math']", "--reward_workers=0", *flags]
         return load_inputs(
             load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1
         )
 
-    easy = [f"--easy_dataset.name={tmp_path / 'easy/rows.jsonl'}", "--easy_schedule={0: 0.5}"]
+    easy = [f"--easy_dataset.name={tmp_path / 'easy/rows.jsonl'}", "--easy_dataset.share={0: 0.5}"]
     assert [row["prompt"] for row in inputs("test").eval_rows] == ["4+1", "5+1"]
     assert "3 of 3 evaluation prompts" in refusal(inputs, "train")
     assert "1 of 2 evaluation prompts" in refusal(inputs, "test", *easy)

@@ -438,9 +438,7 @@ def log_to_nobody(folder: Path) -> None:
     )  # the discard port: closed
     settings = {
         "report_to": "wandb",
-        "wandb_project": "p",
-        "wandb_name": "",
-        "wandb_mode": "online",
+        "wandb_options": {"project": "p", "mode": "online"},
     }
     common.script(lambda argv: journal.MetricsLog(folder, settings, 0))
 
@@ -461,9 +459,7 @@ def log_to_a_project_that_can_not_be(folder: Path) -> None:
     os.environ.update(WANDB)
     settings = {
         "report_to": "wandb",
-        "wandb_project": "a/project",
-        "wandb_name": "",
-        "wandb_mode": "offline",
+        "wandb_options": {"project": "a/project", "mode": "offline"},
     }
     common.script(lambda argv: journal.MetricsLog(folder, settings, 0))
 
@@ -474,14 +470,14 @@ def test_a_project_that_can_not_be_is_not_told_to_go_offline_where_it_is(tmp_pat
     process = child.start(log_to_a_project_that_can_not_be, folder, log=Path(f"{folder}.log"))
     assert child.status(process) == 2, log_of(folder)[-3000:]
     error = error_of(folder)
-    assert "wandb_project='a/project'" in error and "correct wandb_project" in error
+    assert "'project': 'a/project'" in error and "correct wandb_options" in error
     assert "--wandb_options.mode=offline" not in error
 
 
 def log_to_a_service_that_dies(folder: Path) -> None:
     log = journal.MetricsLog(
         folder,
-        {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"},
+        {"report_to": "wandb", "wandb_options": {"project": "p", "mode": "offline"}},
         0,
     )
     log.write(1, {"reward": 1.0})
@@ -500,7 +496,7 @@ def test_a_run_keeps_its_id_at_weights_and_biases_when_it_is_resumed(tmp_path):
         (tmp_path / folder).mkdir(exist_ok=True)
         log = journal.MetricsLog(
             tmp_path / folder,
-            {"report_to": "wandb", "wandb_project": "p", "wandb_name": "", "wandb_mode": "offline"},
+            {"report_to": "wandb", "wandb_options": {"project": "p", "mode": "offline"}},
             0,
         )
         assert log.wandb.id == (tmp_path / folder / "wandb_id").read_text()

@@ -214,19 +214,19 @@ def test_a_repository_that_is_refused_is_a_sentence_before_the_run_begins(
 ):
     hub.refuse = ("/api/repos/create",)
     with pytest.raises(UserError, match=r"push_to_hub='me/tiny'.*rights.*HF_TOKEN") as found:
-        push.Hub("me/tiny", True, tmp_path)
+        push.Hub("me/tiny", tmp_path)
     assert TOKEN not in str(found.value) and "\n" not in str(found.value)
     hub.shutdown()
     hub.server_close()
     with pytest.raises(UserError, match=r"push_to_hub='me/tiny'"):
-        push.Hub("me/tiny", True, tmp_path)
+        push.Hub("me/tiny", tmp_path)
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_an_upload_that_fails_is_said_and_costs_nothing_but_itself(
     last, hub, own_endpoint, tiny_model_dir, tmp_path, capsys
 ):
-    pusher = push.Hub("me/tiny", True, tmp_path)
+    pusher = push.Hub("me/tiny", tmp_path)
     checkpoints = [shutil.copytree(tiny_model_dir, tmp_path / f"step_00000{i}") for i in (1, 2)]
     hub.refuse = ("/api/models/me/tiny/commit/main",)
     pusher.push(checkpoints[0])
@@ -251,7 +251,7 @@ def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(
     hub, own_endpoint, tiny_model_dir, tmp_path, monkeypatch, capsys
 ):
     pusher, path = (
-        push.Hub("me/tiny", True, tmp_path),
+        push.Hub("me/tiny", tmp_path),
         shutil.copytree(tiny_model_dir, tmp_path / "step_000001"),
     )
 
@@ -275,7 +275,7 @@ def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(
 def test_what_comes_while_an_upload_is_under_way_is_left_out_unless_it_is_the_last(
     hub, own_endpoint, tiny_model_dir, tmp_path, capsys
 ):
-    pusher, hub.slow = push.Hub("me/tiny", True, tmp_path), 1.0
+    pusher, hub.slow = push.Hub("me/tiny", tmp_path), 1.0
     checkpoints = [shutil.copytree(tiny_model_dir, tmp_path / f"step_00000{i}") for i in (1, 2, 3)]
     (checkpoints[2] / "model.safetensors").rename(tmp_path / "elsewhere")
     for path, last in zip(checkpoints, (False, False, False)):

@@ -76,41 +76,43 @@ def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_c
     synced, monkeypatch
 ):
     assert not synced[1]["compiled"]
-    eager = lambda choice, on_gpu: rollout.enforce_eager({"vllm_enforce_eager": choice}, on_gpu)  # noqa: E731
+    YES, NO = {"enforce_eager": True}, {"enforce_eager": False}
+    eager = lambda choice, on_gpu: rollout.enforce_eager({"vllm_options": choice}, on_gpu)  # noqa: E731
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert [eager("auto", False), eager("auto", True), eager("yes", True), eager("no", True)] == [
+    assert [eager({}, False), eager({}, True), eager(YES, True), eager(NO, True)] == [
         True,
         False,
         True,
         False,
     ]
     with pytest.raises(UserError, match="no g\\+\\+"):
-        eager("no", False)
+        eager(NO, False)
 
 
 def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(monkeypatch, capsys):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert (
-        rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25}) == 2**28
-        and capsys.readouterr().out == ""
-    )
+    assert rollout.kv_cache_bytes({"vllm_options": {}}) == 2**28 and capsys.readouterr().out == ""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
-    rollout.kv_cache_bytes({"vllm_kv_cache_gib": 0.25})
+    rollout.kv_cache_bytes({"vllm_options": {}})
     assert (
-        "vllm_kv_cache_gib=0.25 is not used" in (said := capsys.readouterr().out)
+        "vllm_options.kv_cache_memory_bytes=268435456 is not used"
+        in (said := capsys.readouterr().out)
         and "VLLM_CPU_KVCACHE_SPACE=3" in said
     )
 
 
 def test_a_cache_larger_than_the_machine_is_refused(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    with pytest.raises(UserError, match=r"vllm_kv_cache_gib=10000\.0 is more than the .* GiB"):
-        rollout.kv_cache_bytes({"vllm_kv_cache_gib": 10_000.0})
+    with pytest.raises(
+        UserError, match=r"kv_cache_memory_bytes=10000000000000 is more than the .* GiB"
+    ):
+        rollout.kv_cache_bytes({"vllm_options": {"kv_cache_memory_bytes": 10**13}})
 
 
 @pytest.mark.slow
 def test_a_cache_too_small_for_one_completion_is_one_sentence(tiny_model_dir):
-    flags = ["--max_completion_length=950", "--vllm_kv_cache_gib=0.001", "--eval_max_prompts=1"]
+    small = "--vllm_options.kv_cache_memory_bytes=1073741"
+    flags = ["--max_completion_length=950", small, "--eval_max_prompts=1"]
     done = subprocess.run(
         [sys.executable, "evaluate.py", TINY, f"--model={tiny_model_dir}", *flags],
         cwd=TINY.parent.parent,
@@ -119,7 +121,7 @@ def test_a_cache_too_small_for_one_completion_is_one_sentence(tiny_model_dir):
         timeout=240,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert "error: vllm_kv_cache_gib=0.001 is too little for vLLM" in done.stderr
+    assert "error: vllm_options.kv_cache_memory_bytes=1073741 is too little for vLLM" in done.stderr
 
 
 @pytest.mark.slow

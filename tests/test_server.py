@@ -49,7 +49,6 @@ FLAGS = [
     "--max_steps=3",
     "--max_logp_difference=2e-5",
     "--reward_funcs=['parity_reward:parity']",
-    "--rollout_concurrency=2",
     "--rollout_timeout=120",
     "--report_to=",
 ]
@@ -184,11 +183,12 @@ def short_wait(naps, monkeypatch):
 
 
 @pytest.fixture
-def make(tiny_model_dir, tmp_path):
+def make(tiny_model_dir, tmp_path, monkeypatch):
     """make(urls or stand-ins, key=value, ...): an engine; everything is closed in the end."""
     opened = []
 
-    def engine(*servers, synced=True, model=tiny_model_dir, **settings):
+    def engine(*servers, synced=True, model=tiny_model_dir, concurrency=64, **settings):
+        monkeypatch.setattr(server, "CONCURRENCY", concurrency)
         urls = ",".join(s if isinstance(s, str) else s.url for s in servers)
         settings = {
             "rollout_server": urls,
@@ -495,7 +495,8 @@ def test_what_is_asked_for(world, make, stand_in, monkeypatch):
     make(one).generate(PROMPTS, 2, given)
     monkeypatch.setenv("VLLM_CLIENT_TAG", "job-9")
     make(one).generate(PROMPTS, 2, given)
-    make(one, client_tag="mine").generate(PROMPTS, 2, given)
+    monkeypatch.setenv("VLLM_CLIENT_TAG", "mine")
+    make(one).generate(PROMPTS, 2, given)
     asked = one.completions()
     assert sorted(h["X-Request-Id"] for _, h in asked) == sorted(
         f"{tag}-s7-p{i}" for tag in ("rank-0-of-1", "job-9", "mine") for i in (4, 5, 6)
@@ -533,7 +534,7 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
     world, make, stand_in
 ):
     one, two = stand_in(seconds=0.03), stand_in(seconds=0.03)
-    engine, done = make(one, two, rollout_concurrency=3), []
+    engine, done = make(one, two, concurrency=3), []
     prompts = [[i + 1] for i in range(20)]
     found = engine.generate(
         prompts, 2, request(20), lambda i, group: done.append((i, [r["prompt_ids"] for r in group]))
@@ -543,7 +544,7 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
     assert 2 <= one.most + two.most <= 6 and max(one.most, two.most) <= 3
     assert len(one.completions()) == len(two.completions()) == 10
     alone = stand_in(seconds=0.03)
-    make(alone, rollout_concurrency=3).generate(prompts, 2, request(20))
+    make(alone, concurrency=3).generate(prompts, 2, request(20))
     assert alone.most == 3
     assert make(alone).generate([], 2, request(0)) == []
 
@@ -633,7 +634,7 @@ def test_large_answers_of_a_server_are_parsed_one_at_a_time(world, make, stand_i
         return json.loads(data)
 
     one = stand_in()
-    engine = make(one, rollout_concurrency=8)
+    engine = make(one, concurrency=8)
     monkeypatch.setattr(engine, "check_weights", lambda server: None)
     parser = SimpleNamespace(loads=loads, dumps=json.dumps)
     monkeypatch.setattr(vllm_http, "json", parser)
@@ -739,7 +740,7 @@ def test_a_server_that_fails_three_times_in_a_row_is_left_out_while_there_is_ano
     world, naps, make, stand_in
 ):
     bad, good = stand_in(completion=BAD["500"]), stand_in()
-    engine = make(bad, good, rollout_concurrency=1)
+    engine = make(bad, good, concurrency=1)
     found = engine.generate([[i + 1] for i in range(12)], 2, request(12))
     assert (
         len(found) == 24
@@ -759,7 +760,7 @@ def test_a_server_is_not_left_out_for_failures_with_successes_in_between_or_for_
     plan, world, naps, make, stand_in
 ):
     one, two = stand_in(), stand_in()
-    engine = make(one, two, rollout_concurrency=1)
+    engine = make(one, two, concurrency=1)
     one.plan = [BAD[kind] if kind else usual for kind in plan]
     assert len(engine.generate([[i + 1] for i in range(20)], 2, request(20))) == 40
     assert len(engine.live) == 2 and not one.plan
@@ -772,7 +773,7 @@ def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(
     each other. Either all is right in the end, after more tries, or the run ends with a sentence about who is to blame."""
     behind = stand_in()
     mixer = stand_in(behind.url, kind=Proxy, mixes=True)
-    engine = make(mixer, client_tag="ours", rollout_concurrency=8)
+    engine = make(mixer, concurrency=8)
     stop, theirs = threading.Event(), httpx.Client(base_url=mixer.url, timeout=30, trust_env=False)
 
     def other():
@@ -974,7 +975,6 @@ def test_settings_that_do_not_go_together_are_refused():
         (["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
         (["--rollout_ahead=2", "--rollout_engine=server"], "must be at least 0 and at most 1"),
         (["--weight_sync=tape"], "'disk', 'nccl'"),
-        (["--rollout_concurrency=0"], "greater than 0"),
         (["--rollout_timeout=0"], "greater than 0"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -983,9 +983,10 @@ def test_settings_that_do_not_go_together_are_refused():
 
 
 @pytest.mark.parametrize("tag", ["two\nlines", "Mädchen", "a b"])
-def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in):
-    with pytest.raises(UserError, match="client_tag"):
-        make(stand_in(), client_tag=tag, synced=False)
+def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in, monkeypatch):
+    monkeypatch.setenv("VLLM_CLIENT_TAG", tag)
+    with pytest.raises(UserError, match="VLLM_CLIENT_TAG"):
+        make(stand_in(), synced=False)
 
 
 # --- weights
@@ -1012,7 +1013,7 @@ def test_weights_are_written_once_read_by_every_server_and_then_removed(
         return 200, {}, {}
 
     one.other["/collective_rpc"] = two.other["/collective_rpc"] = reload
-    engine = make(one, two, weight_sync_dir=str(tmp_path / "shm"))
+    engine = make(one, two, weight_sync=str(tmp_path / "shm"))
     engine.sync(WEIGHTS())
     folders = [folder for folder, _ in seen]
     assert (
@@ -1136,10 +1137,8 @@ def test_a_full_disk_stops_the_run_with_a_sentence(world, make, stand_in, tmp_pa
     )
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(
-        RunStopped, match=r"weight_sync_dir: the weights could not be written: .*file"
-    ):
-        make(stand_in(), weight_sync_dir=str(blocked))
+    with pytest.raises(RunStopped, match=r"weight_sync: the weights could not be written: .*file"):
+        make(stand_in(), weight_sync=str(blocked))
 
 
 def test_what_a_killed_process_left_is_removed_at_the_start_and_that_of_a_living_one_kept(
@@ -1196,10 +1195,11 @@ def test_ranks_spread_over_the_servers_with_tags_of_their_own_and_add_up_their_c
 
 
 def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_the_next(
-    two_ranks, make, stand_in
+    two_ranks, make, stand_in, monkeypatch
 ):
     one = stand_in()
-    engines = two_ranks.run(lambda rank: make(one, client_tag="shared"))
+    monkeypatch.setenv("VLLM_CLIENT_TAG", "shared")
+    engines = two_ranks.run(lambda rank: make(one))
     for _ in range(2):
         two_ranks.run(lambda rank: engines[rank].sync(WEIGHTS()))
         two_ranks.run(lambda rank: engines[rank].generate(PROMPTS, 2, sampling(0, 3)))
@@ -1220,7 +1220,7 @@ def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, short_wait, make, st
     assert all(isinstance(error, UserError) for error in refused) and str(refused[0]) == str(
         refused[1]
     )
-    full = two_ranks.run(lambda rank: make(one, weight_sync_dir="/dev/null/x"))
+    full = two_ranks.run(lambda rank: make(one, weight_sync="/dev/null/x"))
     assert all(isinstance(error, RunStopped) for error in full)
 
 
@@ -1301,9 +1301,7 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
     import infoseed
 
     one, tokenizer = stand_in(), AutoTokenizer.from_pretrained(tiny_model_dir)
-    c = load_config(
-        ["--info_seed_num_seeds=4", "--info_seed_num_seeds=3", "--max_prompt_length=48"]
-    )
+    c = load_config(["--info_seed_num_seeds=3", "--max_prompt_length=48"])
     rows = [
         {"prompt": "1 2 = 3", "prompt_ids": [1, 2], "system_prompt": ""},
         {"prompt": "2 2 = 4", "prompt_ids": [3, 4], "system_prompt": ""},

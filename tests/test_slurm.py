@@ -452,13 +452,14 @@ def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(
         )
     )
     lines = (ROOT / "slurm" / "evaluate.sh").read_text().split("<< 'END'\n")[1].split("\nEND\n")[0]
-    flags = subprocess.run(
-        [sys.executable, "-c", lines, config, "--trust_checkpoint=True"],
+    ours = tmp_path / "config.json"
+    subprocess.run(
+        [sys.executable, "-c", lines, config, ours, "--trust_checkpoint=True"],
         capture_output=True,
         text=True,
         check=True,
-    ).stdout.split("\0")[:-1]
-    found = load_config(flags)
+    )
+    found = load_config([str(ours)])
     assert (
         found["rollout_engine"] == "vllm"
         and found["reward_funcs"] == ["patient_reward:parity"]

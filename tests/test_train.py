@@ -241,7 +241,7 @@ def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir,
     assert 1 <= len(metrics_of(tmp_path / "run")) < 9
 
 
-def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
+def test_nan_losses_stop_the_run_after_a_few_steps(tiny_model_dir, tmp_path):
     done = run(
         "train.py",
         *SMALL,
@@ -250,8 +250,7 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
         "--rollout_engine=hf",
         "--eval_steps=0",
         "--max_steps=9",
-        "--max_skipped_steps=2",
-        patch="import loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')",
+        patch="import train\ntrain.MAX_SKIPPED_STEPS = 2\nimport loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')",
         folder=tmp_path,
     )
     assert (
