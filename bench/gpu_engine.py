@@ -22,12 +22,14 @@ class Case:
         self.device = start_distributed().device
         shape = SHAPES[setting.shape]._replace(layers=4)
         folder = model_folder(shape, self.device)
+        on_gpu = self.device.type == "cuda"
+        options = {} if on_gpu else {"kv_cache_memory_bytes": 2**29}
         values = {
             "model": folder,
             "dtype": "bfloat16",
             "max_prompt_length": 32,
             "max_completion_length": TOKENS,
-            "vllm_kv_cache_gib": 0.5,
+            "vllm_options": options,
         }
         c = load_config([f"--{key}={value}" for key, value in values.items()])
         self.engine = rollout.VllmEngine(str(folder), c, torch.bfloat16, self.device)

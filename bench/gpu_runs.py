@@ -81,8 +81,7 @@ def from_warm_start(work, setting):
     """What work(folder, setting) finds, with a warmed-up tiny model in folder / "sft"."""
     base = Path(tempfile.mkdtemp(prefix="bench_gpu_"))
     try:
-        settings = {"model": "tiny", "output_dir": base / "sft", "sft_steps": 20}
-        wrong = run(command_of("sft.py", **settings), setting)
+        wrong = run(command_of("sft.py", model="tiny", output_dir=base / "sft", steps=20), setting)
         yield Finding("sft.py", not wrong, wrong or "runs", "a model")
         if not wrong:
             yield from work(base, setting)

@@ -3,8 +3,7 @@
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_steered.py       3 minutes
 model = "runs/countdown_sft"
 output_dir = "runs/countdown_steered"
-dataset_name = "countdown"
-dataset_config = "tiny"
+dataset = {"name": "countdown", "config": "tiny"}
 max_prompt_length = 32
 max_completion_length = 32
 prompts_per_step = 32

@@ -444,7 +444,7 @@ def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective, pack):
     """Of all hidden states, only those that predict a completion token get a gradient. States are told by (place in the row, token)."""
-    c = load_config(["--num_generations=2", "--pkpo_k={0: 1}", *f"--objective={objective}".split()])
+    c = load_config(["--num_generations=2", "--pkpo_k=1", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     group = {

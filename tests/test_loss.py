@@ -25,7 +25,7 @@ from torch._dynamo.testing import CompileCounter
 import checks
 import learner
 import loss
-from common import load_config
+from common import load_config, scheduled
 from policy import completion_mask
 from ranks import start_distributed
 
@@ -266,7 +266,7 @@ def slow_step(logps, entropy, step, c):
     ]
     A = slow_advantages(shaped, c["scale_rewards"] or scale)
     if objective == "pkpo":
-        A = [slow_pass_at_k(group, min(G, c["pkpo_k"].get(0, checks.PASS_K))) for group in shaped]
+        A = [slow_pass_at_k(group, min(G, scheduled(c["pkpo_k"], 0))) for group in shaped]
     total, low, high, kl = (logps * 0).sum(), 0, 0, 0.0
     for x in range(P):
         l = [maxent_score(ref, n) for n in rows[x]]
@@ -435,7 +435,7 @@ def group_of(step, c):
     group = {
         "rewards": step.rewards,
         "lengths": step.lengths.view(step.P, step.G).to(step.rewards.dtype),
-        "pass_k": min(step.G, c["pkpo_k"].get(0, checks.PASS_K)),
+        "pass_k": min(step.G, scheduled(c["pkpo_k"], 0)),
     }
     if c["beta"] > 0:
         group["ref_scores"] = loss.sequence_scores(
@@ -549,7 +549,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
         patch("scoring.correct_modes", lambda *a: modes),
     ):
         group = learner.measure_groups(engine, reference, batch, lived, step.rewards, c)
-    group["pass_k"] = min(step.G, c["pkpo_k"].get(0, checks.PASS_K))
+    group["pass_k"] = min(step.G, scheduled(c["pkpo_k"], 0))
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
 
     def given_plan(batch, unit, c, idle=None):
@@ -1221,7 +1221,7 @@ CASES = [
     ),
     dict(objective="maxrl", beta=0.3, delta=1.4),
     dict(objective="grpo", scale_rewards="mean"),
-    *(dict(objective="pkpo", pkpo_k=f"{{0: {k}}}") for k in (1, 2, 3)),
+    *(dict(objective="pkpo", pkpo_k=k) for k in (1, 2, 3)),
     dict(objective="pkpo", beta=0.3, policy_entropy_bonus_coef=0.4),
     dict(objective="flow", beta=0.3, maxent_q_epsilon=0.02),
     dict(objective="flow", maxent_score_norm="sum", maxent_tau=3.0, maxent_score_scale=0.5),
