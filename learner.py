@@ -210,9 +210,8 @@ def row_advantages(group: dict, c: dict):
     """The advantage of each row, (P, G), as the table of objectives says."""
     objective = OBJECTIVES[c["objective"]]
     rewards = shaped_rewards(group, c)
-    if objective.advantage == "pass_at_k":
-        return L.pass_at_k_advantages(rewards, group["pass_k"])
-    return L.group_advantages(rewards, c["scale_rewards"] or objective.scale)
+    scale = c["scale_rewards"] or objective.scale
+    return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
 
 
 def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:

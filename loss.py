@@ -95,6 +95,13 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     return torch.empty_like(rewards).scatter(1, order, advantages)
 
 
+# What checks.Objective.advantage names, of rewards (P, G), scale_rewards and pkpo's k.
+ADVANTAGES = {
+    "centred": lambda rewards, scale, k: group_advantages(rewards, scale),
+    "pass_at_k": lambda rewards, scale, k: pass_at_k_advantages(rewards, k),
+}
+
+
 def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> Tensor:
     """u = log q, (P, G), with q = (1 - G*eps) * softmax(r / T_q) + eps. In log space, so that
     nothing underflows at small T_q."""
