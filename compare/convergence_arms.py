@@ -1,5 +1,6 @@
 # The arms of the long comparison: until mean@8 has stopped rising. The first one is the baseline.
-#   python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --seeds=3 --ranks=1
+#   python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --seeds=3 \
+#     --ranks=1
 #   --jobs=2 --learning_rate=2e-4 --lr_scheduler_type=constant --warmup_steps=20 --max_steps=1500
 #   --eval_steps=50          (one line)
 dr_grpo = {"objective": "dr_grpo"}
