@@ -25,7 +25,8 @@ from transformers import AttentionInterface
 
 from common import UserError
 
-# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has shapes of its own
+# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has shapes of its
+# own
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 NAME = "packed"
@@ -118,7 +119,8 @@ def to_device(plan, device: torch.device):
 
 
 def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
-    """(n,) bool: whether a row's prompt is that of the row before it. ids (n, S), prompt_lengths (n,)."""
+    """(n,) bool: whether a row's prompt is that of the row before it. ids (n, S), prompt_lengths
+    (n,)."""
     longest = int(prompt_lengths.max())
     outside = torch.arange(longest, device=ids.device) >= prompt_lengths[1:, None]
     same = ((ids[1:, :longest] == ids[:-1, :longest]) | outside).all(1) & (
@@ -268,18 +270,20 @@ def attention(
     sliding_window: int | None = None,
     **more,
 ) -> tuple[Tensor, None]:
-    """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d); (1, M, heads, d) out. A model whose attention wants more than
-    causal order is a UserError."""
+    """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d);
+    (1, M, heads, d) out. A model whose attention wants more than causal order is a UserError."""
     if packed is None:
         raise ValueError(
-            f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or lm.set_attn_implementation('sdpa') first"
+            f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or "
+            f"lm.set_attn_implementation('sdpa') first"
         )
     wants = [name for name, value in more.items() if value is not None and name not in HARMLESS]
     wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     wants += ["a sliding window"] * (sliding_window is not None and sliding_window < packed.longest)
     if wants:
         raise UserError(
-            f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does not support: set pack_sequences=False"
+            f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does "
+            f"not support: set pack_sequences=False"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (M, heads, d)
     if packed.varlen is not None:
@@ -369,12 +373,14 @@ def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, T
 
 
 def check_window(config, longest: int) -> None:
-    """Rows of `longest` tokens must fit into whatever window the model's attention has: some models have it in their masks only, which nobody asks for here."""
+    """Rows of `longest` tokens must fit into whatever window the model's attention has: some
+    models have it in their masks only, which nobody asks for here."""
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
         if window is not None and window < longest:
             raise UserError(
-                f"model {config.model_type!r} has {name}={window} and rows may have {longest} tokens, which packed sequences do not do: set "
+                f"model {config.model_type!r} has {name}={window} and rows may have {longest} "
+                f"tokens, which packed sequences do not do: set "
                 f"pack_sequences=False, or shorten max_prompt_length + max_completion_length"
             )
 

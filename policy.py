@@ -1,4 +1,5 @@
-"""The policy: a language model that answers with log-probs of its completions, its optimizer at ZeRO stage 0, its weights by name.
+"""The policy: a language model that answers with log-probs of its completions, its optimizer at
+ZeRO stage 0, its weights by name.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
@@ -31,7 +32,8 @@ class Plan(NamedTuple):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
+    """A causal language model whose forward answers with log-probs of the completion's tokens,
+    never with logits."""
 
     def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
@@ -104,7 +106,8 @@ class Policy(torch.nn.Module):
 
 @torch.no_grad()
 def check_head(lm) -> None:
-    """UserError if the model's logits are more than its hidden states times its vocabulary head: biased, capped or scaled, as the log-probs here are not."""
+    """UserError if the model's logits are more than its hidden states times its vocabulary head:
+    biased, capped or scaled, as the log-probs here are not."""
     head, trains = lm.get_output_embeddings(), lm.training
     ids = torch.arange(5, 13, device=lm.device)[None] % lm.config.get_text_config().vocab_size
     lm.eval()
@@ -136,7 +139,8 @@ def check_head(lm) -> None:
         or getattr(lm.config, "final_logit_softcapping", None)
     ):
         raise UserError(
-            f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported"
+            f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its "
+            f"vocabulary head (lm_head), which is not supported"
         )
 
 
@@ -154,8 +158,9 @@ def turn_off_dropout(lm) -> float:
 
 
 class CheckedAdamW(torch.optim.AdamW):
-    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses a NaN as its own stages do.
-    DeepSpeed reads the two attributes back in get_global_grad_norm() and was_step_applied()."""
+    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses
+    a NaN as its own stages do. DeepSpeed reads the two attributes back in get_global_grad_norm()
+    and was_step_applied()."""
 
     def __init__(self, params, max_grad_norm: float, **kwargs):
         super().__init__(params, **kwargs)
@@ -189,9 +194,10 @@ def completion_mask(lengths):
 
 
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's sync and a checkpoint take them.
-    ZeRO-3 parameters are gathered one at a time, by all ranks together. Tied embeddings appear under both names: a vLLM reload
-    without lm_head.weight is silently wrong."""
+    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's
+    sync and a checkpoint take them. ZeRO-3 parameters are gathered one at a time, by all ranks
+    together. Tied embeddings appear under both names: a vLLM reload without lm_head.weight is
+    silently wrong."""
     head = lm.get_output_embeddings().weight
     tied = head is lm.get_input_embeddings().weight
     for name, parameter in lm.named_parameters():
@@ -206,7 +212,8 @@ def named_weights(lm, zero_stage: int):
 
 
 def set_temperature(models, temperature: float) -> None:
-    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies, engines around them, or None."""
+    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies,
+    engines around them, or None."""
     for model in models:
         if model is not None:
             getattr(model, "module", model).temperature = temperature

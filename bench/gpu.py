@@ -55,6 +55,7 @@ CHECKS = {
     "reference": Check("gpu_learner", 180, ("deepspeed",)),
     "speed": Check("gpu_learner", 300, ("deepspeed",)),
     "train": Check("gpu_runs", 300, ("deepspeed",)),
+    "two_ranks": Check("gpu_runs", 300, ("deepspeed",), gpus=2),
     "engine": Check("gpu_engine", 300, ("vllm",)),
 }
 
@@ -197,7 +198,7 @@ def run_all(names: list[str], setting: Setting, path: Path) -> int:
     print("| check | ok / FAIL / skip | measured | wanted | seconds |", "|---" * 5 + "|", sep="\n")
     rows = []
     for name in names:
-        why = why_not(name, gpus if setting.device == "cuda" else 1)
+        why = why_not(name, gpus if setting.device == "cuda" else 2)
         if why:
             found = [row_of(name, "skip", why)]
         else:

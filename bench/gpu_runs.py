@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from bench.gpu import ROOT, Finding, last_words
 
 STEPS = 4
 DEADLINE = 200  # seconds, for one process
+LEAVE = 60  # seconds that a rank may take to notice that another has died
 
 
 def command_of(script: str, **settings) -> list[str]:
@@ -72,17 +74,22 @@ def run_and_kill(command: list[str], folder: Path, setting) -> str:
 
 def train(setting):
     """A tiny model for Countdown from its warm start on: four steps, killed after two."""
+    yield from from_warm_start(resumed_run, setting)
+
+
+def from_warm_start(work, setting):
+    """What work(folder, setting) finds, with a warmed-up tiny model in folder / "sft"."""
     base = Path(tempfile.mkdtemp(prefix="bench_gpu_"))
     try:
         wrong = run(command_of("sft.py", model="tiny", output_dir=base / "sft", steps=20), setting)
         yield Finding("sft.py", not wrong, wrong or "runs", "a model")
         if not wrong:
-            yield from resumed_run(base, setting)
+            yield from work(base, setting)
     finally:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def resumed_run(base: Path, setting):
+def settings_of(base: Path, **changes) -> dict:
     vllm = importlib.util.find_spec("vllm") is not None
     settings = {
         "model": base / "sft",
@@ -94,6 +101,60 @@ def resumed_run(base: Path, setting):
         "save_steps": 1,
         "eval_steps": 0,
     }
+    return settings | changes
+
+
+def two_ranks(setting):
+    """train.py on two ranks, and how long the other one takes to leave when one is killed."""
+    yield from from_warm_start(pair_of_runs, setting)
+
+
+def pair_of_runs(base: Path, setting):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun.append("--nproc_per_node=2")
+    wrong = run(torchrun + command_of("train.py", **settings_of(base))[1:], setting)
+    steps = [row["step"] for row in metrics_of(base / "run")]
+    good = not wrong and steps == list(range(1, STEPS + 1))
+    yield Finding("train.py", good, wrong or f"steps {steps}", f"steps 1 to {STEPS}")
+    changes = {"output_dir": base / "killed", "max_steps": 100_000, "save_steps": 2}
+    command = torchrun + command_of("train.py", **settings_of(base, **changes))[1:]
+    seconds, said = kill_one_rank(command, base / "killed", setting)
+    measured = f"{seconds:.0f} s: {said}" if seconds else said
+    yield Finding("one rank killed", 0 < seconds <= LEAVE, measured, f"a word in {LEAVE} s")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_one_rank(command: list[str], folder: Path, setting) -> tuple[float, str]:
+    """Kills one of torchrun's processes when there is a checkpoint: (seconds until torchrun has
+    gone, last words); 0 seconds if it never came so far."""
+    with open(folder.with_suffix(".out"), "w+") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(setting), stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            end = time.monotonic() + DEADLINE
+            while not (folder / "step_000002").exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    out.seek(0)
+                    return 0.0, last_words(out.read())
+                time.sleep(0.05)
+            begin = time.monotonic()
+            os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+            process.wait(timeout=DEADLINE)
+            seconds = time.monotonic() - begin
+        finally:
+            for pid in [*children_of(process.pid), process.pid] if process.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        return seconds, last_words(out.read())
+
+
+def resumed_run(base: Path, setting):
+    settings = settings_of(base)
     command = command_of("train.py", **settings)
     wrong = run_and_kill(command, base / "run", setting)
     measured = wrong or f"{len(metrics_of(base / 'run'))} steps with {settings['rollout_engine']}"

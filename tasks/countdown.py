@@ -159,7 +159,7 @@ def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, s
     those with a value in the set `wanted` of whole numbers. Grows fast: 4 numbers have ~3,000."""
     if len(numbers) == 1:
         return {numbers[0]: {(str(numbers[0]), NUMBER_BINDS)}}
-    by_value = {}  # a set of texts each, since (2+3)+4 comes up in several ways
+    by_value = {}  # sets, because with equal numbers a text may come up twice
     for op, value, xs, ys in joined_values(numbers):
         # the denominator first: fractions are slow to look up in a set
         if wanted is None or (value.denominator == 1 and value in wanted):

@@ -1,6 +1,7 @@
 """bench.gpu: what it says where there is no GPU, how it runs its checks, and that those of attention,
 head and learner run, on a CPU with stand-ins for the kernels. Its figures are a GPU's to give."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import torch
 from exact_matrix import ROOT
 
+import packing
 from bench import gpu, gpu_kernels, gpu_machine, shapes
 from common import UserError
 
@@ -65,7 +67,7 @@ def test_all_checks_run_whatever_one_of_them_does(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setitem(gpu.CHECKS, "engine", gpu.Check("gpu_engine", 9, ("no_such_package",)))
-    monkeypatch.setitem(gpu.CHECKS, "nccl", gpu.Check("gpu_machine", 9, (), gpus=2))
+    monkeypatch.setitem(gpu.CHECKS, "nccl", gpu.Check("gpu_machine", 9, (), gpus=3))
     path = tmp_path / "new" / "figures.json"
     names = ["driver", "peaks", "zero1", "head", "engine", "nccl"]
     assert gpu.run_all(names, TINY, path) == 1
@@ -178,6 +180,19 @@ def test_products_are_counted_once_for_a_shared_prompt():
     hidden, kv = shape.hidden, shape.kv_heads / shape.heads
     weights = shape.layers * (hidden * hidden * (2 + 2 * kv) + 3 * hidden * shape.feed_forward)
     assert shapes.products(shape, batch, 1) == 6 * weights * shapes.PROMPT
+
+
+def test_what_a_gpu_is_asked_for_is_in_the_torch_that_is_pinned():
+    """Keywords of varlen_attn, float32 products of 16 bits, a fused AdamW: none of them runs on a
+    CPU, all can be looked up."""
+    parameters = inspect.signature(packing.varlen_attn).parameters
+    names = list(parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(names)
+    schema = str(torch.ops.aten.mm.dtype._schema)
+    assert "ScalarType out_dtype" in schema
+    assert "fused" in inspect.signature(torch.optim.AdamW).parameters
+    assert callable(torch.cuda.set_sync_debug_mode)
 
 
 @pytest.mark.slow

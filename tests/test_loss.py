@@ -464,9 +464,8 @@ def step_loss(logps, entropy, step, c):
         {"ref_logps": step.ref} if c["beta"] > 0 else {}
     )
     logps, entropy = logps * step.mask, entropy * step.mask  # as the policy's forward leaves them
-    total, *counts = learner.token_loss(
-        logps, entropy, part, targets["advantages"].flatten(), c["beta"], c, norm
-    )
+    part["advantages"] = targets["advantages"].flatten()
+    total, *counts = learner.token_loss(logps, entropy, part, c["beta"], c, norm)
     if learner.couples_rows(c):
         total = total + learner.group_loss(
             learner.scores_of(logps, step.lengths, c).view(step.P, step.G), targets, c, norm
@@ -1491,8 +1490,8 @@ def test_gspo_takes_the_geometric_mean_of_the_token_ratios():
         torch.tensor([[0.7, 1.1, 1.2], [1.5, 0.8, 1.0]]),
         torch.tensor([2.0, -1.0]),
     )  # the second row has two tokens
-    part = {"old_logps": torch.zeros(2, 3), "lengths": torch.tensor([3, 2])}
-    gain, low, high = learner.surrogate(ratios.log(), part, A, config(2, dict(objective="gspo")))
+    part = {"old_logps": torch.zeros(2, 3), "lengths": torch.tensor([3, 2]), "advantages": A}
+    gain, low, high = learner.surrogate(ratios.log(), part, config(2, dict(objective="gspo")))
     close(gain, [[2 * (0.7 * 1.1 * 1.2) ** (1 / 3)], [-((1.5 * 0.8) ** 0.5)]])
     assert not low.any() and not high.any()  # though every row has a token outside the clip range
 
