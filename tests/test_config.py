@@ -133,6 +133,29 @@ def test_the_config_of_an_older_run_is_read_with_todays_keys(tmp_path):
     }
 
 
+def test_what_changed_over_time_in_an_older_run_changes_as_it_did(tmp_path):
+    older = {
+        "reward_funcs": ["countdown"],
+        "dataset_mixture": [{"id": "countdown", "columns": {"prompt": "q"}, "weight": 2}],
+        "temperature": 0.9,
+        "temperature_schedule": {"2": 1.3, "5": 0.6},
+        "easy_dataset_name": "crossword",
+        "easy_schedule": {"0": 0.5, "3": 0.0},
+        "maxent_target_weight_entropy": 1.0,
+        "maxent_target_final": 0.5,
+        "maxent_target_horizon": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    config = load_config([str(tmp_path / "config.json")])
+    assert config["dataset"] == [{"name": "countdown", "prompt": "q", "weight": 2.0}]
+    share = config["easy_dataset"]["share"]
+    assert [scheduled(share, step) for step in (0, 2, 3, 9)] == [0.5, 0.5, 0.0, 0.0]
+    assert [scheduled(config["temperature"], step) for step in range(7)] == [
+        *(0.9, 0.9, 1.3, 1.3, 1.3, 0.6, 0.6)
+    ]
+    assert scheduled(config["maxent_target_weight_entropy"], 5) == pytest.approx(0.75)
+
+
 def test_a_dotted_flag_sets_one_entry(tmp_path):
     path = write(tmp_path, 'dataset = {"name": "countdown", "config": "tiny"}')
     config = load_config([path, "--dataset.config=4", "--vllm_options.enforce_eager=false"])
