@@ -1,6 +1,7 @@
-"""Validation of a config: errors and warnings, every rule that looks at values alone, one sentence each.
+"""Validation of a config: errors and warnings, every rule that looks at values alone, one sentence
+each.
 
-for holds, sentence in claims(config): ...      # common.load_config raises the first that does not hold
+for holds, sentence in claims(config): ...  # common.load_config raises the first that does not
 for sentence in warn_config(config, vocabulary): ...
 """
 
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 
 class Objective(NamedTuple):
-    """All that is true of an objective but its formula, which is in loss.py. The defaults are those of dr_grpo."""
+    """All that is true of an objective but its formula, which is in loss.py. The defaults are
+    those of dr_grpo."""
 
     tokens: str = "constant"  # how terms of tokens are summed: "constant", "row_mean", "token_mean"
     advantage: str = "centred"  # of a row in its group: "centred", "pass_at_k"
@@ -272,7 +274,8 @@ RANGES = {
     "keep_every": (">= 0", None),
     "log_rollouts_steps": (">= 0", None),
 }
-# Of a number without an upper bound in the table: 32 bits hold what is counted, float32 what is computed.
+# Of a number without an upper bound in the table: 32 bits hold what is counted, float32 what is
+# computed.
 MOST = {int: "<= 2147483647", float: "<= 1e30"}
 REASONS = {  # behind the sentence on a range, where it does not explain itself
     "seed": "vLLM takes no larger one",
@@ -296,7 +299,8 @@ SIGNS = {  # sign -> (whether it holds, how it is said)
 
 
 def claims(c: dict):
-    """(whether it holds, the sentence if it doesn't) of one thing after the other; a later one may rely on those before it."""
+    """(whether it holds, the sentence if it doesn't) of one thing after the other; a later one may
+    rely on those before it."""
     yield from value_claims(c)
     yield from group_claims(c)
     yield from data_claims(c)
@@ -363,7 +367,8 @@ def value_claims(c: dict):
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
             not set(c[key]) & set("*?["),
-            f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern and would "
+            f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern "
+            "and would "
             f"not find the files there: choose, or rename it to, a name without them",
         )
     yield (
@@ -411,20 +416,24 @@ def group_claims(c: dict):
         )
         yield (
             c["info_seed_num_seeds"] >= 2,
-            f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't be told from another",
+            f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't "
+            "be told from another",
         )
         yield (
             c["prompts_per_step"] >= 2,
-            f"info_seed_num_seeds={c['info_seed_num_seeds']} needs prompts_per_step of at least 2: a seed's completions are compared over prompts",
+            f"info_seed_num_seeds={c['info_seed_num_seeds']} needs prompts_per_step of at least "
+            "2: a seed's completions are compared over prompts",
         )
     G = rows_of_a_group(c)
     yield (
         c["maxent_q_epsilon"] * G <= 1,
-        f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = {1 / G:.4f}",
+        f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = "
+        f"{1 / G:.4f}",
     )
     yield (
         not c["rollout_ahead"] or c["rollout_engine"] == "server",
-        f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling and learning share a process",
+        f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling "
+        "and learning share a process",
     )
     yield (
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
@@ -437,7 +446,8 @@ def data_claims(c: dict):
     yield (len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
     yield (
         len(c["reward_funcs"]) == len(c["reward_weights"]),
-        f"reward_weights={c['reward_weights']} must hold one weight for each of reward_funcs={c['reward_funcs']}",
+        f"reward_weights={c['reward_weights']} must hold one weight for each of "
+        f"reward_funcs={c['reward_funcs']}",
     )
     yield (
         all(abs(weight) <= 1e30 for weight in c["reward_weights"]),
@@ -471,7 +481,8 @@ def data_claims(c: dict):
     yield (
         "soft_overlong" not in c["reward_funcs"]
         or c["soft_overlong_buffer"] <= c["max_completion_length"],
-        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above max_completion_length={c['max_completion_length']}",
+        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
+        f"max_completion_length={c['max_completion_length']}",
     )
 
 
@@ -494,16 +505,20 @@ def objective_claims(c: dict):
     )
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
-        f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: set it to 0, "
-        f"or change objective={c['objective']!r}, whose loss compares the answers of a group already",
+        f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: "
+        "set it to 0, "
+        f"or change objective={c['objective']!r}, whose loss compares the answers of a group "
+        "already",
     )
     yield (
         not c["xdr_ref_tilt"] or (objective.weights == "rows" and c["beta"] > 0),
-        f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
+        f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} "
+        f"and beta={c['beta']}",
     )
     yield (
         not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
-        f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
+        f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} "
+        f"and beta={c['beta']}",
     )
     yield (
         not c["xdr_mode_adaptive_tau"] or objective.weights == "rows",
@@ -518,45 +533,54 @@ def controller_claims(c: dict):
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
         not (is_on(entropy) and is_on(excess)),
-        f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are both on: choose one",
+        f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are "
+        "both on: choose one",
     )
     highest = max(values_of(entropy))
     yield (
         highest <= math.log(G),
-        f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = {math.log(G):.3f}, "
+        f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
+        f"{math.log(G):.3f}, "
         f"which no weights can reach",
     )
     if method:
         yield (
             OBJECTIVES[c["objective"]].weights == "target",
-            f"controller_meta_method={method!r} steers the weights of maxent; objective={c['objective']!r} has none that it knows",
+            f"controller_meta_method={method!r} steers the weights of maxent; "
+            f"objective={c['objective']!r} has none that it knows",
         )
         yield (
             is_on(entropy) and c["kl_target"] > 0,
-            f"controller_meta_method={method!r} needs both targets, maxent_target_weight_entropy={entropy} and "
+            f"controller_meta_method={method!r} needs both targets, "
+            f"maxent_target_weight_entropy={entropy} and "
             f"kl_target={c['kl_target']}",
         )
         yield (
             c["controller_meta_virtual_lr"] < 4,
-            f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or virtual steps overshoot for ever",
+            f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
+            "virtual steps overshoot for ever",
         )
     if method or steers_tau(c):
         yield (
             OBJECTIVES[c["objective"]].weights != "",
-            f"an entropy target steers the weights of {names(lambda o: o.weights)}; objective={c['objective']!r} has none",
+            f"an entropy target steers the weights of {names(lambda o: o.weights)}; "
+            f"objective={c['objective']!r} has none",
         )
         yield (
             c["maxent_tau_max"] > c["maxent_tau_min"],
-            f"maxent_tau_max={c['maxent_tau_max']} must be above maxent_tau_min={c['maxent_tau_min']} when tau is steered",
+            f"maxent_tau_max={c['maxent_tau_max']} must be above "
+            f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
         )
         yield (
             c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
-            f"maxent_tau={c['maxent_tau']} is steered: start it between maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
+            f"maxent_tau={c['maxent_tau']} is steered: start it between "
+            f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
         )
     if method or steers_beta(c):
         yield (
             c["beta"] > 0,
-            f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0",
+            f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, "
+            "so it must start above 0",
         )
         yield (
             c["beta_max"] > c["beta_min"],
@@ -564,20 +588,24 @@ def controller_claims(c: dict):
         )
         yield (
             c["beta_min"] <= c["beta"] <= c["beta_max"],
-            f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and beta_max={c['beta_max']}",
+            f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and "
+            f"beta_max={c['beta_max']}",
         )
     yield (
         not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
-        f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or beta could turn negative",
+        f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or "
+        "beta could turn negative",
     )
 
 
 def tau_limit(c: dict, vocabulary: int) -> float:
-    """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its target is right at least half of the time.
+    """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its
+    target is right at least half of the time.
 
-    Rewards 0 and 1, beta = 0: at the target the scores of right and wrong rows differ by 1 / tau, so the log-probs of strings of T
-    tokens differ by T / (scale * tau) where scores are means, by 1 / (scale * tau) where they are sums. There are V^T wrong strings:
-    the difference must be at least T * ln V. For sums T is taken as max_completion_length."""
+    Rewards 0 and 1, beta = 0: at the target the scores of right and wrong rows differ by 1 / tau,
+    so the log-probs of strings of T tokens differ by T / (scale * tau) where scores are means, by
+    1 / (scale * tau) where they are sums. There are V^T wrong strings: the difference must be at
+    least T * ln V. For sums T is taken as max_completion_length."""
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
         per_token *= c["max_completion_length"]
@@ -585,7 +613,8 @@ def tau_limit(c: dict, vocabulary: int) -> float:
 
 
 def tau_of_excess(excess: float, G: int, right: int) -> float:
-    """The maxent_q_temperature * maxent_tau at which w has this excess entropy in a group with `right` of G at reward 1, the others at 0."""
+    """The maxent_q_temperature * maxent_tau at which w has this excess entropy in a group with
+    `right` of G at reward 1, the others at 0."""
     low, high = 1e-3, 1e3
     for _ in range(60):
         tau = math.sqrt(low * high)
@@ -610,8 +639,10 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
     if product > limit * 1.001:
         warnings.append(
-            f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: the "
-            f"wrong answers of a group outnumber the right ones and a target this flat feeds them; "
+            f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: "
+            "the "
+            "wrong answers of a group outnumber the right ones and a target this flat feeds "
+            "them; "
             f"expect a policy that gets worse"
         )
     targets = values_of(c["maxent_target_excess_entropy"])
@@ -634,7 +665,8 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     warnings = tau_warnings(c, vocabulary) if objective.group_loss else []
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:
         warnings.append(
-            f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio is a "
+            f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
+            "is a "
             f"mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
@@ -643,20 +675,23 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         )
     if steers_tau(c) and OBJECTIVES[c["objective"]].weights == "rows":
         warnings.append(
-            "under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way"
+            "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
+            "the wrong way"
         )
     seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
     ):
         warnings.append(
-            "maxent_target_weight_entropy counts every active group, and here those whose answers are all equally good are active, with flat weights at "
+            "maxent_target_weight_entropy counts every active group, and here those whose "
+            "answers are all equally good are active, with flat weights at "
             "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
         )
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:
         warnings.append(
-            "info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards the small seed rewards are blown up to standard deviation 1; "
+            "info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards "
+            "the small seed rewards are blown up to standard deviation 1; "
             "use scale_rewards='none'"
         )
     reach = (
@@ -665,12 +700,15 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     if c["controller_meta_method"] not in ("", "analytic"):
         if c["maxent_tau"] + c["beta"] < 0.05 * reach:
             warnings.append(
-                f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of log q = {0.05 * reach:.3f}: the weights are "
-                f"saturated and controller_meta_method={c['controller_meta_method']!r} has no gradient to follow; start both higher"
+                f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "
+                f"log q = {0.05 * reach:.3f}: the weights are "
+                f"saturated and controller_meta_method={c['controller_meta_method']!r} has no "
+                "gradient to follow; start both higher"
             )
         if c["controller_meta_optimizer"] == "sgd":
             warnings.append(
-                f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where its gradient is small: use "
+                f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where "
+                "its gradient is small: use "
                 f"controller_meta_optimizer='adam'"
             )
     return warnings

@@ -22,8 +22,9 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
-# of a collective, in which ranks wait for each other: longer than anything that one may do alone (rollout servers that start, rewards that hang, the
-# hash of a large checkpoint, the last upload: an hour). A rank that dies is noticed at once, by its connections or by torchrun
+# of a collective, in which ranks wait for each other: longer than anything that one may do alone
+# (rollout servers that start, rewards that hang, the hash of a large checkpoint, the last upload:
+# an hour). A rank that dies is noticed at once, by its connections or by torchrun
 DEADLINE = timedelta(hours=3)
 LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value
 DEEPEST = 10  # lists and dicts within each other
@@ -57,9 +58,12 @@ REPLACED = {
     "wandb_project": "wandb_options.project",
     "wandb_name": "wandb_options.name",
     "wandb_mode": "wandb_options.mode",
-    "dataset_mixture": 'dataset takes a list of sources: [{"name": "countdown", "weight": 2.0}, ...]',
-    "easy_schedule": "easy_dataset has a share, a line through points: --easy_dataset.share={0: 0.5, 100: 0}",
-    "temperature_schedule": "temperature can be a line through points: --temperature={0: 1.2, 100: 1.0}",
+    "dataset_mixture": "dataset takes a list of sources: "
+    '[{"name": "countdown", "weight": 2.0}, ...]',
+    "easy_schedule": "easy_dataset has a share, a line through points: "
+    "--easy_dataset.share={0: 0.5, 100: 0}",
+    "temperature_schedule": "temperature can be a line through points: "
+    "--temperature={0: 1.2, 100: 1.0}",
     "maxent_target_final": "the target can be a line through points: "
     "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
     "maxent_target_horizon": "the target can be a line through points: "
@@ -90,11 +94,13 @@ class UserError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit status 1."""
+    """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit
+    status 1."""
 
 
 class RolloutsLost(RunStopped):
-    """No rollout server is left, or a prompt can't get its completions. All ranks raise it together."""
+    """No rollout server is left, or a prompt can't get its completions. All ranks raise it
+    together."""
 
 
 def quoted(text, limit: int = 200) -> str:
@@ -110,7 +116,8 @@ def escaped(sentence: str) -> str:
 
 
 def leave(sentence: str, status: int) -> None:
-    """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and the atexit handlers of the libraries would wait for them."""
+    """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and
+    the atexit handlers of the libraries would wait for them."""
     sys.stdout.flush()
     print(f"error: {escaped(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
@@ -146,7 +153,8 @@ def script(work, *arguments):
         if not lost_a_rank(error):
             raise
         leave(
-            f"another rank has died or left (its own words are above or below): {str(error).splitlines()[0]}",
+            "another rank has died or left (its own words are above or below): "
+            f"{str(error).splitlines()[0]}",
             1,
         )
 
@@ -155,7 +163,8 @@ def script(work, *arguments):
 
 
 def read_config_file(path) -> dict:
-    """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's file runs nothing."""
+    """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's
+    file runs nothing."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LONGEST_CONFIG + 1)
@@ -166,7 +175,8 @@ def read_config_file(path) -> dict:
         raise
     except (SyntaxError, ValueError) as error:
         raise UserError(
-            f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: {error}"
+            f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: "
+            f"{error}"
         ) from None
     values = {}
     for node in tree.body:
@@ -187,7 +197,8 @@ def read_config_file(path) -> dict:
             raise
         except (ValueError, TypeError):
             raise UserError(
-                f"{path}:{node.lineno}: {key} must be a plain literal, not {source_of(node.value, text)}"
+                f"{path}:{node.lineno}: {key} must be a plain literal, not "
+                f"{source_of(node.value, text)}"
             ) from None
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
@@ -330,7 +341,8 @@ def coerce_points(value: dict, default, where: str) -> dict:
 
 
 def coerce(value, default, where: str):
-    """`value` in the type of `default`: ints may stand for floats, "inf" is a float, True is not a number."""
+    """`value` in the type of `default`: ints may stand for floats, "inf" is a float, True is not a
+    number."""
     kind = type(default)
     check_literal(value, where)
     if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
@@ -443,7 +455,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Of a key that is given twice the last value counts, as scripts that add flags rely on: that is said."""
+    """Of a key that is given twice the last value counts, as scripts that add flags rely on: that
+    is said."""
     last = {}
     for word in argv:
         key, equals, _ = word.partition("=")
@@ -478,7 +491,8 @@ def load_with_flags(argv, defaults: dict) -> tuple[dict, dict]:
 
 
 def load_config(argv) -> dict:
-    """The resolved and checked config: config/default.py, then the files of `argv`, then its --key=value, whatever their order."""
+    """The resolved and checked config: config/default.py, then the files of `argv`, then its
+    --key=value, whatever their order."""
     refuse_two_words(argv)  # before the files are read: in "--seed 3" the 3 is none
     defaults = read_config_file(ROOT / "config" / "default.py")
     config = dict(defaults)
@@ -573,7 +587,8 @@ def refuse_missing_folder(model: str) -> None:
     """A path is no hub id: where it leads nowhere the hub need not be asked."""
     if model.startswith(("/", "./", "../", "runs/")) and not os.path.isdir(model):
         raise UserError(
-            f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, the first lines of its config say how"
+            f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, "
+            "the first lines of its config say how"
         )
 
 
@@ -581,7 +596,8 @@ def progress(**settings):
     """A progress bar; into a file, where nobody sees it move, a line every half a minute."""
     from tqdm import tqdm  # most of what this file would take to import, before Ctrl-C is heard
 
-    line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
+    line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} "
+    line += "[{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
@@ -598,7 +614,8 @@ def scheduled(value, step: int) -> float:
     return (1 - done) * value[before] + done * value[after]
 
 
-# --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to any of
+# --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to
+# any of its processes, or a file "stop" in its folder
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -622,7 +639,8 @@ def end_now(number: int, frame) -> None:
 
 
 def say(sentence: str) -> None:
-    """From a signal handler or a thread that ends the process: print() may be half-way elsewhere."""
+    """From a signal handler, or a thread that ends the process: print() may be half-way
+    elsewhere."""
     try:
         os.write(2, f"{sentence}\n".encode())
     except OSError:
@@ -667,9 +685,9 @@ def under_torchrun() -> bool:
 
 @cache  # once in a process
 def end_with_torchrun() -> None:
-    """Ends this rank within seconds, in the middle of a step too, when the torchrun that has started
-    it is gone: killed itself, it can't end its ranks, and they would train on unseen. Without
-    torchrun the end of a parent means nothing: it is a shell that somebody has left."""
+    """Ends this rank within seconds, in the middle of a step too, when the torchrun that has
+    started it is gone: killed itself, it can't end its ranks, and they would train on unseen.
+    Without torchrun the end of a parent means nothing: it is a shell that somebody has left."""
     if under_torchrun():
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
 

@@ -1,11 +1,17 @@
-"""How good and how diverse a model is on held-out problems: k sampled answers each, scored by the first reward function.
+"""How good and how diverse a model is on held-out problems: k sampled answers each, scored by the
+first reward function.
 
-    python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100      a checkpoint or any Hugging Face model
-    torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...   the problems shared out over ranks
-    python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl      three times, a line per problem
+    python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100
+    torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...
+    python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl
 
-mean@k     share of correct answers                           pass@k      share of problems with a correct answer among k
-distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
+The model is a checkpoint or any Hugging Face model; ranks share the problems out; --seeds=3 samples
+every problem three times, and --output takes a line per problem and seed.
+
+mean@k      share of correct answers
+pass@k      share of problems with a correct answer among k
+distinct@k  different correct answers (modes) among k
+coverage@k  those over the number of all correct answers
 """
 
 from checks import FLAGS
@@ -35,7 +41,8 @@ from ranks import across_ranks, leave_together, start_distributed, start_sampler
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al. 2021, arXiv:2107.03374"""
+    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al.
+    2021, arXiv:2107.03374"""
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -49,8 +56,9 @@ def evaluate_problems(
     world: int,
     seed: int = 0,
 ) -> list[dict]:
-    """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this rank's problems; distinct and num_modes None where the
-    task doesn't know its answers. Sampling seeds depend on problem and `seed` only: evaluations of different models are paired."""
+    """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this
+    rank's problems; distinct and num_modes None where the task doesn't know its answers. Sampling
+    seeds depend on problem and `seed` only: evaluations of different models are paired."""
     k, own = c["eval_num_generations"], range(rank, len(rows), world)
     mine = [rows[i] for i in own]
     columns = deciding(rows, c)
@@ -86,8 +94,9 @@ def evaluate_problems(
 
 
 def summarize(records: list[dict], k: int) -> dict:
-    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the records of all ranks; the last two over
-    the problems whose number of answers is known; "eval/reward_failures" where a reward failed, which counts as wrong."""
+    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the
+    records of all ranks; the last two over the problems whose number of answers is known;
+    "eval/reward_failures" where a reward failed, which counts as wrong."""
     sums = torch.zeros(7, dtype=torch.float64)
     for r in records:
         modes = r["num_modes"] or 0
@@ -126,7 +135,8 @@ def evaluate(sampler, inputs, c: dict, world) -> dict:
 
 
 def start_command(command: str, checkpoint: Path) -> None:
-    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that is a line of the log, not the end of the run."""
+    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that
+    is a line of the log, not the end of the run."""
     words = [
         word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)
     ]  # checks.py has tried to split it
@@ -151,19 +161,22 @@ def start_command(command: str, checkpoint: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    """Prints the first and the last evaluation of a run side by side and draws its curves into curves.png."""
+    """Prints the first and the last evaluation of a run side by side and draws its curves into
+    curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
     if evals:
         first, last = evals[0], evals[-1]
         print(
-            f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} {'step ' + str(last['step']):>10} {'change':>10}"
+            f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} "
+            f"{'step ' + str(last['step']):>10} {'change':>10}"
         )
         for key in [
             key for key in first if key.startswith("eval/") and key in last
         ]:  # reward_failures: only where there were some
             print(
-                f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} {last[key] - first[key]:>+10.3f}"
+                f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} "
+                f"{last[key] - first[key]:>+10.3f}"
             )
     draw_curves(lines, folder / "curves.png")
     print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")

@@ -1,11 +1,15 @@
-"""Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file: to distil from, or to look at.
+"""Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file:
+to distil from, or to look at.
 
-    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 --output=out.jsonl
-    torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl      the prompts shared out over ranks
+    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 \\
+        --output=out.jsonl
+    torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 
-num_generations lines a prompt, prompts in the order of the dataset: {"id", "task", "prompt", "answer", "sample", "completion", "reward",
-"rewards": {name: value, null where it failed or does not apply}, "finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command
-again goes on where it was interrupted; OUT.config.json holds the settings that the lines were made with.
+Ranks share the prompts out; --max_prompts=100 takes the first hundred. num_generations lines a
+prompt, prompts in the order of the dataset: {"id", "task", "prompt", "answer", "sample",
+"completion", "reward", "rewards": {name: value, null where it failed or does not apply},
+"finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command again goes on where
+it was interrupted; OUT.config.json holds the settings that the lines were made with.
 """
 
 from checks import FLAGS
@@ -39,8 +43,8 @@ FREE = (
 
 
 def check_settings(path: Path, config: dict) -> dict:
-    """The settings that decide about the lines of `path`, as they are written beside it. A UserError
-    if it, or what lies beside it, was made with others or by another program."""
+    """The settings that decide about the lines of `path`, as they are written beside it. A
+    UserError if it, or what lies beside it, was made with others or by another program."""
     beside = Path(f"{path}.config.json")
     settings = json.loads(  # as it is read back
         json.dumps({key: value for key, value in config.items() if key not in FREE})
@@ -50,20 +54,22 @@ def check_settings(path: Path, config: dict) -> dict:
         return settings
     if found is None:
         raise UserError(
-            f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it"
+            f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines "
+            "were made: name another file or remove it"
         )
     made_with = load_config([]) | found  # a key that is younger than the file had its default
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(
-                f"--output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it"
+                f"--output={str(path)!r} was made with {key}={made_with.get(key)!r}, not "
+                f"{settings[key]!r}: name another file or remove it"
             )
     return settings
 
 
 def finished_prompts(path: Path, config: dict) -> int:
-    """How many prompts the file holds whole; what comes after them, part of a group or of a line, is cut off. A UserError if its lines
-    were made with other settings."""
+    """How many prompts the file holds whole; what comes after them, part of a group or of a line,
+    is cut off. A UserError if its lines were made with other settings."""
     settings = check_settings(path, config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,13 @@
-"""Supervised warm start: trains a causal LM on demonstrations, any of a row's "solutions" each time, until it answers well enough for RL.
+"""Supervised warm start: trains a causal LM on demonstrations, any of a row's "solutions" each
+time, until it answers well enough for RL.
 
-    torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
+    torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny \\
+        --output_dir=runs/countdown_sft --steps=800 --batch_size=128 --learning_rate=2e-3
     python sft.py config/countdown_0.5b.py --output_dir=runs/warm --steps=200
 
-model="tiny" first builds, without any download, a character-level tokenizer with a chat template and a Qwen2 of about 1M
-parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
+model="tiny" first builds, without any download, a character-level tokenizer with a chat template
+and a Qwen2 of about 1M parameters with random weights. Otherwise any Hugging Face model. The result
+is a Hugging Face folder.
 """
 
 from checks import FLAGS
@@ -38,15 +41,17 @@ from ranks import across_ranks, start_distributed
 SEEDED = 0.6
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] == 'assistant' else '') }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] "
+    "== 'assistant' else '') }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
-    """One token per printable ASCII character, four for the turns of a chat; other characters are left out.
-    A Qwen2Tokenizer without merges, because AutoTokenizer loads that class beside a Qwen2 model whatever was saved there:
-    another class would come back as one that loses every space."""
+    """One token per printable ASCII character, four for the turns of a chat; other characters are
+    left out. A Qwen2Tokenizer without merges, because AutoTokenizer loads that class beside a
+    Qwen2 model whatever was saved there: another class would come back as one that loses every
+    space."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
     byte_level = [
         {" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS
@@ -93,8 +98,9 @@ def tiny_model(
 
 
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
-    """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed 0, 1, ... if InfoSeed is on]), EOS included;
-    solutions over max_completion_length are left out, with a printed count."""
+    """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed
+    0, 1, ... if InfoSeed is on]), EOS included; solutions over max_completion_length are left out,
+    with a printed count."""
     given = [row.get("solutions") or [] for row in rows]
     texts = [text for solutions in given for text in solutions]
     if not texts:
@@ -116,7 +122,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         for group in groups
     ]
     if left_out := len(texts) - sum(map(len, short)):
-        sentence = f"max_completion_length={c['max_completion_length']}: {left_out} of {len(texts)} solutions are longer"
+        limit = c["max_completion_length"]
+        sentence = f"max_completion_length={limit}: {left_out} of {len(texts)} solutions are longer"
         if left_out == len(texts):
             raise UserError(f"{sentence}: nothing is left to learn from")
         print(f"{sentence} and are left out")
@@ -128,15 +135,17 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
-    """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the solutions of each."""
+    """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the
+    solutions of each."""
     rng = random.Random(f"sft/{seed}/{step}")
     chosen = [demonstration(*rng.choice(groups), rng) for _ in range(size)]
     return rollout.to_batch(chosen[rank::world], device)
 
 
 def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
-    """One of a row's demonstrations. Half of those of a row with seeds are asked with a seed, which SEEDED of the time picks its share of the
-    sorted solutions: the model then reads the seed and reacts to it a little, without which InfoSeed has nothing to amplify."""
+    """One of a row's demonstrations. Half of those of a row with seeds are asked with a seed,
+    which SEEDED of the time picks its share of the sorted solutions: the model then reads the seed
+    and reacts to it a little, without which InfoSeed has nothing to amplify."""
     if not seed_prompts or rng.random() < 0.5:
         return rng.choice(group)
     z = rng.randrange(len(seed_prompts))
@@ -186,7 +195,8 @@ def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
     if rank == 0:
         print(
-            f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
+            f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M "
+            "parameters; the first: "
             f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}"
         )
     if device.type == "cuda":  # a warm start need not be exact, and float32 is 5 to 8 times slower

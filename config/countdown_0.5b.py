@@ -1,5 +1,6 @@
-# Countdown with four numbers by Qwen2.5-0.5B-Instruct: the setting of the published xdr comparison (tau = 0.05).
-# One GPU with 40 GB, about a day:   torchrun --standalone --nproc_per_node 1 train.py config/countdown_0.5b.py
+# Countdown with four numbers by Qwen2.5-0.5B-Instruct: the setting of the published xdr comparison
+# (tau = 0.05). One GPU with 40 GB, about a day:
+#   torchrun --standalone --nproc_per_node 1 train.py config/countdown_0.5b.py
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 output_dir = "runs/countdown_0.5b"
 dataset = {"name": "countdown", "config": "4"}

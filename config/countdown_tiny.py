@@ -1,7 +1,9 @@
-# Countdown (reach a target with three numbers) by a 0.8M-parameter character model: the whole method on two CPU cores in minutes.
-#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft \
-#     --steps=800 --batch_size=128 --learning_rate=2e-3          2 minutes, once
-#   torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py                                                       3 minutes
+# Countdown (reach a target with three numbers) by a 0.8M-parameter character model: the whole
+# method on two CPU cores. 2 minutes, once, then 3 minutes:
+#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py \
+#     --model=tiny --output_dir=runs/countdown_sft \
+#     --steps=800 --batch_size=128 --learning_rate=2e-3
+#   torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py
 model = "runs/countdown_sft"
 output_dir = "runs/countdown_tiny"
 dataset = {"name": "countdown", "config": "tiny"}
@@ -16,7 +18,5 @@ lr_scheduler_type = "linear"
 max_steps = 250
 max_tokens_per_micro_batch = 8192
 dtype = "float32"  # also on a GPU: so small a model costs nothing
-max_logp_difference = (
-    0.01  # sampler and trainer in float32: even weights that are a few steps old show
-)
+max_logp_difference = 0.01  # sampler and trainer in float32: old weights show
 eval_steps = 50

@@ -1,5 +1,6 @@
 # Every key the trainer knows, once, with its default. The other files in this folder hold
-# differences only. A file is a list of `key = value` lines with plain literals; nothing is executed.
+# differences only. A file is a list of `key = value` lines with plain literals; nothing is
+# executed.
 #
 # A number marked (steps) may change during a run: {step: value} is a line through these points,
 # flat before the first and after the last: {0: 1.2, 100: 1.0}; a jump is {99: 1.2, 100: 1.0}.

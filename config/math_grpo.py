@@ -1,5 +1,6 @@
-# Mathematics by Qwen2.5-1.5B-Instruct with plain GRPO: the baseline of math_maxent.py, equal in all but the objective's keys.
-# Eight GPUs with 80 GB, about 10 hours (estimated, not run):   torchrun --standalone --nproc_per_node 8 train.py config/math_grpo.py
+# Mathematics by Qwen2.5-1.5B-Instruct with plain GRPO: the baseline of math_maxent.py, equal in all
+# but the objective's keys. Eight GPUs with 80 GB, about 10 hours (estimated, not run):
+#   torchrun --standalone --nproc_per_node 8 train.py config/math_grpo.py
 model = "Qwen/Qwen2.5-1.5B-Instruct"
 output_dir = "runs/math_grpo"
 seed = 42

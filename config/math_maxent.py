@@ -1,5 +1,6 @@
-# Mathematics by Qwen2.5-1.5B-Instruct with MaxEnt-GRPO; math_grpo.py is its baseline, equal in all but the objective's keys.
-# Eight GPUs with 80 GB, about 10 hours (estimated, not run):   torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py
+# Mathematics by Qwen2.5-1.5B-Instruct with MaxEnt-GRPO; math_grpo.py is its baseline, equal in all
+# but the objective's keys. Eight GPUs with 80 GB, about 10 hours (estimated, not run):
+#   torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py
 model = "Qwen/Qwen2.5-1.5B-Instruct"
 output_dir = "runs/math_maxent"
 seed = 42

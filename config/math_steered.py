@@ -22,8 +22,9 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
-# 1 / ln(151,936 tokens). Up to there the weights over rewards of 0 and 1 are uniform over the right
-# answers to 2e-4: an excess entropy would have nothing to hold below it, and wrong answers win above
+# 1 / ln(151,936 tokens). Up to there the weights over rewards of 0 and 1 are uniform over the
+# right answers to 2e-4: an excess entropy would have nothing to hold below it, and wrong answers
+# win above
 maxent_tau = 0.08
 beta = 0.002
 kl_target = 0.01  # nats per token

@@ -1,4 +1,5 @@
-"""What a person can get wrong: one sentence with key and value, exit status 2, nothing left behind. And the dry run, which says so first."""
+"""What a person can get wrong: one sentence with key and value, exit status 2, nothing left
+behind. And the dry run, which says so first."""
 
 import json
 import os
@@ -33,7 +34,8 @@ def jsonl(path: Path, *rows) -> str:
 
 @pytest.fixture
 def refusal(tiny_model_dir, tmp_path, monkeypatch):
-    """A function from flags to the sentence that train.py refuses them with, before anything starts and before there is a run folder."""
+    """A function from flags to the sentence that train.py refuses them with, before anything
+    starts and before there is a run folder."""
     monkeypatch.setattr(train, "start_distributed", lambda: pytest.fail("the run started"))
 
     def refused(*flags) -> str:

@@ -524,8 +524,8 @@ def test_every_shipped_config_loads_and_says_how_to_launch_it(name):
 
 
 def test_every_objective_is_described_in_readme_and_beside_its_formula():
-    """The table in checks.py says what is true of an objective, loss.py's docstring its formula, the
-    README what it is for."""
+    """The table in checks.py says what is true of an objective, loss.py's docstring its formula,
+    the README what it is for."""
     formulas = ast.get_docstring(ast.parse((ROOT / "loss.py").read_text()))
     table = (ROOT / "README.md").read_text().split("| `objective` |")[1].split("\n\n")[0]
     for name in OBJECTIVES:

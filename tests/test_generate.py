@@ -87,7 +87,8 @@ def test_every_prompt_has_its_group_in_the_order_of_the_data_with_log_probs_and_
 def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
     whole, tiny_model_dir, tmp_path
 ):
-    """The engine samples each prompt alone: batches and ranks don't change a line beyond the last digits of its log-probs."""
+    """The engine samples each prompt alone: batches and ranks don't change a line beyond the last
+    digits of its log-probs."""
     path = tmp_path / "out.jsonl"
     path.write_bytes(whole.read_bytes()[:-700])  # in the middle of a line of the last group
     Path(f"{path}.config.json").write_text(Path(f"{whole}.config.json").read_text())

@@ -121,7 +121,8 @@ rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=T
 time.sleep(600)
 """
 
-# As a rank in the middle of a step: it looks at nothing, and says when nobody looks after it any more
+# As a rank in the middle of a step: it looks at nothing, and says when nobody looks after it any
+# more
 WORKS = """
 import os, pathlib, time
 from common import script
