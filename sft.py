@@ -98,40 +98,34 @@ def tiny_model(
 
 
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
-    """Per row with "solutions" its ([{"prompt_ids", "completion_ids"}, ...], [prompt ids with seed
-    0, 1, ... if InfoSeed is on]), EOS included; solutions over max_completion_length are left out,
-    with a printed count."""
-    given = [row.get("solutions") or [] for row in rows]
-    texts = [text for solutions in given for text in solutions]
+    """Of every row with "solutions" its demonstrations, EOS included, and its prompt with every
+    InfoSeed seed (none if InfoSeed is off): ([{"prompt_ids", "completion_ids"}, ...], [ids, ...]).
+
+    Solutions over max_completion_length are left out, with a printed count."""
+    texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError('dataset: none of its rows has "solutions", a list of texts to learn from')
+    limit = c["max_completion_length"]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    groups = [
-        [
-            {
-                "prompt_ids": row["prompt_ids"],
-                "completion_ids": [*next(encoded), tokenizer.eos_token_id],
-                "logprobs": [],
-            }
-            for _ in solutions
-        ]
-        for row, solutions in zip(rows, given)
-    ]
-    short = [
-        [pair for pair in group if len(pair["completion_ids"]) <= c["max_completion_length"]]
-        for group in groups
-    ]
-    if left_out := len(texts) - sum(map(len, short)):
-        limit = c["max_completion_length"]
-        sentence = f"max_completion_length={limit}: {left_out} of {len(texts)} solutions are longer"
-        if left_out == len(texts):
+    found, taken = [], 0
+    for row in rows:
+        group = []
+        for _ in row.get("solutions") or []:
+            ids = [*next(encoded), tokenizer.eos_token_id]
+            if len(ids) <= limit:
+                pair = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
+                group.append(pair)
+        taken += len(group)
+        if group:
+            seeded = seed_prompts(row, tokenizer, c) if c["info_seed_num_seeds"] else []
+            found.append((group, seeded))
+    if taken < len(texts):
+        count = f"{len(texts) - taken} of {len(texts)}"
+        sentence = f"max_completion_length={limit}: {count} solutions are longer"
+        if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
         print(f"{sentence} and are left out")
-    return [
-        (group, seed_prompts(row, tokenizer, c) if c["info_seed_num_seeds"] else [])
-        for row, group in zip(rows, short)
-        if group
-    ]
+    return found
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
@@ -166,20 +160,31 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
     with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
-        train(c, **own)
+        check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
+        lm, tokenizer = load_model(c)
+        rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+        groups = demonstrations(rows, tokenizer, c)
+        train(c, own, lm, tokenizer, groups)
 
 
-def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
-    """The warm start, into a folder that nobody else writes to."""
-    folder = Path(c["output_dir"])
-    if not is_empty(folder):
+def check(c: dict, own: dict, world: int) -> None:
+    """UserError for what can be seen to be wrong before anything is loaded."""
+    if not is_empty(Path(c["output_dir"])):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
         )
+    steps = own["steps"]
+    learning_rate = own["learning_rate"]
     if steps < 1 or not 0 < learning_rate <= 1e30:
         raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
-    if batch_size < (world := int(os.environ.get("WORLD_SIZE", 1))):
-        raise UserError(f"--batch_size={batch_size} must be at least the number of ranks, {world}")
+    if own["batch_size"] < world:
+        raise UserError(
+            f"--batch_size={own['batch_size']} must be at least the number of ranks, {world}"
+        )
+
+
+def load_model(c: dict) -> tuple:
+    """The language model in float32, random for "tiny", and its tokenizer."""
     if c["model"] == "tiny":
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
@@ -188,19 +193,11 @@ def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
-    groups = demonstrations(
-        [row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c
-    )
-    rank, world, device = start_distributed()
-    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
-    if rank == 0:
-        print(
-            f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M "
-            "parameters; the first: "
-            f"{tokenizer.decode(groups[0][0][0]['prompt_ids'] + groups[0][0][0]['completion_ids'])!r}"
-        )
-    if device.type == "cuda":  # a warm start need not be exact, and float32 is 5 to 8 times slower
-        torch.set_float32_matmul_precision("high")
+    return lm, tokenizer
+
+
+def make_optimizer(policy, steps: int, learning_rate: float, device) -> tuple:
+    """AdamW, and its schedule: a warm-up of a twentieth of the steps, then a line down to 0."""
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=learning_rate,
@@ -209,22 +206,35 @@ def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
         fused=device.type == "cuda",
     )
     warmup = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1))
-    )
-    bar, started = (
-        progress(total=steps, disable=rank > 0, unit="step"),
-        time.perf_counter(),
-    )
-    for step in range(steps):
-        batch = sft_batch(groups, step, batch_size, c["seed"], rank, world, device)
-        logps, _ = policy(
+
+    def share_of_peak(step: int) -> float:
+        return min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+
+
+def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
+    """The warm start, on all ranks, into a folder that nobody else writes to."""
+    rank, world, device = start_distributed()
+    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
+    if rank == 0:
+        millions = sum(p.numel() for p in lm.parameters()) / 1e6
+        first = groups[0][0][0]
+        text = tokenizer.decode(first["prompt_ids"] + first["completion_ids"])
+        print(f"{len(groups)} problems, {millions:.2f}M parameters; the first: {text!r}")
+    if device.type == "cuda":  # a warm start need not be exact, and float32 is 5 to 8 times slower
+        torch.set_float32_matmul_precision("high")
+    optimizer, schedule = make_optimizer(policy, own["steps"], own["learning_rate"], device)
+    bar = progress(total=own["steps"], disable=rank > 0, unit="step")
+    started = time.perf_counter()
+    for step in range(own["steps"]):
+        batch = sft_batch(groups, step, own["batch_size"], c["seed"], rank, world, device)
+        logps, _ = policy(  # (n, T)
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
-        )  # (n, T)
+        )
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
-        loss = (
-            -logps.sum() / tokens * world
-        )  # DistributedDataParallel averages over ranks what is meant to be a sum
+        # DistributedDataParallel averages over ranks what is meant to be a sum
+        loss = -logps.sum() / tokens * world
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
@@ -234,7 +244,8 @@ def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
         bar.update()
     bar.close()
     if rank == 0:
-        save(folder, lm, tokenizer, c, loss.item(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        save(Path(c["output_dir"]), lm, tokenizer, c, loss.item(), seconds)
     dist.barrier()
     dist.destroy_process_group()
 
