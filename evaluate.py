@@ -28,6 +28,7 @@ import shlex
 import subprocess
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ import scoring
 from common import UserError, check_writable
 from journal import read_metrics
 from preflight import deciding, load_eval_rows, load_model_files
-from ranks import across_ranks, leave_together, start_distributed, start_sampler
+from ranks import World, across_ranks, leave_together, start_distributed, start_sampler
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -46,109 +47,92 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate_problems(
-    sampler,
-    tokenizer,
-    rows: list[dict],
-    stop_ids: list[int],
-    c: dict,
-    rank: int,
-    world: int,
-    seed: int = 0,
-) -> list[dict]:
+class Exam(NamedTuple):
+    """Who answers, and what."""
+
+    sampler: object  # the rollout engine
+    tokenizer: object
+    stop_ids: list[int]
+    rows: list[dict]  # of all ranks
+
+
+def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this
     rank's problems; distinct and num_modes None where the task doesn't know its answers. Sampling
     seeds depend on problem and `seed` only: evaluations of different models are paired."""
-    k, own = c["eval_num_generations"], range(rank, len(rows), world)
-    mine = [rows[i] for i in own]
-    columns = deciding(rows, c)
-    rollouts = rollout.generate(
-        sampler,
-        tokenizer,
-        [r["prompt_ids"] for r in mine],
-        k,
-        {
-            "temperature": c["eval_temperature"],
-            "max_tokens": c["max_completion_length"],
-            "stop_token_ids": stop_ids,
-            "seeds": [rollout.prompt_seed("eval", seed, i) for i in own],
-        },
-        lambda i, group: scoring.begin(group, mine[i], columns, c),
-    )
-    values, _ = scoring.measure(rollouts, mine, columns, c)
-    failures = values.isinf().any(-1).sum(1).tolist() if mine else []
-    found = zip(
-        mine, scoring.correct_modes(rollouts, mine, scoring.correct(values, columns), c), failures
-    )
-    return [
-        {
-            "id": row["id"],
-            "seed": seed,
-            "correct": right,
-            "failures": failed,
-            "distinct": None if modes is None else len(modes),
-            "num_modes": None if modes is None else row.get("num_modes"),
-        }
-        for row, (right, modes), failed in found
-    ]
+    k = c["eval_num_generations"]
+    places = range(world.rank, len(exam.rows), world.size)
+    rows = [exam.rows[i] for i in places]  # this rank's p
+    columns = deciding(exam.rows, c)
+
+    def group_done(i: int, group: list[dict]) -> None:
+        scoring.begin(group, rows[i], columns, c)
+
+    sampling = {
+        "temperature": c["eval_temperature"],
+        "max_tokens": c["max_completion_length"],
+        "stop_token_ids": exam.stop_ids,
+        "seeds": [rollout.prompt_seed("eval", seed, i) for i in places],
+    }
+    prompts = [row["prompt_ids"] for row in rows]
+    rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, k, sampling, group_done)
+    values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, k, F)
+    failures = values.isinf().any(-1).sum(1).tolist() if rows else []
+    right = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
+    records = []
+    for row, (correct, modes), failed in zip(rows, right, failures):
+        record = {"id": row["id"], "seed": seed, "correct": correct, "failures": failed}
+        record["distinct"] = None if modes is None else len(modes)
+        record["num_modes"] = None if modes is None else row.get("num_modes")
+        records.append(record)
+    return records
 
 
 def summarize(records: list[dict], k: int) -> dict:
     """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the
     records of all ranks; the last two over the problems whose number of answers is known;
     "eval/reward_failures" where a reward failed, which counts as wrong."""
-    sums = torch.zeros(7, dtype=torch.float64)
-    for r in records:
-        modes = r["num_modes"] or 0
-        distinct = r["distinct"] if modes else 0
-        sums += torch.tensor(
-            [
-                1,
-                r["correct"] / k,
-                pass_at_k(k, r["correct"], k),
-                modes > 0,
-                distinct,
-                distinct / max(1, modes),
-                r["failures"],
-            ]
-        )
-    problems, mean, passed, with_modes, distinct, coverage, failures = across_ranks(sums).tolist()
+    names = ("problems", "mean", "pass", "with_modes", "distinct", "coverage", "failures")
+    sums = dict.fromkeys(names, 0.0)
+    for record in records:
+        sums["problems"] += 1
+        sums["mean"] += record["correct"] / k
+        sums["pass"] += pass_at_k(k, record["correct"], k)
+        sums["failures"] += record["failures"]
+        if record["num_modes"]:
+            sums["with_modes"] += 1
+            sums["distinct"] += record["distinct"]
+            sums["coverage"] += record["distinct"] / record["num_modes"]
+    totals = across_ranks(torch.tensor(list(sums.values()), dtype=torch.float64))
+    total = dict(zip(names, totals.tolist()))
     metrics = {
-        f"eval/mean@{k}": mean / problems,
-        f"eval/pass@{k}": passed / problems,
-        "eval/pass@1": mean / problems,
+        f"eval/mean@{k}": total["mean"] / total["problems"],
+        f"eval/pass@{k}": total["pass"] / total["problems"],
+        "eval/pass@1": total["mean"] / total["problems"],
     }
-    if with_modes:
-        metrics |= {
-            f"eval/distinct@{k}": distinct / with_modes,
-            f"eval/coverage@{k}": coverage / with_modes,
-        }
-    return metrics | ({"eval/reward_failures": failures} if failures else {})
+    if total["with_modes"]:
+        metrics[f"eval/distinct@{k}"] = total["distinct"] / total["with_modes"]
+        metrics[f"eval/coverage@{k}"] = total["coverage"] / total["with_modes"]
+    if total["failures"]:
+        metrics["eval/reward_failures"] = total["failures"]
+    return metrics
 
 
-def evaluate(sampler, inputs, c: dict, world) -> dict:
-    """The summary over all held-out rows, each rank sampling its share. inputs: preflight.Inputs."""
-    records = evaluate_problems(
-        sampler, inputs.tokenizer, inputs.eval_rows, inputs.stop_ids, c, world.rank, world.size
-    )
-    return summarize(records, c["eval_num_generations"])
+def evaluate(sampler, inputs, c: dict, world: World) -> dict:
+    """The summary over all held-out rows, each rank sampling its share. inputs:
+    preflight.Inputs."""
+    exam = Exam(sampler, inputs.tokenizer, inputs.stop_ids, inputs.eval_rows)
+    return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
 
 
 def start_command(command: str, checkpoint: Path) -> None:
     """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that
     is a line of the log, not the end of the run."""
-    words = [
-        word.replace("{checkpoint}", str(checkpoint)) for word in shlex.split(command)
-    ]  # checks.py has tried to split it
-    ours = (
-        "RANK",
-        "LOCAL_",
-        "WORLD_SIZE",
-        "MASTER_",
-        "GROUP_",
-        "ROLE_",
-        "TORCHELASTIC_",
-    )  # it is no rank of this run
+    words = []
+    for word in shlex.split(command):  # checks.py has tried to split it
+        words.append(word.replace("{checkpoint}", str(checkpoint)))
+    # it is no rank of this run
+    ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     try:
         subprocess.Popen(
             words,
@@ -238,24 +222,23 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     scoring.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
-    rank, world, device = start_distributed()
-    sampler = start_sampler(c, device)
-    records = [
-        r
-        for seed in range(own["seeds"])
-        for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)
-    ]
-    metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world
+    world = start_distributed()
+    exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)
+    records = []
+    for seed in range(own["seeds"]):
+        records += evaluate_problems(exam, c, world, seed)
+    metrics = summarize(records, c["eval_num_generations"])
+    shares = [None] * world.size
     dist.all_gather_object(shares, records)
-    if rank == 0:
+    if world.rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
-        if own["output"]:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(
-                "".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8"
-            )
-            unfinished.rename(output)
-    leave_together(sampler)
+    if world.rank == 0 and own["output"]:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "w", encoding="utf-8") as file:
+            for share in shares:
+                file.writelines(json.dumps(record) + "\n" for record in share)
+        unfinished.rename(output)
+    leave_together(exam.sampler)
 
 
 if __name__ == "__main__":

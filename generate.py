@@ -82,35 +82,56 @@ def finished_prompts(path: Path, config: dict) -> int:
     return whole // config["num_generations"]
 
 
-def lines_of(rollouts: list[dict], row: dict, values, rewards, columns: list) -> list[str]:
-    """The JSON lines of one prompt. values (G, F), rewards (G,)."""
-    found = []
-    for i, r in enumerate(rollouts):
-        each = {
-            column.name: v if math.isfinite(v) else None
-            for column, v in zip(columns, values[i].tolist())
+def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> list[str]:
+    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,)."""
+    lines = []
+    for i, r in enumerate(group):
+        each = {}
+        for column, value in zip(columns, values[i].tolist()):
+            each[column.name] = value if math.isfinite(value) else None
+        line = {
+            "id": row["id"],
+            "task": row["task"],
+            "prompt": row["prompt"],
+            "answer": row["answer"],
+            "sample": i,
+            "completion": r["text"],
+            "reward": rewards[i].item(),
+            "rewards": each,
+            "finish_reason": r["finish_reason"],
+            "prompt_ids": list(r["prompt_ids"]),
+            "completion_ids": r["completion_ids"],
+            "logprobs": list(r["logprobs"]),
         }
-        found.append(
-            json.dumps(
-                {
-                    "id": row["id"],
-                    "task": row["task"],
-                    "prompt": row["prompt"],
-                    "answer": row["answer"],
-                    "sample": i,
-                    "completion": r["text"],
-                    "reward": rewards[i].item(),
-                    "rewards": each,
-                    "finish_reason": r["finish_reason"],
-                    "prompt_ids": list(r["prompt_ids"]),
-                    "completion_ids": r["completion_ids"],
-                    "logprobs": list(r["logprobs"]),
-                },
-                default=str,
-            )
-            + "\n"
-        )
-    return found
+        lines.append(json.dumps(line, default=str) + "\n")
+    return lines
+
+
+def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, list[str]]:
+    """{place: lines} of this rank's prompts of a batch. inputs: (rows, columns, tokenizer, tokens
+    that end a completion)."""
+    all_rows, columns, tokenizer, stop_ids = inputs
+    rows = [all_rows[i] for i in places]  # p
+    G = c["num_generations"]
+
+    def group_done(i: int, group: list[dict]) -> None:
+        scoring.begin(group, rows[i], columns, c)
+
+    sampling = {
+        "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
+        "max_tokens": c["max_completion_length"],
+        "stop_token_ids": stop_ids,
+        "seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in places],
+    }
+    prompts = [row["prompt_ids"] for row in rows]
+    rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
+    values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
+    totals, _ = scoring.combine(values, columns)  # (p, G)
+    lines = {}
+    for n, (i, row) in enumerate(zip(places, rows)):
+        group = rollouts[n * G : (n + 1) * G]
+        lines[i] = lines_of(group, row, values[n], totals[n], columns)
+    return lines
 
 
 def main(c: dict, own: dict = FLAGS["generate"]) -> None:
@@ -128,46 +149,37 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
-    rank, world, device = start_distributed()
-    shared = [finished_prompts(path, c) if rank == 0 else None]
+    world = start_distributed()
+    shared = [finished_prompts(path, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
-    sampler, G = start_sampler(c, device), c["num_generations"]
-    sampling = {
-        "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
-        "max_tokens": c["max_completion_length"],
-        "stop_token_ids": stop_ids,
-    }
-    bar = progress(
-        total=len(rows), initial=min(shared[0], len(rows)), disable=rank > 0, unit="prompt"
-    )
-    for first in range(shared[0], len(rows), c["prompts_per_step"]):
-        own = range(first + rank, min(first + c["prompts_per_step"], len(rows)), world)
-        mine = [rows[i] for i in own]
-        rollouts = rollout.generate(
-            sampler,
-            tokenizer,
-            [row["prompt_ids"] for row in mine],
-            G,
-            sampling | {"seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in own]},
-            lambda i, group, mine=mine: scoring.begin(group, mine[i], columns, c),
-        )
-        values, _ = scoring.measure(rollouts, mine, columns, c)
-        totals, _ = scoring.combine(values, columns)
-        own_lines = {
-            i: lines_of(rollouts[n * G : (n + 1) * G], row, values[n], totals[n], columns)
-            for n, (i, row) in enumerate(zip(own, mine))
-        }
-        shares = [None] * world if rank == 0 else None
-        dist.gather_object(own_lines, shares)
-        if rank == 0:  # a part of it that a dying process leaves behind is cut off the next time
-            everyone = {i: lines for share in shares for i, lines in share.items()}
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(line for i in sorted(everyone) for line in everyone[i])
-            bar.update(len(everyone))
+    done = min(shared[0], len(rows))
+    sampler = start_sampler(c, world.device)
+    inputs = (rows, columns, tokenizer, stop_ids)
+    P = c["prompts_per_step"]
+    bar = progress(total=len(rows), initial=done, disable=world.rank > 0, unit="prompt")
+    for first in range(shared[0], len(rows), P):
+        places = range(first + world.rank, min(first + P, len(rows)), world.size)
+        lines = batch_lines(sampler, inputs, places, c)
+        shares = [None] * world.size if world.rank == 0 else None
+        dist.gather_object(lines, shares)
+        if world.rank == 0:
+            bar.update(write_batch(path, shares))
     bar.close()
-    if rank == 0:
-        print(f"{path}: {len(rows)} prompts x {G}")
+    if world.rank == 0:
+        print(f"{path}: {len(rows)} prompts x {c['num_generations']}")
     leave_together(sampler)
+
+
+def write_batch(path: Path, shares: list[dict]) -> int:
+    """The lines of a batch of all ranks, in the order of the dataset; how many prompts they are. A
+    part of it that a dying process leaves behind is cut off the next time."""
+    lines = {}
+    for share in shares:
+        lines |= share
+    with open(path, "a", encoding="utf-8") as file:
+        for i in sorted(lines):
+            file.writelines(lines[i])
+    return len(lines)
 
 
 if __name__ == "__main__":
