@@ -34,7 +34,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
-from common import RunStopped, UserError, escaped, lost_a_rank, quoted, script
+from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
 
 # torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
 # and it takes ten seconds.
@@ -408,7 +408,7 @@ def check_fit(path: Path, config: dict) -> None:
     saved, model = (
         json.loads((path / name).read_text()) for name in ("train_config.json", "config.json")
     )
-    saved, dtype = config | saved, str(dtype_of(config)).removeprefix("torch.")
+    saved, dtype = config | modern(saved), str(dtype_of(config)).removeprefix("torch.")
     for name, was, now in (
         ("zero_stage", saved["zero_stage"], config["zero_stage"]),
         ("dtype", model.get("dtype", dtype), dtype),
@@ -587,11 +587,11 @@ def link_model(path: Path, copy: Path) -> None:
 
 
 class Hub:
-    def __init__(self, repo: str, private: bool, folder: Path):
+    def __init__(self, repo: str, folder: Path):
         disable_progress_bars()  # they would cut through ours
         self.api, self.folder, self.going = HfApi(), Path(folder), None
         try:
-            self.repo = self.api.create_repo(repo, private=private, exist_ok=True).repo_id
+            self.repo = self.api.create_repo(repo, private=True, exist_ok=True).repo_id
         except Exception as error:  # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
             raise UserError(
                 f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {quoted(' '.join(str(error).split()), 300)}; set HF_TOKEN to a "

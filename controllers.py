@@ -3,7 +3,7 @@
     state = init_state(config)                      # {"step", "tau", "beta", "entropy", "skipped", "meta"}
     state = update_tau(state, entropy, config)      # once per step, with the step's measure of the weights' entropy
     state = update_beta(state, kl, config)          # once per step, with the step's mean token KL
-    state, metrics = meta_step(state, batch, config)        # instead of both, with controller_meta_enabled
+    state, metrics = meta_step(state, batch, config)        # instead of both, with a controller_meta_method
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). More tau, flatter weights, more entropy: negative feedback.
 beta: multiplied by 1 + clip(kl/target - 1, +-kl_ctl_step_size) / kl_horizon, the adaptive controller of Ziegler et al. 2019 (arXiv:1909.08593).
@@ -12,43 +12,26 @@ meta: both descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, H the weights' mean e
 
 import math
 
+from checks import is_on, steers_beta, steers_tau
+from common import scheduled
+
 EMA = 0.9  # share of the past in the smoothed entropy
 ADAM = (0.9, 0.999, 1e-8)
-
-
-def steers_tau(config: dict) -> bool:
-    return not config["controller_meta_enabled"] and (
-        config["maxent_target_weight_entropy"] >= 0 or config["maxent_target_excess_entropy"] >= 0
-    )
-
-
-def steers_beta(config: dict) -> bool:
-    return (
-        not config["controller_meta_enabled"]
-        and config["kl_target"] > 0
-        and config["kl_horizon"] > 0
-        and config["kl_ctl_step_size"] > 0
-    )
 
 
 def steering_entropy(config: dict) -> str:
     """The metric that update_tau is to be given: the one that has a target."""
     return (
         "weights/excess_entropy"
-        if config["maxent_target_excess_entropy"] >= 0
+        if is_on(config["maxent_target_excess_entropy"])
         else "weights/entropy"
     )
 
 
 def entropy_target(step: int, config: dict) -> float:
-    """H* at a step: constant, or on the straight line to maxent_target_final over maxent_target_horizon steps."""
-    start = max(
-        config["maxent_target_excess_entropy"], config["maxent_target_weight_entropy"]
-    )  # the other one is off, -1
-    if config["maxent_target_final"] < 0:
-        return start
-    done = min(1.0, step / config["maxent_target_horizon"])
-    return (1 - done) * start + done * config["maxent_target_final"]
+    """H* at a step: of the one of the two targets that is on."""
+    excess, weights = config["maxent_target_excess_entropy"], config["maxent_target_weight_entropy"]
+    return scheduled(excess if is_on(excess) else weights, step)
 
 
 def init_state(config: dict) -> dict:
@@ -69,7 +52,7 @@ def resume_state(state: dict, config: dict) -> dict:
     """A checkpoint's state under the config of the run that goes on from it. tau and beta: what is steered goes on where the checkpoint was, within
     its bounds, but for 0 and infinity, where nothing can have steered it; what is not is as the config says now. The average of the entropy is kept if
     it is of the entropy that steers."""
-    meta, new = config["controller_meta_enabled"], init_state(config)
+    meta, new = config["controller_meta_method"] != "", init_state(config)
     if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if (meta or steers_beta(config)) and 0 < state["beta"] < math.inf:

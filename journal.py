@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from checks import entries, paths
 from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"
@@ -156,8 +157,8 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
     check_writable("output_dir", folder, folder=True)
-    if config.get("weight_sync_dir"):
-        check_writable("weight_sync_dir", config["weight_sync_dir"], folder=True)
+    if "/" in config["weight_sync"]:
+        check_writable("weight_sync", config["weight_sync"], folder=True)
     if resuming or is_empty(folder):
         return
     if not config["overwrite_output_dir"]:
@@ -171,22 +172,9 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         raise UserError(
             f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, so it is not a run of this program and will not be deleted"
         )
-    read = {
-        key: config[key]
-        for key in (
-            "model",
-            "dataset_name",
-            "easy_dataset_name",
-            "eval_dataset_name",
-            "chat_template",
-        )
-    }
-    read |= {
-        f"dataset_mixture[{i}]": entry["id"]
-        for i, entry in enumerate(config["dataset_mixture"])
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-    }
-    for key, path in read.items():
+    for key, path in [*paths(config), ("chat_template", config["chat_template"])]:
+        if key in ("output_dir", "weight_sync", "resume_from_checkpoint"):
+            continue  # it writes there, or is what it goes on from
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"{key}={path!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
@@ -233,6 +221,21 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     return rows, ", ".join(broken)
 
 
+def wandb_settings(config: dict, folder: Path) -> dict:
+    """The arguments of wandb.init: ours, and wandb_options on top."""
+    import wandb
+
+    options = entries(config, "wandb_options")
+    ours = {
+        "config": config,
+        "id": wandb_id(folder),
+        "resume": "allow",
+        "dir": folder,
+        "settings": wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
+    }
+    return {**ours, **options, "name": options["name"] or folder.name}
+
+
 class MetricsLog:
     """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
 
@@ -253,23 +256,14 @@ class MetricsLog:
             import wandb
 
             try:
-                self.wandb = wandb.init(
-                    project=config["wandb_project"],
-                    name=config["wandb_name"] or folder.name,
-                    config=config,
-                    id=wandb_id(folder),
-                    resume="allow",
-                    mode=config["wandb_mode"],
-                    dir=folder,
-                    settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
-                )
+                self.wandb = wandb.init(**wandb_settings(config, folder))
             except wandb.errors.Error as error:
-                cure = "log in, or use --wandb_mode=offline"
-                if config["wandb_mode"] == "offline":
-                    cure = "correct wandb_project or wandb_name, or leave report_to empty"
+                cure = "log in, or use --wandb_options.mode=offline"
+                options = entries(config, "wandb_options")
+                if options["mode"] == "offline":
+                    cure = "correct wandb_options, or leave report_to empty"
                 raise UserError(
-                    f"report_to='wandb' with wandb_mode={config['wandb_mode']!r}, wandb_project="
-                    f"{config['wandb_project']!r}: {' '.join(str(error).split())}; {cure}"
+                    f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; {cure}"
                 ) from None
 
     def write(self, step: int, metrics: dict) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 
 import rollout
+from checks import entries
 from common import DEADLINE, RunStopped, UserError, check_writable, under_torchrun
 from policy import dtype_of, named_weights
 
@@ -146,17 +147,18 @@ def start_distributed() -> World:
 
 def check_tensor_parallel(c: dict, world: int) -> None:
     """UserError where the ranks can't be shared out among the engines."""
-    if world % c["vllm_tensor_parallel_size"]:
+    size = entries(c, "vllm_options")["tensor_parallel_size"]
+    if world % size:
         raise UserError(
-            f"vllm_tensor_parallel_size={c['vllm_tensor_parallel_size']} must divide the number of ranks, {world}"
+            f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {world}"
         )
 
 
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
     check_tensor_parallel(c, dist.get_world_size())
-    if c["rollout_engine"] == "server" and c["weight_sync_dir"]:
-        check_writable("weight_sync_dir", c["weight_sync_dir"], folder=True)
+    if c["rollout_engine"] == "server" and "/" in c["weight_sync"]:
+        check_writable("weight_sync", c["weight_sync"], folder=True)
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
     if c["rollout_engine"] == "server":  # it may hold others
         sampler.sync(

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from checks import entries
 from common import DEADLINE, UserError
 from policy import dtype_of
 
@@ -44,35 +45,34 @@ from policy import dtype_of
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
-    choice = config["vllm_enforce_eager"]
-    eager = choice == "yes" or (choice == "auto" and not on_gpu)
+    eager = config["vllm_options"].get("enforce_eager", not on_gpu)
     compiler = os.environ.get("CXX", "g++")
     if not eager and not on_gpu and not shutil.which(compiler):
         raise UserError(
-            "vllm_enforce_eager='no' compiles C++ on a CPU and found no g++ (nor what CXX names): "
-            "install it, or leave vllm_enforce_eager at 'auto'"
+            "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
+            "names): install it, or leave the option out"
         )
     return eager
 
 
 def kv_cache_bytes(config: dict) -> int:
-    """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said. UserError
-    for more than this machine has."""
-    gib = config["vllm_kv_cache_gib"]
+    """vllm_options.kv_cache_memory_bytes, on a CPU. vLLM's own variable would go before it: that is
+    said. UserError for more than this machine has."""
+    size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
+    what = f"vllm_options.kv_cache_memory_bytes={size}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     from_environment = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if from_environment:
         print(
-            f"vllm_kv_cache_gib={gib} is not used: the environment has "
-            f"VLLM_CPU_KVCACHE_SPACE={from_environment} (GiB), which takes precedence in vLLM",
+            f"{what} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={from_environment} "
+            f"(GiB), which takes precedence in vLLM",
             flush=True,
         )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not from_environment and gib * 2**30 > memory:
+    elif size > memory:
         raise UserError(
-            f"vllm_kv_cache_gib={gib} is more than the {memory / 2**30:.0f} GiB of memory of this "
-            f"machine"
+            f"{what} is more than the {memory / 2**30:.0f} GiB of memory of this machine"
         )
-    return int(gib * 2**30)
+    return size
 
 
 def longest_sequence(config: dict) -> int:
@@ -92,7 +92,6 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config["seed"],
         "max_model_len": longest_sequence(config),
-        "tensor_parallel_size": config["vllm_tensor_parallel_size"],
         # the ranks of torchrun are vLLM's workers
         "distributed_executor_backend": "external_launcher",
         # of the distribution that is sampled from: at the temperature
@@ -101,14 +100,16 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "generation_config": "vllm",
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": largest_prefill(config),
-        "enforce_eager": enforce_eager(config, on_gpu),
-        "enable_sleep_mode": on_gpu and config["vllm_enable_sleep_mode"],
         "disable_log_stats": True,
     }
-    if on_gpu:
-        settings["gpu_memory_utilization"] = config["vllm_gpu_memory_utilization"]
-    else:
+    settings |= entries(config, "vllm_options")
+    settings["enforce_eager"] = enforce_eager(config, on_gpu)
+    if not on_gpu:
+        settings["enable_sleep_mode"] = False
         settings["kv_cache_memory_bytes"] = kv_cache_bytes(config)
+        del settings["gpu_memory_utilization"]
+    elif "kv_cache_memory_bytes" not in config["vllm_options"]:
+        del settings["kv_cache_memory_bytes"]  # a share of the memory is enough
     return settings
 
 
@@ -138,8 +139,8 @@ def tell(text: str) -> None:
 
 
 class VllmEngine:
-    """vLLM inside this process, one engine per rank or one per `vllm_tensor_parallel_size` ranks,
-    started under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
+    """vLLM inside this process, one engine per rank or one per tensor_parallel_size ranks, started
+    under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         began = time.perf_counter()
@@ -155,7 +156,7 @@ class VllmEngine:
             # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
             # nothing
             torch._dynamo.config.disable = True
-        self.llm = self.load(settings, config)
+        self.llm = self.load(settings)
         gc.enable()
         tell(f"vLLM {self.vllm.__version__} is ready after {time.perf_counter() - began:.0f} s")
         self.sleeps = settings["enable_sleep_mode"]
@@ -164,7 +165,7 @@ class VllmEngine:
         if self.size > 1:  # they must ask for the same work: they pool their prompts
             self.group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
-    def load(self, settings: dict, config: dict):
+    def load(self, settings: dict):
         """The vllm.LLM; UserError if its cache is too small for one sequence."""
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
@@ -175,11 +176,13 @@ class VllmEngine:
         except ValueError as error:
             if "cache" not in str(error):
                 raise
-            on_gpu = "gpu_memory_utilization" in settings
-            key = "vllm_gpu_memory_utilization" if on_gpu else "vllm_kv_cache_gib"
+            given = []
+            for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
+                if key in settings:
+                    given.append(f"vllm_options.{key}={settings[key]}")
             reason = str(error).split(". ")[0]
             raise UserError(
-                f"{key}={config[key]} is too little for vLLM with max_prompt_length + "
+                f"{', '.join(given)} is too little for vLLM with max_prompt_length + "
                 f"max_completion_length = {settings['max_model_len']} tokens: {reason}"
             ) from None
 

@@ -1,4 +1,4 @@
-"""weight_sync="disk": the weights as files that every server reads, under the same path.
+"""weight_sync="disk", or a folder: the weights as files that every server reads, under the same path.
 
     transfer = DiskTransfer(engine, folder)
     missing = transfer.send(named_parameters, version)
@@ -50,7 +50,7 @@ class DiskTransfer:
     def hand_over(self, folder: Path, version: str, problem: str) -> dict[str, str]:
         """Has every server read the folder. On rank 0."""
         if problem:
-            raise RunStopped(f"weight_sync_dir: the weights could not be written: {problem}")
+            raise RunStopped(f"weight_sync: the weights could not be written: {problem}")
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
         def reload(server: Server) -> None:

@@ -5,7 +5,7 @@
         --rollout_server=http://127.0.0.1:8000,http://other:8000
 
 The first line starts such a server with what a config needs. Every rank asks for its own prompts,
-/v1/completions with token ids, up to rollout_concurrency at a time, spread over the servers. After
+/v1/completions with token ids, up to CONCURRENCY at a time, spread over the servers. After
 each step the weights go to every server, and each remembers under which name it got them (vLLM's
 weight version): an answer counts only if its server still holds the version that was synced last.
 A server that dies is left out and its prompts go to the others; the next sync asks it again.
@@ -34,6 +34,7 @@ from common import RolloutsLost, RunStopped, UserError, progress, quoted
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
+CONCURRENCY = 64  # requests that a rank has under way at a time
 TRIES = 6  # of one prompt, until all its completions are there
 STRIKES = 3  # failures of one server, without a success in between, after which it is left out
 COUNTS = ("failed", "foreign", "refilled")  # requests, requests, completions
@@ -46,10 +47,9 @@ class ServerEngine:
     def __init__(self, model: str, config: dict, dtype: torch.dtype):
         self.rank = dist.get_rank()
         self.seconds = config["rollout_timeout"]  # for one answer, and for the servers to start
-        self.window = config["rollout_concurrency"]  # requests under way at a time
         self.longest_prompt = config["max_prompt_length"]
         self.vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-        self.tag = client_tag(config)
+        self.tag = client_tag()
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
 
         self.live = []  # servers that hold `version`
@@ -107,8 +107,10 @@ class ServerEngine:
             from server.nccl import NcclTransfer  # imports vLLM
 
             return NcclTransfer(self, model, dtype)
-        folder = config["weight_sync_dir"] or Path(config["output_dir"]) / "weights"
-        return DiskTransfer(self, Path(folder))
+        folder = Path(config["output_dir"]) / "weights"
+        if config["weight_sync"] != "disk":
+            folder = Path(config["weight_sync"])
+        return DiskTransfer(self, folder)
 
     def on_rank_0(self, work):
         """What work() returns or raises on rank 0, on every rank."""
@@ -156,7 +158,7 @@ class ServerEngine:
         if not names:
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups = {}
-        pool = ThreadPoolExecutor(min(self.window, max(1, len(prompts_ids))))
+        pool = ThreadPoolExecutor(min(CONCURRENCY, max(1, len(prompts_ids))))
         try:
             asked = {}  # future: index of its prompt
             prompts = zip(prompts_ids, sampling["seeds"], names, strict=True)
@@ -316,13 +318,13 @@ class ServerEngine:
             self.transfer.close()
 
 
-def client_tag(config: dict) -> str:
+def client_tag() -> str:
     """What the ids of this rank's requests begin with."""
     usual = f"rank-{dist.get_rank()}-of-{dist.get_world_size()}"
-    tag = config["client_tag"] or os.environ.get("VLLM_CLIENT_TAG") or usual
+    tag = os.environ.get("VLLM_CLIENT_TAG") or usual
     if not (tag.isascii() and tag.isprintable() and " " not in tag):
         raise UserError(
-            f"client_tag={tag!r} goes into HTTP headers: letters, digits and signs of ASCII, "
+            f"VLLM_CLIENT_TAG={tag!r} goes into HTTP headers: letters, digits and signs of ASCII, "
             f"no spaces"
         )
     return tag
