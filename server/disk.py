@@ -1,4 +1,4 @@
-"""weight_sync="disk", or a folder: the weights as files that every server reads, under the same path.
+"""weight_sync="disk", or a folder: the weights as files that every server reads, at the same path.
 
     transfer = DiskTransfer(engine, folder)
     missing = transfer.send(named_parameters, version)
