@@ -1,4 +1,5 @@
-"""What the tests of server/ ask servers for, and what they expect; real servers, and runs with them."""
+"""What the tests of server/ ask servers for, and what they expect; real servers, and runs with
+them."""
 
 import json
 import os
