@@ -46,7 +46,7 @@ from policy import dtype_of
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
     eager = config["vllm_options"].get("enforce_eager", not on_gpu)
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
     if not eager and not on_gpu and not shutil.which(compiler):
         raise UserError(
             "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
@@ -102,9 +102,10 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
     }
+    # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
-    if not on_gpu:
+    if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
         settings["kv_cache_memory_bytes"] = kv_cache_bytes(config)
         del settings["gpu_memory_utilization"]
@@ -174,7 +175,7 @@ class VllmEngine:
         try:
             return self.vllm.LLM(**settings)
         except ValueError as error:
-            if "cache" not in str(error):
+            if "cache" not in str(error):  # another problem than the one we know a cure for
                 raise
             given = []
             for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
@@ -201,6 +202,7 @@ class VllmEngine:
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = int(output.request_id) - start
+                # the others are of ranks that share this engine, which see the same outputs
                 if not output.finished or not 0 <= i < len(own_requests):
                     continue
                 groups[i] = self.rollouts_of(output)
@@ -216,8 +218,8 @@ class VllmEngine:
             stop_token_ids=sampling["stop_token_ids"],
             seed=seed,
             logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
+            flat_logprobs=True,  # plain lists, not an object a token
+            detokenize=False,  # generate() does it, for all engines alike
         )
 
     def rollouts_of(self, output) -> list[dict]:
@@ -328,6 +330,7 @@ class HfEngine:
             pad_token_id=stop_ids[0],
         )
         recorder = SampledLogps(sampling["temperature"])
+        # a prompt's seed is its own affair: the generator of the process stays where it was
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             ids = torch.tensor([prompt_ids] * n, device=device)
@@ -438,6 +441,7 @@ def generate(
         rollouts = add_text(tokenizer, engine.generate(prompts_ids, n, sampling))
     else:
         rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    # below, rows of tensors belong to prompts by their number alone
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
             f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
@@ -499,7 +503,7 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
     longest_completion = int(part["lengths"].max())
     part["ids"] = part["ids"][:, :longest]
     for key in part:
-        if key.endswith("_logps"):
+        if key.endswith("_logps"):  # (n, T): of the sampler, of the reference, of the policy
             part[key] = part[key][:, :longest_completion]
     return part
 
@@ -517,7 +521,7 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
         bigrams = [list(pairwise(ids)) for ids in group]
         sums[0] += distinct(group)
         sums[1] += distinct(bigrams)
-        sums[2] += jaccard(group)
+        sums[2] += jaccard(group)  # a group has at least two completions
     means = (sums / (len(rollouts) // n)).tolist()
     names = ("completions/distinct_1", "completions/distinct_2", "completions/jaccard")
     return dict(zip(names, means))
@@ -556,7 +560,7 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     scores = rewards[0].tolist()
     prompt_ids = rollouts[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
-    for score in (max(scores), min(scores)):
+    for score in (max(scores), min(scores)):  # of equal ones the first
         r = rollouts[scores.index(score)]
         ids = r["completion_ids"]
         what = f"reward {score:.3f}, {len(ids)} tokens ({r['finish_reason']})"
@@ -582,6 +586,6 @@ def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> 
                 "tokens": len(r["completion_ids"]),
                 "logprob": sum(r["logprobs"]),
             }
-            if "seed_id" in r:
+            if "seed_id" in r:  # of InfoSeed
                 line["seed_id"] = r["seed_id"]
             file.write(json.dumps(line) + "\n")

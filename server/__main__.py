@@ -33,7 +33,7 @@ def command(c: dict, own: dict) -> tuple[list[str], dict]:
     eager = rollout.enforce_eager(c, on_gpu)
     options = {
         "model": c["model"],
-        "served_model_name": "policy",
+        "served_model_name": "policy",  # not a path, which the trainer may see elsewhere
         "host": own["host"],
         "port": own["port"],
         "dtype": str(dtype_of(c)).removeprefix("torch."),
@@ -41,8 +41,10 @@ def command(c: dict, own: dict) -> tuple[list[str], dict]:
         "max_model_len": rollout.longest_sequence(c),
         "tensor_parallel_size": own["tp"],
         "data_parallel_size": own["dp"],
+        # not the model's own top_p and repetition penalty
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        # answers carry the id of their request, so that a proxy can't mix up clients unnoticed
         "enable_request_id_headers": True,
         "disable_uvicorn_access_log": True,
     }
@@ -56,7 +58,7 @@ def command(c: dict, own: dict) -> tuple[list[str], dict]:
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = rollout.largest_prefill(c)
     for name, value in c["vllm_options"].items():
-        if name not in SET_HERE:
+        if name not in SET_HERE:  # what the user says goes before what stands above
             options[name] = value
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
     return argv, environment_additions(on_gpu, eager)
@@ -110,6 +112,7 @@ def main(argv) -> None:
     arguments, additions = command(c, own)
     arguments += vllms
     print("starting", *arguments[1:], flush=True)
+    # in place of this process: signals reach vLLM itself
     os.execve(sys.executable, arguments, os.environ | additions)
 
 

@@ -37,6 +37,7 @@ class DiskTransfer:
     def remove_leftovers(self) -> None:
         """What a process on this machine left there, half written or not yet read, when it was
         killed."""
+        # of this host only: whether a process lives elsewhere can't be told from here
         for folder in self.folder.glob(f"{socket.gethostname()}-*-*-*"):
             process = folder.name.split("-")[-3]
             if not Path(f"/proc/{process}").exists():
@@ -44,12 +45,13 @@ class DiskTransfer:
 
     def send(self, named_parameters, version: str) -> dict[str, str]:
         folder = self.folder / version
+        # all ranks go through the weights: ZeRO-3 gathers them on the way
         problem = write_shards(named_parameters, folder if self.engine.rank == 0 else None)
         return self.engine.on_rank_0(partial(self.hand_over, folder, version, problem))
 
     def hand_over(self, folder: Path, version: str, problem: str) -> dict[str, str]:
         """Has every server read the folder. On rank 0."""
-        if problem:
+        if problem:  # no server could do better later
             raise RunStopped(f"weight_sync: the weights could not be written: {problem}")
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
@@ -80,11 +82,11 @@ def write_shards(named_parameters, folder: Path | None) -> str:
         unfinished = folder.parent / f"{folder.name}.tmp"
         try:
             write_files(weights, unfinished)
-            unfinished.rename(folder)
+            unfinished.rename(folder)  # a server never sees half of it
         except (OSError, SafetensorError) as error:
             problem = f"{unfinished}: {error}"
             shutil.rmtree(unfinished, ignore_errors=True)
-    for _ in weights:
+    for _ in weights:  # the rest of them, after a problem
         pass
     return problem
 
@@ -96,6 +98,7 @@ def write_files(weights, folder: Path) -> None:
     shard = {}
     size = 0
     for name, tensor in weights:
+        # a shard at a time is in CPU memory, not the model
         if shard and size + tensor.nbytes > SHARD:
             save_file(shard, folder / f"model-{files:05d}.safetensors")
             files += 1

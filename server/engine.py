@@ -98,6 +98,7 @@ class ServerEngine:
                     )
                 bar.set_postfix_str(reasons[0][:60], refresh=False)
                 bar.update(0)
+                # one that has answered is not asked again
                 waiting = [server for server in waiting if server.url in absent]
                 time.sleep(1)
 
@@ -122,6 +123,7 @@ class ServerEngine:
                 outcome = [(None, error)]
             except ServerError as error:
                 outcome = [(None, RunStopped(str(error)))]
+        # pickled, so only errors that are a sentence; others end this rank, and torchrun the rest
         dist.broadcast_object_list(outcome)
         result, error = outcome[0]
         if error:
@@ -134,6 +136,7 @@ class ServerEngine:
         """As the other engines; RolloutsLost on all ranks if on one of them no server is left or a
         prompt stays without its completions."""
         request = (prompts_ids, n, sampling)
+        # anything else, such as an evaluation, leaves what was begun where it is
         if self.ahead and self.ahead[0] == request:
             work = self.ahead[1].result
             self.ahead = None
@@ -154,8 +157,9 @@ class ServerEngine:
                 f"max_prompt_length={self.longest_prompt}"
             )
         self.leave_out_changed()
+        # of a training step: where in which step a prompt stands
         names = sampling.get("names")
-        if not names:
+        if not names:  # of an evaluation: no step, but another number after each sync
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups = {}
         pool = ThreadPoolExecutor(min(CONCURRENCY, max(1, len(prompts_ids))))
@@ -171,7 +175,7 @@ class ServerEngine:
                 if finished:
                     finished(i, groups[i])
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # of a prompt that is lost the others are too
         return [r for i in sorted(groups) for r in groups[i]]
 
     def group(self, i: int, body: dict, name: str) -> list[dict]:
@@ -180,11 +184,12 @@ class ServerEngine:
         n = body["n"]
         rollouts = []
         for attempt in range(TRIES):
-            if attempt:
+            if attempt:  # longer each time, and not all requests at the same moment
                 time.sleep(0.25 * 2**attempt * self.random.uniform(0.5, 1.5))
             server = self.choose(i + attempt)
             suffix = f"-a{attempt}" if attempt else ""
             wanted = n - len(rollouts)
+            # sample i of a request has seed + i: far from those of the tries before
             seed = (body["seed"] + attempt * 1_000_003) % 2**62
             rest = body | {"model": server.model, "n": wanted, "seed": seed}
             try:
@@ -211,7 +216,8 @@ class ServerEngine:
         headers = {"X-Request-Id": name, "X-VLLM-Client-Tag": self.tag}
         answer = server.call("/v1/completions", body, headers, largest=largest_answer(body))
         rollouts = completions_in(answer, body, self.vocabulary)
-        self.check_weights(server)  # it may have been started again since
+        # it may have been started again since, and have sampled by the weights of its start
+        self.check_weights(server)
         server.strikes = 0
         return rollouts
 
@@ -273,7 +279,7 @@ class ServerEngine:
         version = f"{self.name}-{self.updates}"
         missing = self.transfer.send(named_parameters, version)
         self.version = version
-        with self.lock:
+        with self.lock:  # those that were left out before have another chance
             self.missing = missing
             self.live = [server for server in self.servers if server.url not in missing]
             for server in self.live:
@@ -307,6 +313,7 @@ class ServerEngine:
         metrics = {}
         for what in COUNTS:
             metrics[f"rollout/{what}"] = sum(share[what] for share in shares)
+        # a server that one rank has left out counts as lost
         metrics["rollout/servers"] = min(share["servers"] for share in shares)
         return metrics
 
@@ -320,6 +327,7 @@ class ServerEngine:
 
 def client_tag() -> str:
     """What the ids of this rank's requests begin with."""
+    # a tag of the launcher's tells the runs apart that share servers
     usual = f"rank-{dist.get_rank()}-of-{dist.get_world_size()}"
     tag = os.environ.get("VLLM_CLIENT_TAG") or usual
     if not (tag.isascii() and tag.isprintable() and " " not in tag):
@@ -357,6 +365,7 @@ def all_or_none(work) -> list[dict]:
         rollouts = work()
     except RolloutsLost as error:
         lost = str(error)
+    # a rank that went on alone would wait in the next collective
     sentences = [None] * dist.get_world_size()
     dist.all_gather_object(sentences, lost)
     for sentence in sentences:

@@ -24,14 +24,14 @@ import httpx
 
 from common import UserError, quoted
 
-CONNECT_SECONDS = 10
+CONNECT_SECONDS = 10  # a server next door that is there is there at once
 BODY_SECONDS = 60  # for the bytes of an answer once its headers are there
 PIECE = 4096  # bytes of a request that a socket takes at once or not at all
 LARGEST_ANSWER = 2**16  # bytes, unless a call says otherwise
 LARGEST_SETTINGS = 2**22  # of a server's list of its settings
 # of an answer with completions. A token of it: its id three times (of up to 7 digits, twice as
 # text), its log-prob twice (of up to 24), where its text begins, and the text, as JSON writes it
-BYTES_PER_TOKEN = 256
+BYTES_PER_TOKEN = 256  # of a completion
 BYTES_PER_PROMPT_TOKEN = 16
 BYTES_PER_COMPLETION = 2**10
 BYTES_AROUND = 2**16
@@ -63,7 +63,7 @@ def left(end: float) -> float:
     """Seconds until `end`."""
     seconds = end - time.monotonic()
     if seconds <= 0:
-        raise httpcore.ReadTimeout
+        raise httpcore.ReadTimeout  # as if the wait had begun and ended
     return seconds
 
 
@@ -86,6 +86,7 @@ class Stream(httpcore.NetworkStream):
         return self.stream.read(max_bytes, left(timeout))
 
     def write(self, buffer, timeout=None):
+        # in pieces, or a server that reads slowly would have the whole time again for each
         for i in range(0, len(buffer), PIECE):
             self.stream.write(buffer[i : i + PIECE], left(timeout))
 
@@ -110,7 +111,7 @@ class Server:
         self.reading = threading.Lock()  # held by who reads and parses a large answer
         # nothing of the environment, such as a proxy: these are machines next door
         self.http = httpcore.ConnectionPool(
-            max_connections=None,
+            max_connections=None,  # the engine says how many requests are under way
             max_keepalive_connections=64,
             # idle ones go before vLLM closes them, after 5 s: it could do so just when the next
             # request leaves
@@ -129,18 +130,21 @@ class Server:
         """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError
         after `seconds`, after `largest` bytes, or if it is anything else."""
         seconds = seconds or self.seconds
-        turn = self.turn if largest else nullcontext  # small ones need not wait for each other
+        # small ones need not wait for each other
+        turn = self.turn if largest else nullcontext
         largest = largest or LARGEST_ANSWER
         end = time.monotonic() + seconds
         data = bytearray()
-        answered = False
+        answered = False  # whether the headers of an answer are there
         try:
             with self.exchange(path, body, headers, end) as (answer, timeouts):
                 answered = True
+                # sampling is over: what takes longer from now on is no vLLM at work
                 timeouts["read"] = min(end, time.monotonic() + BODY_SECONDS)
                 with turn(end):
                     for piece in answer.iter_stream():
                         data += piece
+                        # counted as it comes: a Content-Length may lie or be missing
                         if len(data) > largest:
                             raise ServerError(
                                 f"{self.url}{path} sent {len(data)} bytes and no end, more "
@@ -151,6 +155,7 @@ class Server:
             said = f"sent {len(data)} bytes and no end" if answered else "did not answer"
             raise ServerError(f"{self.url}{path} {said} within {seconds:.0f} s") from None
         except httpcore.ConnectError as error:
+            # nobody listens: no use in trying again before the next sync
             raise ServerError(f"{self.url} is not there: {quoted(error)}", gone=True) from None
         except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
             words = quoted(error) if str(error) else type(error).__name__
@@ -160,7 +165,7 @@ class Server:
     def exchange(self, path: str, body: dict | None, headers: dict | None, end: float) -> Iterator:
         """(answer, timeouts): its body not read yet; the moments at which waits end, to be
         changed."""
-        url = httpx.URL(self.url + path)
+        url = httpx.URL(self.url + path)  # parses what httpcore wants in parts
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
@@ -193,12 +198,12 @@ class Server:
 
     def checked(self, path: str, answer: httpcore.Response, data: bytearray, headers: dict | None):
         """What an answer says, parsed, if it is one to our request."""
-        if answer.status != 200:
+        if answer.status != 200:  # redirects too: nobody else is to get our prompts
             words = bytes(data[:300]).decode(errors="replace")
             raise ServerError(f"{self.url}{path} answered {answer.status}: {quoted(words)}")
         try:
             found = json.loads(data) if data else None
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # the second for what is nested too deeply
             raise ServerError(
                 f"{self.url}{path} sent {len(data)} bytes that are not JSON"
             ) from None
@@ -210,6 +215,7 @@ class Server:
         """ServerError if the body or the header names another request than ours."""
         in_body = found.get("id") if isinstance(found, dict) else None
         echoes = [str(in_body).removeprefix("cmpl-")]
+        # the header is checked where it is there; the body must always say it
         for name, value in answer.headers:
             if name.lower() == b"x-request-id":
                 echoes.append(value.decode(errors="replace"))
@@ -232,6 +238,7 @@ class Server:
         these."""
         if self.call("/reset_prefix_cache", {}) != {"success": True}:
             raise ServerError(f"{self.url} could not forget what it had cached for the old weights")
+        # last: a server that has this name holds the weights and nothing older
         self.call("/update_weight_version", {"new_version": version})
 
     def look_alive(self) -> None:
@@ -257,11 +264,13 @@ class Server:
                 f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); "
                 f"start it with python -m server, or with VLLM_SERVER_DEV_MODE=1"
             ) from None
+        # a wrong setting of the server would show late, or not at all
         if limit < longest:
             raise UserError(
                 f"rollout_server: {self.url} has max_model_len={limit}, max_prompt_length + "
                 f"max_completion_length is {longest}"
             )
+        # log-probs of another distribution than the one that is sampled from
         if mode != "processed_logprobs":
             raise UserError(
                 f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with "
@@ -279,6 +288,7 @@ def on_each(servers: list[Server], work) -> dict[str, str]:
     """work(server) for all at once; {url: sentence} of those where it failed."""
     with ThreadPoolExecutor(len(servers)) as pool:
         futures = {server.url: pool.submit(work, server) for server in servers}
+    # all have ended by now; another error than theirs is a bug, or meant for the user
     failed = {}
     for url, future in futures.items():
         try:
@@ -332,7 +342,7 @@ def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
     if not isinstance(choices, list):
         return []
     rollouts = []
-    for choice in choices[: body["n"]]:
+    for choice in choices[: body["n"]]:  # what is too much was not asked for
         try:
             if is_whole(choice, body, vocabulary):
                 rollouts.append(
@@ -360,6 +370,7 @@ def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
             return False
         if type(logp) not in (int, float) or not math.isfinite(logp) or logp > 0:
             return False
-    if choice["finish_reason"] not in ("stop", "length"):
+    if choice["finish_reason"] not in ("stop", "length"):  # such as "abort"
         return False
+    # older servers do not repeat the prompt
     return choice.get("prompt_token_ids") in (None, body["prompt"])

@@ -30,7 +30,7 @@ def deadline(seconds: float):
         f"(rollout_timeout); has one of them died?"
     )
     timer = threading.Timer(seconds, leave, (sentence, 1))
-    timer.daemon = True
+    timer.daemon = True  # or a process that ends for another reason would wait for it
     timer.start()
     try:
         yield
@@ -46,6 +46,7 @@ def own_address() -> tuple[str, int]:
     host = get_ip()
     if host == "0.0.0.0":
         host = socket.gethostname()
+    # a free port, which nobody else should take until the group is there
     with socket.socket() as probe:
         probe.bind(("", 0))
         return host, probe.getsockname()[1]
@@ -64,6 +65,7 @@ class NcclTransfer:
         self.sizes = []  # workers of each
         self.sender = None  # vLLM's side of the group in this process
         self.weights = None  # the iterator that is being sent
+        # the servers are told names and shapes before the weights come; no memory is taken for it
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self.parameters = []
@@ -77,6 +79,7 @@ class NcclTransfer:
         if not members:
             return missing
         with deadline(self.engine.seconds):
+            # a group can't lose or take in members: another one is made
             if members != self.members or not unchanged:
                 self.connect(members)
             self.sender.send_weights()
@@ -116,6 +119,7 @@ class NcclTransfer:
     def prepare(self) -> tuple[list[int], str, int]:
         """Has the servers leave the group they are in; how many workers each has, and where they
         are to meet."""
+        # whether they were in one or not
         on_each(self.members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
         sizes = []
         for server in self.members:
