@@ -118,6 +118,8 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
         group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
+    if c["unlikeliness_coef"] > 0:
+        group["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
         group["entropies"] = gather(entropies.sum(1) / batch["lengths"])
@@ -143,7 +145,7 @@ def score_by_reference(reference, batch: dict, plan: list, c: dict):
 def group_scores(logps, batch: dict, c: dict):
     """The sequence scores (N,) that maxent compares within a group."""
     norm, longest = c["maxent_score_norm"], c["max_completion_length"]
-    return L.sequence_scores(logps, batch["lengths"], norm, longest)
+    return L.sequence_scores(logps, batch["lengths"], norm, longest, c["maxent_score_scale"])
 
 
 def own_targets(targets: dict, world) -> dict:
@@ -165,35 +167,67 @@ def step_counts(targets: dict, lengths) -> dict:
     }
 
 
+def shaped_rewards(group: dict, c: dict):
+    """The rewards, (P, G), with what the config makes of a row's rarity and of its entropy."""
+    rewards = group["rewards"]
+    if "seq_logps" in group:
+        rewards = L.unlikely_rewards(rewards, group["seq_logps"], c["unlikeliness_coef"])
+    if "entropies" in group:
+        bonus = L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
+        rewards = rewards + bonus
+    return rewards
+
+
+def row_advantages(group: dict, c: dict):
+    """The advantage of each row, (P, G), as the table of objectives says."""
+    objective = OBJECTIVES[c["objective"]]
+    rewards = shaped_rewards(group, c)
+    if objective.advantage == "pass_at_k":
+        return L.pass_at_k_advantages(rewards, group["pass_k"])
+    return L.group_advantages(rewards, c["scale_rewards"] or objective.scale)
+
+
+def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+    """group_targets of an objective whose loss is over the scores of a group. Its "advantages" say what it asks of each row; they
+    are trained on under maxent_loss="policy_gradient" only."""
+    rewards, ref_scores = group["rewards"], group.get("ref_scores")
+    utilities = L.log_reward_targets(
+        shaped_rewards(group, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
+    )
+    active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    targets = {
+        "rewards": group.get("task_rewards", rewards),
+        "active": active,
+        "utilities": utilities,
+    }
+    if OBJECTIVES[c["objective"]].group_loss == "listwise":
+        weights = targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
+        # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
+        G = rewards.shape[1]
+        advantages = G * (weights - 1 / G)
+    else:
+        goals = targets["goals"] = L.balance_goals(utilities, ref_scores, tau, beta)
+        advantages = goals - goals.mean(1, keepdim=True)
+    if c["maxent_group_weight"] == "spread":
+        targets["share"] = L.reward_spread(rewards)
+        advantages = advantages * targets["share"][:, None]
+    targets["advantages"] = advantages.masked_fill(~active[:, None], 0.0)
+    return targets
+
+
 def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     """What the whole step asks of the policy: weights and active groups (maxent, xdr), advantages, all (P, G).
 
     group: "rewards" and "lengths" (P, G); where InfoSeed has added something to the rewards "task_rewards" (P, G), by which rows are best or correct;
-    where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters", "mean_logps" (P, G) and "correct_modes" (P,)."""
+    where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters", "mean_logps" (P, G),
+    "correct_modes" (P,) and "pass_k"."""
     rewards, (P, G) = group["rewards"], group["rewards"].shape
     objective = OBJECTIVES[c["objective"]]
-    task_rewards = group.get("task_rewards", rewards)
-    shaped = (
-        rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
-        if "entropies" in group
-        else rewards
-    )
-    if objective.weights == "target":
-        utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
-        weights = L.maxent_weights(utilities, group.get("ref_scores"), tau, beta)
-        active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
-        # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
-        advantages = (G * (weights - 1 / G)).masked_fill(~active[:, None], 0.0)
-        return {
-            "rewards": task_rewards,
-            "weights": weights,
-            "active": active,
-            "advantages": advantages,
-            "utilities": utilities,
-        }
-    advantages = L.group_advantages(shaped, c["scale_rewards"] or objective.scale)
+    if objective.group_loss:
+        return score_targets(group, tau, beta, c)
+    advantages = row_advantages(group, c)
     targets = {
-        "rewards": task_rewards,
+        "rewards": group.get("task_rewards", rewards),
         "active": ~L.equal_groups(rewards),
         "advantages": advantages,
     }
@@ -224,25 +258,33 @@ def couples_rows(c: dict) -> bool:
 
 def policy_gradient(c: dict) -> bool:
     """Whether advantages act on the log-probs of tokens; otherwise the whole loss is over the scores of groups."""
-    return not OBJECTIVES[c["objective"]].group_loss or c["maxent_loss"] == "policy_gradient"
+    group_loss = OBJECTIVES[c["objective"]].group_loss
+    return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
 
 
 def scores_of(logps, lengths, c: dict):
     """Sequence scores (n,) for group_loss, in the norm that its loss asks for."""
-    maxent_norm = "length" if c["maxent_loss"] == "mle" else c["maxent_score_norm"]
-    return L.sequence_scores(
-        logps,
-        lengths,
-        maxent_norm if OBJECTIVES[c["objective"]].group_loss else c["mode_entropy_score_norm"],
-        c["max_completion_length"],
-    )
+    group_loss, scale = OBJECTIVES[c["objective"]].group_loss, 1.0
+    if group_loss == "listwise" and c["maxent_loss"] == "mle":
+        norm = "length"
+    elif group_loss:
+        norm, scale = c["maxent_score_norm"], c["maxent_score_scale"]
+    else:
+        norm = c["mode_entropy_score_norm"]
+    return L.sequence_scores(logps, lengths, norm, c["max_completion_length"], scale)
 
 
 def group_loss(scores, targets: dict, c: dict, norm: dict):
-    """The part of the loss that takes the rows of a group together, from their scores (p, G): maxent or the mode-entropy term."""
-    if OBJECTIVES[c["objective"]].group_loss:
+    """The part of the loss that takes the rows of a group together, from their scores (p, G): that of the objective, or the
+    mode-entropy term."""
+    kind = OBJECTIVES[c["objective"]].group_loss
+    if kind == "balance":
+        loss, wanted = L.balance_loss, targets["goals"]
+    elif kind == "listwise":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
-        return loss(scores, targets["weights"], targets["active"], norm["active"])
+        wanted = targets["weights"]
+    if kind:
+        return loss(scores, wanted, targets["active"], norm["active"], targets.get("share"))
     longest = (
         c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     )  # the other scores are per token already

@@ -12,8 +12,16 @@ knows before the first backward: so any split into micro-batches or ranks gives 
     cispo     REINFORCE weighted by a capped, detached ratio, mean over tokens    MiniMax 2025, arXiv:2506.13585
     xdr       dr_grpo whose rows are weighted by G * softmax(U / tau)
     maxent    cross-entropy from w = softmax((log q + beta * l) / (tau + beta)) to softmax(scores), over the group
+    maxrl     dr_grpo with advantages (r - mean) / mean                           Tajwar et al. 2026, arXiv:2602.02710
+    pkpo      dr_grpo with the leave-one-out gradient of pass@k as advantages     Walder and Karkhanis 2025, arXiv:2505.15201
+    flow      variance over the group of scores - (log q + beta * l) / tau        after FlowRL, Zhu et al. 2025, arXiv:2509.15207
 
-and two that exist to be compared with: seed_grpo (dr_grpo, advantages shrunk where the answers of a group differ, Chen et al. 2025,
+maxent and maxrl are relatives: with rewards of 0 and 1, tau -> 0 and beta = 0, w is uniform over the K right rows, and as long as
+p = softmax(scores) is near 1/G the gradient of maxent, sum_i (p_i - w_i) * ds_i, has the coefficients -(1/K) * (1 - K/G) on right
+and 1/G on wrong rows: maxrl's advantages over G, on scores instead of log-probs. What maxent adds is p as a baseline that knows what
+the policy has learnt, a temperature, and a reference.
+
+And two that exist to be compared with: seed_grpo (dr_grpo, advantages shrunk where the answers of a group differ, Chen et al. 2025,
 arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the entropy of every token).
 """
 
@@ -32,16 +40,42 @@ def equal_groups(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, scale: str) -> Tensor:
-    """A = r - mean_group(r), (P, G), divided by nothing ("none"), by std + 1e-4 of the "group" (its G - 1 estimate) or by
-    that of all rows ("batch"). Exactly 0 where all rewards of a group are equal, and for G = 1."""
-    advantages = rewards - rewards.mean(1, keepdim=True)
+    """A = r - mean_group(r), (P, G), divided by nothing ("none"), by std + 1e-4 of the "group" (its G - 1 estimate), by
+    that of all rows ("batch"), or by the group's "mean". Exactly 0 where all rewards of a group are equal, and for G = 1.
+
+    "mean" is maxrl, for rewards from 0 up: with K of G right, (1 - K/G) / (K/G) on right rows and -1 on wrong ones, the estimator
+    of the gradient of log p's first G terms, -sum_k (1 - p)^k / k (Tajwar et al. 2026, arXiv:2602.02710): a rare success counts
+    G - 1 times as much as a sure one can. 0 where the mean is not above 0. At K = G - 1 it is nearly dr_grpo."""
+    mean = rewards.mean(1, keepdim=True)
+    advantages = rewards - mean
     if scale == "group" and rewards.shape[1] > 1:
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
     elif scale == "batch" and rewards.numel() > 1:
         advantages = advantages / (rewards.std() + 1e-4)
+    elif scale == "mean":
+        advantages = (advantages / mean).masked_fill(mean <= 0, 0.0)
     elif scale not in ("none", "group", "batch"):
-        raise ValueError(f'scale_rewards={scale!r} must be "group", "batch" or "none"')
+        raise ValueError(f'scale_rewards={scale!r} must be "group", "batch", "mean" or "none"')
     return advantages.masked_fill(equal_groups(rewards)[:, None], 0.0)
+
+
+def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
+    """A_i = G / C(G, k) * sum over the sets J of k - 1 other rows of max(0, r_i - best of J), (P, G), 2 <= k <= G.
+
+    sum_i A_i * dlogp_i / G is unbiased for the gradient of the expected best reward of k samples, pass@k for rewards of 0 and 1
+    (Walder and Karkhanis 2025, arXiv:2505.15201; the baseline is their leave-one-out, the best of J, which does not know row i).
+    For 0 and 1: k * the share of those sets without a right row for a right row, 0 for a wrong one; 0 in groups of equal rewards.
+    At k = 1 nothing would be subtracted, so the mean of the other rows is: dr_grpo times G / (G - 1)."""
+    G = rewards.shape[1]
+    if k == 1:
+        return group_advantages(rewards, "none") * G / max(1, G - 1)
+    ordered, order = rewards.sort(1)
+    sets = [
+        math.comb(j, k - 2) for j in range(G)
+    ]  # of k - 1 rows whose best is the j-th from below
+    gains = (ordered[:, :, None] - ordered[:, None, :]).clamp(min=0)  # (P, G, G): r_i - r_j
+    advantages = (gains * rewards.new_tensor(sets)).sum(2) * G / math.comb(G, k)
+    return torch.empty_like(rewards).scatter(1, order, advantages)
 
 
 def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> Tensor:
@@ -98,6 +132,15 @@ def entropy_bonus(rewards: Tensor, entropies: Tensor, coef: float) -> Tensor:
     return (coef * rewards.std(1, keepdim=True) * z).masked_fill(flat[:, None], 0.0)
 
 
+def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
+    """r * (1 - coef * (G - rank) / G) where r > 0, (P, G); rank: how many rows of the group are more likely, seq_logps (P, G) under
+    the sampler. So a rare right answer is worth more than a usual one, also where all are right; coef 0 changes nothing.
+    He, Fried and Welleck 2025, arXiv:2506.02355, who use .25. Equal answers, equal up to rounding, share a rank."""
+    G = rewards.shape[1]
+    rank = (seq_logps[:, None, :] > seq_logps[:, :, None] + 1e-4).sum(2)  # (P, G)
+    return torch.where(rewards > 0, rewards * (1 - coef * (G - rank) / G), rewards)
+
+
 def xdr_utilities(advantages: Tensor, lengths: Tensor, kind: str, max_length: int) -> Tensor:
     """What xdr's weights prefer, (P, G): the "advantage" A, or the "surrogate" A * T / L, the row's term of the loss: that one likes
     length, and makes tau depend on L."""
@@ -151,6 +194,11 @@ def active_groups(rewards: Tensor, skip: str) -> Tensor:
     }[skip]
 
 
+def reward_spread(rewards: Tensor) -> Tensor:
+    """4 * variance of a group's rewards over its G rows, (P,): 4 * mean * (1 - mean) for rewards of 0 and 1, at most 1 there."""
+    return 4 * rewards.var(1, correction=0)
+
+
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     """How flat the weights are, means over active groups: entropy (nats), its share of ln G, exp(entropy), the largest weight; and over those
     of them that have a row below their best reward: the mass on such rows, and the excess entropy (H - ln n_top) / (ln G - ln n_top), n_top rows
@@ -180,27 +228,70 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
 # --- losses
 
 
-def sequence_scores(logps: Tensor, lengths: Tensor, norm: str, max_length: int) -> Tensor:
-    """s = sum_t logp / divisor, (N,): T_i ("length"), L ("constant") or 1 ("sum"). `logps` (N, T) are 0 outside the completion."""
+def sequence_scores(
+    logps: Tensor, lengths: Tensor, norm: str, max_length: int, scale: float = 1.0
+) -> Tensor:
+    """s = scale * sum_t logp / divisor, (N,): T_i ("length"), L ("constant") or 1 ("sum"). `logps` (N, T) are 0 outside the
+    completion. The scale says how sharp p = softmax(s) is: at 1 the mean log-probs of a group differ by a few tenths, p stays near
+    1/G and pulls little; the larger it is, the sooner p = w. A policy with p = w has mean log-probs of u / (scale * tau) and a
+    constant, so the bound T_q * tau <= 1 / ln V becomes scale * T_q * tau <= 1 / ln V (checks.tau_limit)."""
     divisor = {"length": lengths, "constant": max_length, "sum": 1}[norm]
-    return logps.sum(1) / divisor
+    scores = logps.sum(1) / divisor
+    return scores if scale == 1 else scale * scores
+
+
+def over_groups(losses: Tensor, active: Tensor, norm: float, share: Tensor | None) -> Tensor:
+    """sum over active groups of share * loss / norm; losses, active, share (P,), None for shares of 1."""
+    if share is not None:
+        losses = losses * share
+    return losses.masked_fill(~active, 0.0).sum() / norm
 
 
 def listwise_loss(
-    scores: Tensor, weights: Tensor, active: Tensor, norm: float | None = None
+    scores: Tensor,
+    weights: Tensor,
+    active: Tensor,
+    norm: float | None = None,
+    share: Tensor | None = None,
 ) -> Tensor:
     """L = -sum_active sum_i w_i * log softmax_i(s) / norm; scores, weights (P, G), active (P,). norm None: max(1, active groups).
-    Gradient per group sum_i (p_i - w_i) * ds_i, p = softmax(s): zero exactly when the policy's p equals w."""
+    Gradient per group sum_i (p_i - w_i) * ds_i, p = softmax(s): zero exactly when the policy's p equals w. For summed log-probs that
+    makes equally rewarded answers equally likely; for means over length (s = S/T) equally likely *per token*, so a short answer
+    ends up more likely than a long one: pi_long = pi_short^(T_long / T_short).
+    As tau -> 0, beta = 0 and p = 1/G, rewards 0 and 1, the gradient is maxrl's on s. |p - 1/G| / |w - 1/G| falls as 1/sqrt(T)."""
     cross_entropy = -(weights * scores.log_softmax(1)).sum(1)  # (P,)
-    return cross_entropy.masked_fill(~active, 0.0).sum() / (
-        norm if norm is not None else max(1, int(active.sum()))
-    )
+    norm = max(1, int(active.sum())) if norm is None else norm
+    return over_groups(cross_entropy, active, norm, share)
 
 
-def mle_loss(scores: Tensor, weights: Tensor, active: Tensor, norm: float) -> Tensor:
+def mle_loss(
+    scores: Tensor, weights: Tensor, active: Tensor, norm: float, share: Tensor | None = None
+) -> Tensor:
     """L = -sum_active sum_i w_i * s_i / norm, s the mean log-prob of a row (P, G): weighted imitation without a baseline. Groups of equal
     rewards push their own samples, short ones more; for comparison only."""
-    return -(weights * scores).sum(1).masked_fill(~active, 0.0).sum() / norm
+    return over_groups(-(weights * scores).sum(1), active, norm, share)
+
+
+def balance_goals(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta: float) -> Tensor:
+    """(u + beta * l) / tau, (P, G): what flow wants the scores to be, up to a constant of the group. tau = inf: all the same."""
+    if beta > 0:
+        utilities = utilities + beta * ref_scores
+    return (utilities / tau).detach()
+
+
+def balance_loss(
+    scores: Tensor, goals: Tensor, active: Tensor, norm: float, share: Tensor | None = None
+) -> Tensor:
+    """L = 1/(2 norm) * sum_active mean_i (d_i - mean d)^2, d = s - (u + beta * l) / tau; scores, goals (P, G).
+
+    Trajectory balance with the mean of the group as the log of the normaliser (VarGrad, Richter et al. 2020, arXiv:2010.10436) in
+    place of FlowRL's learnt one (Zhu et al. 2025, arXiv:2509.15207). Gradient (1/G) sum_i (d_i - mean d) * ds_i: 0 exactly where
+    pi is proportional to exp(u / tau) over answers (summed scores) or per token (means), whoever sampled the answers, so there is no
+    importance ratio; unlike maxent's pull it does not saturate in p. Groups of equal rewards, where they are not skipped, have
+    their scores pulled together, and so has everything as tau -> inf. It grows with 1 / tau."""
+    d = scores - goals
+    d = d - d.mean(1, keepdim=True)
+    return over_groups((d**2).mean(1) / 2, active, norm, share)
 
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:

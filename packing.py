@@ -239,6 +239,11 @@ def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
 # --- attention, on the device
 
 
+def with_masks(packed: Packed) -> Packed:
+    """Its blocks with what their queries see: once, not in every layer."""
+    return packed._replace(blocks=[b._replace(seen=seen_keys(b)) for b in packed.blocks])
+
+
 def seen_keys(b: Block) -> Tensor | None:
     """(b or 1, 1, Q, K) bool: which keys the queries of a block see; None: causal order."""
     if b.keys is None:
@@ -345,11 +350,10 @@ AttentionInterface.register(NAME, attention)
 
 def states(lm, packed: Packed) -> Tensor:
     """Final hidden states (M, H) of the packed tokens; `packed` is on the model's device."""
-    blocks = [b._replace(seen=seen_keys(b)) for b in packed.blocks]  # once, not in every layer
     out = lm.base_model(
         input_ids=packed.ids,
         position_ids=packed.positions,
-        packed=packed._replace(blocks=blocks),
+        packed=with_masks(packed),
         use_cache=False,
     )
     return out.last_hidden_state[0]

@@ -80,6 +80,31 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     )
 
 
+def memory_estimate(c: dict, model, n: int, size: int, world: int) -> dict:
+    """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from. model:
+    its config, of n parameters of `size` bytes."""
+    # ranks that split what each ZeRO stage splits
+    share = [world if c["zero_stage"] >= stage else 1 for stage in range(4)]
+    moments = 12 if size == 2 else 8  # two of them, and in 16 bits a float32 copy of the weights
+    where = " (in CPU memory)" if c["offload_optimizer"] else ""
+    reference = 0 if c["beta"] == 0 else n * size
+    if c["reference_placement"] == "sharded":
+        reference /= world
+    # GPT-2 has no name for the width of its feed-forward layers
+    inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
+    per_token = layers * (18 * model.hidden_size + 4 * inner) * size
+    return {
+        "weights": n * size / share[3],
+        "gradients": n * size / share[2],
+        "optimizer" + where: n * moments / share[1],
+        "reference": reference,
+        "rollout engine's weights": n * size / entries(c, "vllm_options")["tensor_parallel_size"],
+        "activations of a micro-batch": c["max_tokens_per_micro_batch"] * per_token,
+        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
+    }
+
+
 def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
     """Prints what a run of this config would do. What needs the model's files or the data comes last, they may be out of reach."""
     N, longest = (
@@ -102,29 +127,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         [row for source in inputs.sources for row in source],
     )
     n = sum(p.numel() for p in empty_model(c["model"], model).parameters())
-    share = [
-        world if c["zero_stage"] >= stage else 1 for stage in range(4)
-    ]  # ranks that split what a ZeRO stage splits
-    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
-    inner = (
-        getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    )  # GPT-2 has no name for it
-    gib = {
-        "weights": n * size / share[3],
-        "gradients": n * size / share[2],
-        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n
-        * (12 if size == 2 else 8)
-        / share[1],
-        "reference": 0
-        if c["beta"] == 0
-        else n * size / (world if c["reference_placement"] == "sharded" else 1),
-        "rollout engine's weights": n * size / entries(c, "vllm_options")["tensor_parallel_size"],
-        "activations of a micro-batch": tokens
-        * layers
-        * (18 * model.hidden_size + 4 * inner)
-        * size,
-        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
-    }
+    gib = memory_estimate(c, model, n, size, world)
     print(
         f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps"
     )

@@ -324,7 +324,7 @@ STARTS = {  # (tau, beta) and whether each measure begins below (-1) or above (+
 
 
 def setting(name, **more):
-    return DEFAULTS | CONTROLLERS[name] | more
+    return DEFAULTS | {"maxent_tau_max": 10.0} | CONTROLLERS[name] | more
 
 
 class Plant:

@@ -187,7 +187,6 @@ CONFIG = {
     "dtype": "auto",
     "info_seed_num_seeds": 0,
     "info_seed_loss_type": "infonce",
-    "info_seed_num_seeds": 4,
 }
 
 
