@@ -243,12 +243,15 @@ def three(stand_in) -> list:
     return servers
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.fixture(params=["tiny_model_dir", "untied_model_dir"])
+def model(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
 def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(
-    kind, world, make, three, tiny_model_dir, untied_model_dir, monkeypatch
+    model, world, make, three, monkeypatch
 ):
     group = FakeNccl(monkeypatch)
-    model = tiny_model_dir if kind == "tied" else untied_model_dir
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     named = shapes(named_weights(lm, 0))
     assert "lm_head.weight" in dict(named)
