@@ -205,7 +205,7 @@ def start(c: dict) -> Run:
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     hub = None
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
-        hub = checkpoint.Hub(c["push_to_hub"], c["hub_private_repo"], c["output_dir"])
+        hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
 
     world = start_distributed()
     resume_path = checkpoint.find(c)
@@ -331,15 +331,8 @@ def save_now(run: Run) -> None:
         return
     run.saved_step = run.step
     with run.timer("checkpoint"):
-        saved = checkpoint.save(
-            run.folder,
-            run.step,
-            run.engine,
-            run.inputs.tokenizer,
-            c,
-            run.state,
-            run.experience.replay_state,
-        )
+        memory = checkpoint.Memory(run.step, run.state, run.experience.replay_state)
+        saved = checkpoint.save(memory, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
         evaluate.start_command(c["eval_command"], saved)
@@ -422,7 +415,10 @@ def main(c: dict) -> None:
             dry_run(c, size, dtype_of(c), deepspeed_config(c, dtype_of(c)))
         return
     with hold_folder(c["output_dir"], rank):
-        train(start(c))
+        run = start(c)
+        train(run)
+    if run.hub:
+        run.hub.leave()  # asked to stop: without waiting for an upload
 
 
 def train(run: Run) -> None:
