@@ -31,7 +31,8 @@ $(STAMP):
 
 runs/countdown_sft/model.safetensors: | $(STAMP)
 	rm -rf runs/countdown_sft
-	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
+	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft \
+	  --steps=800 --batch_size=128 --learning_rate=2e-3
 
 demo: $(STAMP) runs/countdown_sft/model.safetensors
 	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) train.py config/countdown_tiny.py --overwrite_output_dir=True

@@ -39,7 +39,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
-from common import RunStopped, UserError, escaped, lost_a_rank, quoted, script
+from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
@@ -519,7 +519,7 @@ def check_fit(path: Path, config: dict) -> None:
     from."""
     from policy import dtype_of, seed_classes
 
-    saved = config | json.loads((path / "train_config.json").read_text())
+    saved = config | modern(json.loads((path / "train_config.json").read_text()))
     model = json.loads((path / "config.json").read_text())
     dtype = str(dtype_of(config)).removeprefix("torch.")
     pairs = {

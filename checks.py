@@ -9,8 +9,6 @@ import operator
 import shlex
 from typing import NamedTuple
 
-from controllers import steers_beta, steers_tau
-
 
 class Objective(NamedTuple):
     """All that is true of an objective but its formula, which is in loss.py. The defaults are those of dr_grpo."""
@@ -42,12 +40,116 @@ def names(wanted) -> str:
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
 
+# What one script alone is told, not the config: its own --flag=value.
+FLAGS = {
+    "train": {"dry_run": False},  # True: check everything, print what would run, load no weights
+    "sft": {"steps": 1000, "batch_size": 64, "learning_rate": 1e-5},
+    "evaluate": {
+        "output": "",  # a .jsonl file of one line per problem and seed; "" none
+        "seeds": 1,  # how often every problem is sampled, with seeds 0, 1, ...
+    },
+    "generate": {
+        "output": "",  # the .jsonl file to write
+        "max_prompts": 0,  # the first so many prompts; 0 all
+    },
+}
+# Numbers that may change during a run, {step: value}: the table behind (steps) in default.py.
+STEPS = (
+    "temperature",
+    "easy_dataset.share",
+    "maxent_target_weight_entropy",
+    "maxent_target_excess_entropy",
+)
+# The entries of a source of rows, and what one means that is left out.
+SOURCE = {
+    "name": "",
+    "config": "",
+    "split": "train",
+    "prompt": "prompt",
+    "answer": "answer",
+    "more": [],
+    "task": "",
+}
+# key of default.py that is a dict -> its known entries, and what one means that is left out
+ENTRIES = {
+    "dataset": SOURCE | {"weight": 1.0},
+    "easy_dataset": SOURCE | {"share": 0.0},
+    "eval_dataset": SOURCE | {"split": "test"},
+    "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},
+    "vllm_options": {
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 2**28,
+        "tensor_parallel_size": 1,
+        "enable_sleep_mode": True,
+    },
+    "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
+}
+OPEN = ("vllm_options", "wandb_options")  # that take further entries: others read them
+# options of vLLM that follow from other keys, or without which its completions would be wrong
+VLLM_SET_HERE = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "seed",
+    "max_model_len",
+    "logprobs_mode",
+    "generation_config",
+    "distributed_executor_backend",
+    "enable_chunked_prefill",
+    "trust_remote_code",
+)
+
+
+def entries(c: dict, key: str) -> dict:
+    """All entries of a key that is a dict, those that are left out with what that means."""
+    return ENTRIES[key] | c[key]
+
+
+def sources(c: dict) -> list[dict]:
+    """Where training rows come from: whole sources, one or those of a mixture."""
+    given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
+    return [ENTRIES["dataset"] | source for source in given]
+
+
+def eval_source(c: dict) -> dict | None:
+    """Where evaluation rows come from: eval_dataset, or without a name there the test split of the
+    training dataset; None of a mixture, which has none of its own."""
+    if c["eval_dataset"].get("name"):
+        return entries(c, "eval_dataset")
+    if isinstance(c["dataset"], list):
+        return None
+    return sources(c)[0] | {"split": entries(c, "eval_dataset")["split"]}
+
+
+def values_of(value) -> list:
+    """The numbers that a key takes in a run: its points, or itself."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def is_on(value) -> bool:
+    """Whether a number that -1 turns off, or a line through points, is on."""
+    return isinstance(value, dict) or value >= 0
+
+
+def steers_tau(c: dict) -> bool:
+    return c["controller_meta_method"] == "" and (
+        is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
+    )
+
+
+def steers_beta(c: dict) -> bool:
+    return (
+        c["controller_meta_method"] == ""
+        and c["kl_target"] > 0
+        and c["kl_horizon"] > 0
+        and c["kl_ctl_step_size"] > 0
+    )
+
+
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
-    "vllm_enforce_eager": ("auto", "yes", "no"),
-    "weight_sync": ("disk", "nccl"),
     "objective": tuple(OBJECTIVES),
     "scale_rewards": ("", "group", "batch", "none"),
     "importance_sampling": (
@@ -64,7 +166,7 @@ CHOICES = {
     "maxent_loss": ("listwise", "policy_gradient", "mle"),
     "xdr_utility": ("advantage", "surrogate"),
     "maxent_skip_equal_groups": ("all", "wrong", "none"),
-    "controller_meta_method": ("analytic", "first_order", "truncated_backprop"),
+    "controller_meta_method": ("", "analytic", "first_order", "truncated_backprop"),
     "controller_meta_optimizer": ("sgd", "adam"),
     "info_seed_loss_type": ("infonce", "ce"),
     "info_seed_pooling": ("mean", "last"),
@@ -72,7 +174,6 @@ CHOICES = {
     "reference_placement": ("device", "sharded", "cpu"),
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),
-    "wandb_mode": ("online", "offline"),
 }
 # Every number of default.py, in its order: (lower bound, upper bound). No upper bound: MOST.
 RANGES = {
@@ -80,9 +181,10 @@ RANGES = {
     "seed": (">= 0", "< 4294967296"),
     # data
     "max_prompt_length": ("> 0", None),
-    "replay_size": (">= 0", None),
-    "replay_fraction": (">= 0", "<= 1"),
-    "replay_ucb": (">= 0", None),
+    "easy_dataset.share": (">= 0", "<= 1"),
+    "replay.size": (">= 0", None),
+    "replay.fraction": (">= 0", "<= 1"),
+    "replay.ucb": (">= 0", None),
     "resample_equal_groups": (">= 0", None),
     # rollouts
     "prompts_per_step": ("> 0", None),
@@ -90,10 +192,9 @@ RANGES = {
     "max_completion_length": ("> 0", None),
     "temperature": (">= 0.01", None),
     "max_logp_difference": ("-1 or >= 0", None),
-    "vllm_gpu_memory_utilization": ("> 0", "< 1"),
-    "vllm_kv_cache_gib": (">= 0.001", "<= 1000000"),
-    "vllm_tensor_parallel_size": ("> 0", None),
-    "rollout_concurrency": ("> 0", None),
+    "vllm_options.gpu_memory_utilization": ("> 0", "< 1"),
+    "vllm_options.kv_cache_memory_bytes": (">= 1000000", "<= 1e15"),
+    "vllm_options.tensor_parallel_size": ("> 0", None),
     "rollout_timeout": ("> 0", "<= 1500"),
     "rollout_ahead": (">= 0", "<= 1"),
     # rewards
@@ -120,8 +221,6 @@ RANGES = {
     # controllers
     "maxent_target_weight_entropy": ("-1 or >= 0", None),
     "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),
-    "maxent_target_final": ("-1 or >= 0", None),
-    "maxent_target_horizon": (">= 0", None),
     "maxent_tau_lr": ("> 0", None),
     "maxent_tau_min": ("> 0", None),
     "maxent_tau_max": ("> 0", None),
@@ -139,7 +238,7 @@ RANGES = {
     "controller_meta_virtual_lr": ("> 0", None),
     "controller_meta_truncation_steps": ("> 0", None),
     # InfoSeed
-    "info_seed_num_seeds": ("> 0", None),
+    "info_seed_num_seeds": (">= 0", None),
     "info_seed_lambda": (">= 0", None),
     "info_seed_temperature": ("> 0", None),
     "info_seed_reward": (">= 0", None),
@@ -151,27 +250,18 @@ RANGES = {
     "adam_beta1": (">= 0", "< 1"),
     "adam_beta2": (">= 0", "< 1"),
     "max_grad_norm": (">= 0", None),
-    "max_skipped_steps": ("> 0", None),
     "max_tokens_per_micro_batch": ("> 0", None),
-    "logprob_chunk_size": ("> 0", None),
     "zero_stage": (">= 0", "<= 3"),
     # evaluation
     "eval_steps": (">= 0", None),
     "eval_max_prompts": ("> 0", None),
     "eval_num_generations": ("> 0", None),
     "eval_temperature": (">= 0.01", None),
-    "eval_seeds": ("> 0", None),
-    # generate.py
-    "generate_max_prompts": (">= 0", None),
     # checkpoints and logs
     "save_steps": ("-1 or >= 0", None),
     "save_total_limit": (">= 0", None),
     "keep_every": (">= 0", None),
     "log_rollouts_steps": (">= 0", None),
-    # sft.py
-    "sft_steps": ("> 0", None),
-    "sft_batch_size": ("> 0", None),
-    "sft_learning_rate": ("> 0", None),
 }
 # Of a number without an upper bound in the table: 32 bits hold what is counted, float32 what is computed.
 MOST = {int: "<= 2147483647", float: "<= 1e30"}
@@ -180,11 +270,12 @@ REASONS = {  # behind the sentence on a range, where it does not explain itself
     "num_generations": "a completion is compared with its group, and alone it has advantage 0",
     "temperature": "vLLM samples at 0.01 instead of anything lower",
     "eval_temperature": "vLLM samples at 0.01 instead of anything lower",
-    "vllm_gpu_memory_utilization": "the learner needs memory too",
+    "vllm_options.gpu_memory_utilization": "the learner needs memory too",
     "rollout_timeout": "a prompt is tried up to six times, and ranks give up on each other after "
     "three hours",
     "reward_timeout": "ranks give up on each other after three hours",
-    "replay_fraction": "it is a share of a step's prompts",
+    "easy_dataset.share": "it is a share of a step's prompts",
+    "replay.fraction": "it is a share of a step's prompts",
     "max_reward_failures": "it is a share of a step",
 }
 SIGNS = {  # sign -> (whether it holds, how it is said)
@@ -213,16 +304,20 @@ def is_a_command(text: str) -> bool:
 
 
 def in_range(key: str, value) -> tuple[bool, str]:
-    """Whether a number lies in its range of RANGES, and the sentence if it doesn't."""
+    """Whether a number, or every one of {step: value}, lies in its range of RANGES, and the
+    sentence if it doesn't."""
     lower, upper = RANGES[key]
-    upper = upper or MOST[type(value)]
-    off = lower.startswith("-1 or ")  # -1 turns the key off
-    lower_holds, lower_words = check_bound(value, lower.removeprefix("-1 or "))
-    upper_holds, upper_words = check_bound(value, upper)
-    sentence = f"{key}={value} must be {'-1, or ' if off else ''}{lower_words} and {upper_words}"
-    if key in REASONS:
-        sentence += f": {REASONS[key]}"
-    return (off and value == -1) or (lower_holds and upper_holds), sentence
+    off = lower.startswith("-1 or ") and not isinstance(value, dict)  # -1 turns the key off
+    lower = lower.removeprefix("-1 or ")
+    for number in values_of(value):
+        limit = upper or MOST[type(number)]
+        lower_holds, lower_words = check_bound(number, lower)
+        upper_holds, upper_words = check_bound(number, limit)
+        if not (lower_holds and upper_holds) and not (off and number == -1):
+            words = f"{'-1, or ' if off else ''}{lower_words} and {upper_words}"
+            reason = f": {REASONS[key]}" if key in REASONS else ""
+            return False, f"{key}={value} must be {words}{reason}"
+    return True, ""
 
 
 def check_bound(value, bound: str) -> tuple[bool, str]:
@@ -240,7 +335,8 @@ def value_claims(c: dict):
             f"{key}={c[key]!r} must be one of {', '.join(map(repr, choices))}",
         )
     for key in RANGES:
-        yield in_range(key, c[key])
+        name, _, entry = key.partition(".")
+        yield in_range(key, entries(c, name)[entry] if entry else c[key])
     yield (
         not c["eval_command"] or "{checkpoint}" in c["eval_command"],
         f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path",
@@ -250,37 +346,51 @@ def value_claims(c: dict):
         f"eval_command={c['eval_command']!r} has a quote that is not closed",
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
-    for key in (
-        "output_dir",
-        "model",
-        "dataset_name",
-        "easy_dataset_name",
-        "eval_dataset_name",
-        "resume_from_checkpoint",
-        "weight_sync_dir",
-        "eval_output",
-        "generate_output",
-    ):
+    for key, path in paths(c):
         yield (
-            not c[key].startswith("~"),
-            f"{key}={c[key]!r}: no shell has replaced the ~; write $HOME or the whole path",
+            not path.startswith("~"),
+            f"{key}={path!r}: no shell has replaced the ~; write $HOME or the whole path",
         )
-    for key in ("output_dir", "model", "weight_sync_dir", "resume_from_checkpoint"):
+    for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
             not set(c[key]) & set("*?["),
             f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern and would "
             f"not find the files there: choose, or rename it to, a name without them",
         )
+    yield (
+        c["weight_sync"] in ("disk", "nccl") or "/" in c["weight_sync"],
+        f"weight_sync={c['weight_sync']!r} must be 'disk', 'nccl', or a folder with a / in it",
+    )
+    mode = entries(c, "wandb_options")["mode"]
+    yield (
+        mode in ("online", "offline"),
+        f"wandb_options.mode={mode!r} must be one of 'online', 'offline'; report_to='' is without",
+    )
+    for option in c["vllm_options"]:
+        yield (
+            option not in VLLM_SET_HERE,
+            f"vllm_options: {option} is set by the trainer itself, and can't be set there",
+        )
+
+
+def paths(c: dict):
+    """(key, value) of all that may be a path."""
+    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
+        yield key, c[key]
+    for source in sources(c):
+        yield "dataset.name", source["name"]
+    for key in ("easy_dataset", "eval_dataset"):
+        yield f"{key}.name", entries(c, key)["name"]
 
 
 def rows_of_a_group(c: dict) -> int:
     """With the seeded rows of InfoSeed."""
-    return c["num_generations"] + (c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0)
+    return c["num_generations"] + c["info_seed_num_seeds"]
 
 
 def group_claims(c: dict):
     """Sizes of groups, and what engine and optimizer can do together."""
-    if c["info_seed_enabled"]:
+    if c["info_seed_num_seeds"] > 0:
         yield (
             "{seed}" in c["info_seed_prompt_template"],
             f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
@@ -296,7 +406,7 @@ def group_claims(c: dict):
         )
         yield (
             c["prompts_per_step"] >= 2,
-            "info_seed_enabled=True needs prompts_per_step of at least 2: a seed's completions are compared over prompts",
+            f"info_seed_num_seeds={c['info_seed_num_seeds']} needs prompts_per_step of at least 2: a seed's completions are compared over prompts",
         )
     G = rows_of_a_group(c)
     yield (
@@ -324,36 +434,30 @@ def data_claims(c: dict):
         all(abs(weight) <= 1e30 for weight in c["reward_weights"]),
         f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e30",
     )
-    yield (
-        all(type(name) is str for name in c["dataset_more_columns"]),
-        f"dataset_more_columns={c['dataset_more_columns']} must be a list of names",
-    )
-    for key, lowest in (("temperature_schedule", 0.01), ("easy_schedule", 0)):
+    for key, source in [("dataset", source) for source in sources(c)] + [
+        (key, entries(c, key)) for key in ("easy_dataset", "eval_dataset")
+    ]:
         yield (
-            all(
-                type(step) is int
-                and step >= 0
-                and type(value) in (int, float)
-                and lowest <= value < math.inf
-                for step, value in c[key].items()
-            ),
-            f"{key}={c[key]!r} must be {{step: value}} with whole steps from 0 on and values of at least {lowest}",
+            all(type(name) is str for name in source["more"]),
+            f"{key}.more={source['more']} must be a list of names",
         )
-    yield (
-        all(value <= 1 for value in c["easy_schedule"].values()),
-        f"easy_schedule={c['easy_schedule']!r}: a share of prompts is at most 1",
-    )
+    yield (c["dataset"] != [], "dataset=[] names no source of rows")
+    if isinstance(c["dataset"], list):
+        for i, source in enumerate(sources(c)):
+            yield (source["name"] != "", f"dataset: source {i} has no name: {c['dataset'][i]!r}")
+            yield (
+                0 < source["weight"] < math.inf,
+                f"dataset: source {i}: weight={source['weight']} must be a number above 0",
+            )
     yield (
         not c["push_to_hub"] or c["save_steps"] >= 0,
         f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
     )
+    easy = c["easy_dataset"]
     yield (
-        bool(c["easy_schedule"]) == bool(c["easy_dataset_name"]),
-        f"easy_schedule={c['easy_schedule']!r} and easy_dataset_name={c['easy_dataset_name']!r} need each other",
-    )
-    yield (
-        not (c["dataset_mixture"] and c["dataset_name"]),
-        f"dataset_mixture and dataset_name={c['dataset_name']!r} are both set: put the dataset into the mixture, with --dataset_name= empty",
+        bool(easy.get("name")) == ("share" in easy),
+        f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
+        "such as --easy_dataset.share={0: 0.5, 100: 0.0}",
     )
     yield (
         "soft_overlong" not in c["reward_funcs"]
@@ -392,46 +496,33 @@ def objective_claims(c: dict):
 def controller_claims(c: dict):
     """The targets of tau and beta must be reachable, and their start inside the bounds."""
     G = rows_of_a_group(c)
-    meta = c["controller_meta_enabled"]
+    method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
-        entropy == -1 or excess == -1,
+        not (is_on(entropy) and is_on(excess)),
         f"maxent_target_weight_entropy={entropy} and maxent_target_excess_entropy={excess} are both on: choose one",
     )
-    if c["maxent_target_final"] >= 0:
-        yield (
-            entropy >= 0 or excess >= 0,
-            f"maxent_target_final={c['maxent_target_final']} needs a target to start from",
-        )
-        yield (
-            c["maxent_target_horizon"] > 0,
-            f"maxent_target_final={c['maxent_target_final']} needs maxent_target_horizon > 0, in how many steps to get there",
-        )
-        yield (
-            excess == -1 or 0 < c["maxent_target_final"] < 1,
-            f"maxent_target_final={c['maxent_target_final']} is of an excess entropy: between 0 and 1",
-        )
-    highest = max(entropy, c["maxent_target_final"] if entropy >= 0 else -1)
+    highest = max(values_of(entropy))
     yield (
         highest <= math.log(G),
-        f"maxent_target_weight_entropy or maxent_target_final, {highest}, is above ln(rows of a group) = {math.log(G):.3f}, "
+        f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = {math.log(G):.3f}, "
         f"which no weights can reach",
     )
-    if meta:
+    if method:
         yield (
             OBJECTIVES[c["objective"]].weights == "target",
-            f"controller_meta_enabled=True steers the weights of maxent; objective={c['objective']!r} has none that it knows",
+            f"controller_meta_method={method!r} steers the weights of maxent; objective={c['objective']!r} has none that it knows",
         )
         yield (
-            entropy >= 0 and c["kl_target"] > 0,
-            f"controller_meta_enabled=True needs both targets, maxent_target_weight_entropy={entropy} and "
+            is_on(entropy) and c["kl_target"] > 0,
+            f"controller_meta_method={method!r} needs both targets, maxent_target_weight_entropy={entropy} and "
             f"kl_target={c['kl_target']}",
         )
         yield (
             c["controller_meta_virtual_lr"] < 4,
             f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or virtual steps overshoot for ever",
         )
-    if meta or steers_tau(c):
+    if method or steers_tau(c):
         yield (
             OBJECTIVES[c["objective"]].weights != "",
             f"an entropy target steers the weights of {names(lambda o: o.weights)}; objective={c['objective']!r} has none",
@@ -444,7 +535,7 @@ def controller_claims(c: dict):
             c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
             f"maxent_tau={c['maxent_tau']} is steered: start it between maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
         )
-    if meta or steers_beta(c):
+    if method or steers_beta(c):
         yield (
             c["beta"] > 0,
             f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it must start above 0",
@@ -488,8 +579,8 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
         warnings.append(
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes the wrong way"
         )
-    seed_reward = c["info_seed_enabled"] and c["info_seed_reward"] > 0
-    if c["maxent_target_weight_entropy"] >= 0 and (
+    seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+    if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
     ):
         warnings.append(
@@ -506,7 +597,7 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     reach = (
         sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
     )  # range of log q, if a reward is in 0..1
-    if c["controller_meta_enabled"] and c["controller_meta_method"] != "analytic":
+    if c["controller_meta_method"] not in ("", "analytic"):
         if c["maxent_tau"] + c["beta"] < 0.05 * reach:
             warnings.append(
                 f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of log q = {0.05 * reach:.3f}: the weights are "

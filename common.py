@@ -30,7 +30,59 @@ DEEPEST = 10  # lists and dicts within each other
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
 LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and names get endings
 LONGEST_PATH = 3800  # bytes: Linux takes 4095, and folders get contents
-ALIASES = {"init_kl_coeff": "beta"}  # older names of the research code -> ours
+# Keys of older versions and of the research code: the key, or the entry of one, that has taken
+# their place; or, where the value can't be taken over as it is, what to write instead.
+REPLACED = {
+    "init_kl_coeff": "beta",
+    "dataset_name": "dataset.name",
+    "dataset_config": "dataset.config",
+    "dataset_split": "dataset.split",
+    "dataset_prompt_column": "dataset.prompt",
+    "dataset_answer_column": "dataset.answer",
+    "dataset_more_columns": "dataset.more",
+    "easy_dataset_name": "easy_dataset.name",
+    "easy_dataset_config": "easy_dataset.config",
+    "eval_dataset_name": "eval_dataset.name",
+    "eval_dataset_config": "eval_dataset.config",
+    "eval_dataset_split": "eval_dataset.split",
+    "eval_prompt_column": "eval_dataset.prompt",
+    "eval_answer_column": "eval_dataset.answer",
+    "replay_size": "replay.size",
+    "replay_fraction": "replay.fraction",
+    "replay_ucb": "replay.ucb",
+    "vllm_gpu_memory_utilization": "vllm_options.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "vllm_options.tensor_parallel_size",
+    "vllm_enable_sleep_mode": "vllm_options.enable_sleep_mode",
+    "weight_sync_dir": "weight_sync",
+    "wandb_project": "wandb_options.project",
+    "wandb_name": "wandb_options.name",
+    "wandb_mode": "wandb_options.mode",
+    "dataset_mixture": 'dataset takes a list of sources: [{"name": "countdown", "weight": 2.0}, ...]',
+    "easy_schedule": "easy_dataset has a share, a line through points: --easy_dataset.share={0: 0.5, 100: 0}",
+    "temperature_schedule": "temperature can be a line through points: --temperature={0: 1.2, 100: 1.0}",
+    "maxent_target_final": "the target can be a line through points: "
+    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "maxent_target_horizon": "the target can be a line through points: "
+    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "controller_meta_enabled": "name a method, such as --controller_meta_method=analytic, or none",
+    "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
+    "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",
+    "vllm_enforce_eager": "--vllm_options.enforce_eager=False compiles the model, True does not",
+    "dry_run": "it is a flag of train.py alone: --dry_run",
+    "eval_seeds": "it is a flag of evaluate.py alone: --seeds=3",
+    "eval_output": "it is a flag of evaluate.py alone: --output=eval.jsonl",
+    "generate_output": "it is a flag of generate.py alone: --output=out.jsonl",
+    "generate_max_prompts": "it is a flag of generate.py alone: --max_prompts=100",
+    "sft_steps": "it is a flag of sft.py alone: --steps=1000",
+    "sft_batch_size": "it is a flag of sft.py alone: --batch_size=64",
+    "sft_learning_rate": "it is a flag of sft.py alone: --learning_rate=1e-5",
+    "trust_checkpoint": "it is a flag of slurm/evaluate.sh alone",
+    "max_skipped_steps": "it is fixed: train.MAX_SKIPPED_STEPS",
+    "logprob_chunk_size": "it is fixed: policy.CHUNK",
+    "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
+    "client_tag": "set the environment variable VLLM_CLIENT_TAG",
+    "hub_private_repo": "a repository that push_to_hub makes is always private",
+}
 
 
 class UserError(ValueError):
@@ -70,8 +122,8 @@ def lost_a_rank(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def script(work, argument=None):
-    """What work(argument) of a script returns, by default work(command line); errors that are
+def script(work, *arguments):
+    """What work(*arguments) of a script returns, by default work(command line); errors that are
     meant for a person come without a stack of library frames."""
     listen(end_now)  # until a run is ready to save what it has
     end_with_torchrun()
@@ -80,9 +132,10 @@ def script(work, argument=None):
         print("config/default.py lists every key with its meaning; --key=value sets one.")
         sys.exit()
     try:
-        if argument is None:
-            tell_repeats(sys.argv[1:])
-        return work(sys.argv[1:] if argument is None else argument)
+        if arguments:
+            return work(*arguments)
+        tell_repeats(sys.argv[1:])
+        return work(sys.argv[1:])
     except (UserError, RunStopped) as error:
         leave(str(error), 2 if isinstance(error, UserError) else 1)
     except OSError as error:
@@ -193,20 +246,87 @@ def check_characters(text: str, where: str) -> None:
 
 
 def merge(config: dict, values: dict, source: str) -> dict:
-    """A copy of `config` with `values` on top; a key it does not know or a value of another type is a UserError naming `source`."""
+    """A copy of `config` with `values` on top; {"dataset.name": ...} sets one entry of a dict.
+
+    A key it does not know, one that is gone, or a value of another type is a UserError that names
+    `source`; an older name is said and taken."""
     merged = dict(config)
     for name, value in values.items():
-        key = ALIASES.get(name, name)
-        if name != key and key in values:
-            raise UserError(f"{source}: {key} is set twice, once by its older name {name}")
+        path = current_name(name, source)
+        if path != name:
+            say_once(f"{source}: {name} is now {path}", file=sys.stderr)
+            if path in values:
+                raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
+        key, _, entry = path.partition(".")
         if key not in config:
-            near = difflib.get_close_matches(key, config, n=1)
-            raise UserError(
-                f"{source}: unknown key {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys")
-            )
-        merged[key] = coerce(value, config[key], f"{source}: {name}")
+            raise UserError(f"{source}: unknown key {name!r}{nearest(key, config)}")
+        where = f"{source}: {name}"
+        if entry:
+            if type(merged[key]) is not dict:
+                raise UserError(f"{where}: {key}={shown(merged[key])} has no entries by name")
+            value = {**merged[key], entry: value}
+        merged[key] = coerce_key(key, value, config[key], where)
     return merged
+
+
+def current_name(name: str, source: str) -> str:
+    """The key, or key.entry, that a name means today; a UserError for a key that is gone."""
+    replacement = REPLACED.get(name, name)
+    if " " in replacement:
+        raise UserError(f"{source}: {name} is no key any more: {replacement}")
+    return replacement
+
+
+def nearest(name: str, known) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"
+
+
+def coerce_key(key: str, value, default, where: str):
+    """`value` in the type of the key: that of its default, or one of the others it may have."""
+    if key in checks.STEPS and type(value) is dict:
+        return coerce_points(value, default, where)
+    if key == "dataset" and type(value) is list:
+        return [
+            coerce_entries(key, coerce(source, {}, f"{where}, source {i}"), f"{where}, source {i}")
+            for i, source in enumerate(value)
+        ]
+    value = coerce(value, default, where)
+    return coerce_entries(key, value, where) if key in checks.ENTRIES else value
+
+
+def coerce_entries(key: str, value: dict, where: str) -> dict:
+    """The entries of a key that is a dict: known ones in the type of their default."""
+    known = checks.ENTRIES[key]
+    coerced = dict(value)
+    for entry, content in value.items():
+        if entry in known:
+            coerced[entry] = coerce_key(
+                f"{key}.{entry}", content, known[entry], f"{where}: {entry}"
+            )
+        elif type(entry) is not str or key not in checks.OPEN:
+            raise UserError(
+                f"{where}: unknown entry {shown(entry)}; those of {key} are {', '.join(known)}"
+            )
+    return coerced
+
+
+def coerce_points(value: dict, default, where: str) -> dict:
+    """{step: value} in the type of the key; JSON, such as a run's config.json, has turned steps
+    into text."""
+    check_literal(value, where)
+    points = {}
+    for step, number in value.items():
+        if isinstance(step, str) and step.isdecimal() and len(step) < 30:
+            step = int(step)
+        if type(step) is not int or step < 0:
+            raise UserError(f"{where}={shown(value)} must be {{step: value}}, steps from 0 on")
+        points[step] = coerce(number, default, f"{where}, step {step}")
+    if not points:
+        raise UserError(
+            f"{where}={{}} holds no point: {{step: value}}, such as {{0: 1.2, 100: 1.0}}"
+        )
+    return points
 
 
 def coerce(value, default, where: str):
@@ -217,13 +337,6 @@ def coerce(value, default, where: str):
         return math.inf
     if kind is float and type(value) is int:
         return float(value)
-    if (
-        kind is dict and type(value) is dict
-    ):  # JSON, such as a run's config.json, turns the steps of a schedule into text
-        return {
-            int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 30 else k: v
-            for k, v in value.items()
-        }
     if type(value) is not kind:
         raise UserError(
             f"{where} must be of type {kind.__name__} like {default!r}, "
@@ -237,26 +350,58 @@ def coerce(value, default, where: str):
     return value
 
 
+def modern(settings: dict) -> dict:
+    """The settings of a run of an older version, from its config.json, with today's keys: without
+    those that are gone, and without entries that only say their default."""
+    translated = {}
+    for name, value in settings.items():
+        path = REPLACED.get(name, name)
+        key, _, entry = path.partition(".")
+        if path == name:
+            translated.setdefault(key, value)
+        elif " " in path:
+            continue
+        elif entry:
+            if value != checks.ENTRIES[key].get(entry, ""):
+                translated[key] = {**translated.get(key, {}), entry: value}
+        elif value != "":
+            translated[key] = value
+    if settings.get("info_seed_enabled") is False:
+        translated["info_seed_num_seeds"] = 0
+    if settings.get("controller_meta_enabled") is False:
+        translated["controller_meta_method"] = ""
+    return translated
+
+
 def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value; strings need no quotes, true and false no capital."""
-    key, _, text = argument[2:].partition("=")
-    default = defaults.get(ALIASES.get(key, key))
+    """{key: value} of one --key=value; strings need no quotes, true and false no capital. A flag
+    without a value is True."""
+    name, equals, text = argument[2:].partition("=")
+    if not equals:
+        return {name: True}
+    key, _, entry = REPLACED.get(name, name).partition(".")
+    default = defaults.get(key)
+    if entry:
+        default = checks.ENTRIES.get(key, {}).get(entry)
     if isinstance(default, str):
-        return {key: text}
-    if isinstance(default, bool) and text.lower() in ("true", "false"):
-        return {key: text.lower() == "true"}
+        return {name: text}
+    if (default is None or isinstance(default, bool)) and text.lower() in ("true", "false"):
+        return {name: text.lower() == "true"}
     try:
-        return {key: parse(ast.literal_eval, text, f"command line: {key}")}
+        return {name: parse(ast.literal_eval, text, f"command line: {name}")}
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
-        return {key: text}  # merge() says which type was expected
+        return {name: text}  # merge() says which type was expected
 
 
-def refuse_two_words(argv) -> None:
-    """UserError for `--port 8000`, and for anything else that begins with - and is no --key=value."""
+def refuse_two_words(argv, switches: tuple = ()) -> None:
+    """UserError for `--port 8000`, and for anything else that begins with - and is no --key=value.
+    switches: names that may stand without a value."""
     for i, word in enumerate(argv):
         if not word.startswith("-") or (word.startswith("--") and "=" in word):
+            continue
+        if word.removeprefix("--") in switches:
             continue
         value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
         name = word.lstrip("-").partition("=")[0] or "key"
@@ -276,14 +421,26 @@ def tell_repeats(argv) -> None:
 def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     """The flags of a command that are no keys of the config, as a dict like `defaults`, and what
     is left of `argv`: files and flags of the config."""
-    refuse_two_words(argv)
-    own, rest = defaults, []
+    switches = tuple(key for key, default in defaults.items() if isinstance(default, bool))
+    refuse_two_words(argv, switches)
+    own, rest = dict(defaults), []
     for word in argv:
         if word.startswith("--") and word[2:].partition("=")[0] in defaults:
-            own = merge(own, read_flag(word, defaults), "command line")
+            own |= coerce_flag(word, defaults)
         else:
             rest.append(word)
     return own, rest
+
+
+def coerce_flag(word: str, defaults: dict) -> dict:
+    ((key, value),) = read_flag(word, defaults).items()
+    return {key: coerce(value, defaults[key], f"command line: {key}")}
+
+
+def load_with_flags(argv, defaults: dict) -> tuple[dict, dict]:
+    """(the flags of a command of its own, the config) of a command line."""
+    own, rest = own_flags(argv, defaults)
+    return own, load_config(rest)
 
 
 def load_config(argv) -> dict:
@@ -293,7 +450,11 @@ def load_config(argv) -> dict:
     config = dict(defaults)
     flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
     for path in [a for a in argv if not a.startswith("-")]:
-        config = merge(config, read_config_file(path), path)
+        if str(path).endswith(".json"):
+            values = read_settings(Path(path))
+        else:
+            values = read_config_file(path)
+        config = merge(config, values, path)
     for flag in flags:
         config = merge(config, flag, "command line")
     check_config(config)
@@ -358,7 +519,7 @@ def read_settings(path: Path) -> dict:
             f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
             f"choose another place, or move it away"
         )
-    return found
+    return modern(found)
 
 
 def in_one_line(text, longest: int = 300) -> str:
@@ -368,10 +529,10 @@ def in_one_line(text, longest: int = 300) -> str:
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
 
 
-def say_once(text: str) -> None:
+def say_once(text: str, file=None) -> None:
     """Prints on rank 0, also before the ranks know of each other."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 def refuse_missing_folder(model: str) -> None:
@@ -391,10 +552,16 @@ def progress(**settings):
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
-def scheduled(schedule: dict, step: int, otherwise: float) -> float:
-    """The value of a schedule {first step: value}: that of the last entry that has begun, `otherwise` before the first."""
-    begun = [first for first in schedule if first <= step]
-    return schedule[max(begun)] if begun else otherwise
+def scheduled(value, step: int) -> float:
+    """A number as it is; of {step: value} the line through these points at `step`, flat outside."""
+    if not isinstance(value, dict):
+        return value
+    before = max((s for s in value if s <= step), default=min(value))
+    after = min((s for s in value if s >= step), default=max(value))
+    if before >= after:  # on a point, or outside
+        return value[before]
+    done = (step - before) / (after - before)
+    return (1 - done) * value[before] + done * value[after]
 
 
 # --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to any of

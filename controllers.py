@@ -4,7 +4,7 @@ round trip.
     state = init_state(config)          # step, tau, beta, entropy, steering, skipped, meta
     state = update_tau(state, entropy, config)      # each step, with the entropy of its weights
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
-    state, metrics = meta_step(state, batch, config)    # instead of both: controller_meta_enabled
+    state, metrics = meta_step(state, batch, config)    # instead of both: controller_meta_method
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). More tau, flatter
 weights, more entropy: negative feedback.
@@ -19,6 +19,9 @@ and K the mean KL from policy to reference over the group.
 import math
 from typing import NamedTuple
 
+from checks import is_on, steers_beta, steers_tau
+from common import scheduled
+
 EMA = 0.9  # share of the past in the smoothed entropy
 # of the meta-optimizer "adam", as in its paper and in torch
 ADAM_BETA1 = 0.9
@@ -28,40 +31,19 @@ ADAM_EPSILON = 1e-8
 LARGEST_MOVE = 50
 
 
-def steers_tau(config: dict) -> bool:
-    """Whether update_tau moves anything: it needs a target, and the meta-controller replaces it."""
-    has_target = max(targets_of(config)) >= 0
-    return has_target and not config["controller_meta_enabled"]
-
-
-def steers_beta(config: dict) -> bool:
-    """Whether update_beta moves anything."""
-    if config["controller_meta_enabled"]:
-        return False
-    needed = (config["kl_target"], config["kl_horizon"], config["kl_ctl_step_size"])
-    return min(needed) > 0
-
-
-def targets_of(config: dict) -> tuple[float, float]:
-    """The two entropy targets at step 0; what is off is -1, and at most one is on."""
-    return config["maxent_target_weight_entropy"], config["maxent_target_excess_entropy"]
-
-
 def steering_entropy(config: dict) -> str:
     """The metric that update_tau is to be given: the one that has a target."""
-    if config["maxent_target_excess_entropy"] >= 0:
+    if is_on(config["maxent_target_excess_entropy"]):
         return "weights/excess_entropy"
     return "weights/entropy"
 
 
 def entropy_target(step: int, config: dict) -> float:
-    """H* at a step: constant, or on the straight line to maxent_target_final over
-    maxent_target_horizon steps."""
-    start = max(targets_of(config))
-    if config["maxent_target_final"] < 0:
-        return start
-    done = min(1.0, step / config["maxent_target_horizon"])
-    return (1 - done) * start + done * config["maxent_target_final"]
+    """H* at a step: of the one of the two targets that is on."""
+    target = config["maxent_target_weight_entropy"]
+    if is_on(config["maxent_target_excess_entropy"]):
+        target = config["maxent_target_excess_entropy"]
+    return scheduled(target, step)
 
 
 # --- state
@@ -87,7 +69,7 @@ def resume_state(state: dict, config: dict) -> dict:
     tau and beta: what is steered goes on where the checkpoint was, within its bounds, but for 0
     and infinity, where nothing can have steered it; what is not is as the config says now. The
     average of the entropy is kept if it is of the entropy that steers."""
-    meta = config["controller_meta_enabled"]
+    meta = config["controller_meta_method"] != ""
     new = init_state(config)
     if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])

@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 import tasks
+from checks import entries, sources
 from common import UserError, quoted, shown
 from prompts import encode_prompts, seed_prompts, use_cache_without_hub
 
-MIXTURE_KEYS = ("id", "config", "split", "columns", "weight", "task")
 OURS = (
     "id",
     "task",
@@ -45,16 +45,16 @@ def load_rows(
     want to see; also: the same, where it has them (a .jsonl file brings all of its own)."""
     if not name:
         raise UserError(
-            f"dataset_name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset"
+            f"dataset.name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset"
         )
     if name in tasks.NAMES:
         rows = tasks.module(name).rows
         if config and "config" not in inspect.signature(rows).parameters:
-            raise UserError(f"dataset_config={config!r}: the task {name!r} has no variants")
+            raise UserError(f"dataset.config={config!r}: the task {name!r} has no variants")
         try:
             return rows(split, -1, seed, **({"config": config} if config else {}))
         except ValueError as error:
-            raise UserError(f"dataset_name={name!r}: {error}") from None
+            raise UserError(f"dataset.name={name!r}: {error}") from None
     in_lines = name.endswith(".jsonl")
     if in_lines:
         found = read_jsonl(name)
@@ -65,7 +65,7 @@ def load_rows(
     for i, (number, row) in enumerate(found.items()):
         if not row.get(prompt_column) or row.get(answer_column) in (None, ""):
             continue
-        where = f"{name}:{number}" if in_lines else f"dataset_name={name!r}, row {number}"
+        where = f"{name}:{number}" if in_lines else f"dataset.name={name!r}, row {number}"
         check_row(row, prompt_column, where)
         own = {
             "id": str(i if row.get("id") is None else row["id"]),
@@ -78,7 +78,7 @@ def load_rows(
     if not rows:
         columns = ", ".join(found[min(found)]) if found else "none"
         raise UserError(
-            f"dataset_name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
+            f"dataset.name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
             f"and an answer (column {answer_column!r}); its columns are: {columns}"
         )
     if len(rows) < len(found):
@@ -136,7 +136,7 @@ def read_jsonl(path: str) -> dict[int, dict]:
                 if line := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     rows[number] = read_row(line, f"{path}:{number}")
     except OSError as error:
-        raise UserError(f"dataset_name={path!r} can't be read: {error.strerror}") from None
+        raise UserError(f"dataset.name={path!r} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
@@ -184,7 +184,7 @@ def read_dataset(
             dataset = datasets.load_dataset(name, config or None, split=split)
     except ConnectionError as error:
         raise UserError(
-            f"dataset_name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
+            f"dataset.name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
             f"no copy of it in the cache: {quoted(error)}"
         ) from None
     except (
@@ -192,19 +192,19 @@ def read_dataset(
     ) as error:  # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
         reason = error.__cause__ or error
         raise UserError(
-            f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) {known}can't be loaded as a "
+            f"dataset.name={name!r} (dataset.config={config!r}, dataset.split={split!r}) {known}can't be loaded as a "
             f"dataset: {type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
         ) from None
     if isinstance(dataset, dict):
         if split not in dataset:
             raise UserError(
-                f"dataset_name={name!r} has no split {split!r}; it has {', '.join(dataset)}"
+                f"dataset.name={name!r} has no split {split!r}; it has {', '.join(dataset)}"
             )
         dataset = dataset[split]
     missing = [c for c in columns if c not in dataset.column_names]
     if missing:
         raise UserError(
-            f"dataset_name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}"
+            f"dataset.name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}"
         )
     wanted = dict.fromkeys(
         [*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)]
@@ -212,66 +212,44 @@ def read_dataset(
     try:  # the other columns may be gigabytes of other people's rollouts
         return dataset.select_columns(list(wanted)).to_list()
     except UnicodeDecodeError as error:
-        raise UserError(f"dataset_name={name!r} holds text that is not UTF-8: {error}") from None
+        raise UserError(f"dataset.name={name!r} holds text that is not UTF-8: {error}") from None
+
+
+def load_source(source: dict, seed: int, also: tuple = ()) -> list[dict]:
+    """The rows of one source, a dict with all entries of checks.SOURCE."""
+    return load_rows(
+        source["name"],
+        source["config"],
+        source["split"],
+        source["prompt"],
+        source["answer"],
+        seed,
+        source["task"],
+        tuple(source["more"]),
+        also,
+    )
 
 
 def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
-    """Rows and weight of every source of dataset_mixture, or of the one dataset_name with weight 1."""
-    columns = {"prompt": c["dataset_prompt_column"], "answer": c["dataset_answer_column"]}
-    if not c["dataset_mixture"]:
-        return [
-            load_rows(
-                c["dataset_name"],
-                c["dataset_config"],
-                c["dataset_split"],
-                *columns.values(),
-                c["seed"],
-                more=tuple(c["dataset_more_columns"]),
-            )
-        ], [1.0]
-    sources, weights = [], []
-    for i, entry in enumerate(c["dataset_mixture"]):
-        where = f"dataset_mixture[{i}]"
-        if not isinstance(entry, dict) or not {"id"} <= set(entry) <= set(MIXTURE_KEYS):
-            raise UserError(
-                f"{where} must be a dict with 'id' and any of {', '.join(MIXTURE_KEYS[1:])}, not {entry!r}"
-            )
-        for key in set(entry) - {"columns", "weight"}:
-            if not isinstance(entry[key], str):
-                raise UserError(f"{where}: {key}={entry[key]!r} must be text")
-        weight, named = entry.get("weight", 1.0), entry.get("columns", {})
-        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-            raise UserError(f"{where}: weight={weight!r} must be a number above 0")
-        if (
-            not isinstance(named, dict)
-            or not set(named) <= {"prompt", "answer", "more"}
-            or not isinstance(named.get("more", []), (list, tuple))
-        ):
-            raise UserError(
-                f"{where}: columns={named!r} must be a dict of 'prompt', 'answer' (a column's name) and 'more' (a list of names)"
-            )
-        for key in columns:
-            if not isinstance(named.get(key, ""), str):
-                raise UserError(f"{where}: columns={named!r}: {key!r} must be a column's name")
-        own = columns | {key: named[key] for key in columns if key in named}
-        sources.append(
-            load_rows(
-                entry["id"],
-                entry.get("config", ""),
-                entry.get("split", c["dataset_split"]),
-                own["prompt"],
-                own["answer"],
-                c["seed"],
-                entry.get("task", ""),
-                tuple(named.get("more", c["dataset_more_columns"])),
-            )
-        )
-        weights.append(float(weight))
+    """Rows and weight of every source of `dataset`."""
+    rows = [load_source(source, c["seed"]) for source in sources(c)]
+    weights = [source["weight"] for source in sources(c)]
     if (least := min(weights)) * BLOCK < sum(weights):
         raise UserError(
-            f"dataset_mixture[{weights.index(least)}]: weight={least} is less than one in {BLOCK} of all weights together: it would never be drawn"
+            f"dataset: source {weights.index(least)}: weight={least} is less than one in {BLOCK} of "
+            f"all weights together: it would never be drawn"
         )
-    return sources, weights
+    return rows, weights
+
+
+def names(c: dict) -> str:
+    """The sources of the training rows, for a sentence."""
+    return ", ".join(source["name"] for source in sources(c))
+
+
+def more_columns(c: dict) -> tuple:
+    """The further columns of the training sources: other sources bring them where they have them."""
+    return tuple(column for source in sources(c) for column in source["more"])
 
 
 def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
@@ -282,14 +260,14 @@ def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> No
         sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {quoted(leaked[0]['id'])}"
         if not allowed:
             raise UserError(
-                f"{sentence}: their score would be one of memory; choose another eval_dataset_name or eval_dataset_split, or set --allow_leakage=True"
+                f"{sentence}: their score would be one of memory; choose another eval_dataset, or set --allow_leakage=True"
             )
         print(f"warning: {sentence} (allow_leakage=True)")
 
 
 def encode(rows: list[dict], tokenizer, c: dict) -> list[dict]:
     """Training rows with "prompt_ids", none too long with any of InfoSeed's seeds either."""
-    seeded = (lambda row: seed_prompts(row, tokenizer, c)) if c["info_seed_enabled"] else None
+    seeded = (lambda row: seed_prompts(row, tokenizer, c)) if c["info_seed_num_seeds"] else None
     return encode_prompts(
         rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"], seeded
     )
@@ -297,24 +275,16 @@ def encode(rows: list[dict], tokenizer, c: dict) -> list[dict]:
 
 def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
     """Encoded rows and weight of every source of the training data: what prompts_for_step draws from."""
-    sources, weights = load_mixture(c)
-    return [encode(rows, tokenizer, c) for rows in sources], weights
+    loaded, weights = load_mixture(c)
+    return [encode(rows, tokenizer, c) for rows in loaded], weights
 
 
 def easy_rows(c: dict, tokenizer) -> list[dict]:
-    """The encoded rows of easy_dataset_name; an empty list without one."""
-    if not c["easy_dataset_name"]:
+    """The encoded rows of easy_dataset; an empty list without one."""
+    source = entries(c, "easy_dataset")
+    if not source["name"]:
         return []
-    rows = load_rows(
-        c["easy_dataset_name"],
-        c["easy_dataset_config"],
-        c["dataset_split"],
-        c["dataset_prompt_column"],
-        c["dataset_answer_column"],
-        c["seed"],
-        also=tuple(c["dataset_more_columns"]),
-    )
-    return encode(rows, tokenizer, c)
+    return encode(load_source(source, c["seed"], also=more_columns(c)), tokenizer, c)
 
 
 # --- which rows a step takes

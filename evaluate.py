@@ -2,17 +2,18 @@
 
     python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100      a checkpoint or any Hugging Face model
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...   the problems shared out over ranks
-    python evaluate.py config/countdown_tiny.py --model=... --eval_seeds=3 --eval_output=eval.jsonl      three times, a line per problem
+    python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl      three times, a line per problem
 
 mean@k     share of correct answers                           pass@k      share of problems with a correct answer among k
 distinct@k different correct answers (modes) among k          coverage@k  those over the number of all correct answers
 """
 
-from common import load_config, script
+from checks import FLAGS
+from common import load_with_flags, script
 
 # A wrong config is told here, at once: the imports that follow take ten seconds.
 if __name__ == "__main__":
-    config = script(load_config)
+    own, config = script(lambda argv: load_with_flags(argv, FLAGS["evaluate"]))
 
 import json
 import math
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 import rollout
 import scoring
-from common import check_writable
+from common import UserError, check_writable
 from journal import read_metrics
 from preflight import deciding, load_eval_rows, load_model_files
 from ranks import across_ranks, leave_together, start_distributed, start_sampler
@@ -213,12 +214,14 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def main(c: dict) -> None:
-    output = Path(c["eval_output"])
+def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
+    if own["seeds"] < 1:
+        raise UserError(f"--seeds={own['seeds']} must be at least 1")
+    output = Path(own["output"])
     unfinished = Path(f"{output}.tmp")  # so that the file is whole or not there
-    if c["eval_output"]:
-        check_writable("eval_output", output, folder=False)
-        check_writable("eval_output", unfinished, folder=False)
+    if own["output"]:
+        check_writable("--output", output, folder=False)
+        check_writable("--output", unfinished, folder=False)
     scoring.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
@@ -226,14 +229,14 @@ def main(c: dict) -> None:
     sampler = start_sampler(c, device)
     records = [
         r
-        for seed in range(c["eval_seeds"])
+        for seed in range(own["seeds"])
         for r in evaluate_problems(sampler, tokenizer, rows, stop_ids, c, rank, world, seed)
     ]
     metrics, shares = summarize(records, c["eval_num_generations"]), [None] * world
     dist.all_gather_object(shares, records)
     if rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
-        if c["eval_output"]:
+        if own["output"]:
             output.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(
                 "".join(json.dumps(r) + "\n" for share in shares for r in share), encoding="utf-8"
@@ -243,4 +246,4 @@ def main(c: dict) -> None:
 
 
 if __name__ == "__main__":
-    script(main, config)
+    script(main, config, own)

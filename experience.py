@@ -17,6 +17,7 @@ import infoseed
 import loss as L
 import rollout
 import scoring
+from checks import entries
 from common import scheduled
 from preflight import Inputs
 from ranks import World, gather_groups
@@ -54,9 +55,10 @@ class Experience:
         self.places = range(world.rank * share, (world.rank + 1) * share)  # this rank's
         self.replay_state = replay_state  # as of the last whole step: what a checkpoint keeps
         self.replay = None
-        if config["replay_size"]:
+        remembered = entries(config, "replay")
+        if remembered["size"]:
             rows = [row for source in inputs.sources for row in source]
-            self.replay = Replay(rows, config["replay_size"], config["replay_ucb"], replay_state)
+            self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:
         """All ranks together: they agree on which groups are sampled again, and on whether too many
@@ -103,7 +105,7 @@ class Experience:
         return Lived(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
 
     def temperature(self, step: int) -> float:
-        return scheduled(self.config["temperature_schedule"], step, self.config["temperature"])
+        return scheduled(self.config["temperature"], step)
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple:
         """Completions {place: group}, reward values {place: (G + S, F)}, and which rewards failed."""

@@ -1,18 +1,19 @@
 """Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file: to distil from, or to look at.
 
-    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 --generate_output=out.jsonl
-    torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --generate_output=out.jsonl      the prompts shared out over ranks
+    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 --output=out.jsonl
+    torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl      the prompts shared out over ranks
 
 num_generations lines a prompt, prompts in the order of the dataset: {"id", "task", "prompt", "answer", "sample", "completion", "reward",
 "rewards": {name: value, null where it failed or does not apply}, "finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command
 again goes on where it was interrupted; OUT.config.json holds the settings that the lines were made with.
 """
 
-from common import load_config, script
+from checks import FLAGS
+from common import load_with_flags, script
 
 # A wrong config is told here, at once: the imports that follow take ten seconds.
 if __name__ == "__main__":
-    config = script(load_config)
+    own, config = script(lambda argv: load_with_flags(argv, FLAGS["generate"]))
 
 import json
 import math
@@ -24,20 +25,16 @@ import torch.distributed as dist
 import data
 import rollout
 import scoring
-from common import UserError, check_writable, progress, read_settings
+from common import UserError, check_writable, load_config, progress, read_settings, scheduled
 from preflight import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
 FREE = (
     "output_dir",
-    "generate_output",
-    "generate_max_prompts",
     "reward_workers",
     "rollout_server",
     "rollout_timeout",
-    "rollout_concurrency",
-    "weight_sync_dir",
-    "client_tag",
+    "weight_sync",
 )  # may change half-way: the lines stay the same
 
 
@@ -53,13 +50,13 @@ def check_settings(path: Path, config: dict) -> dict:
         return settings
     if found is None:
         raise UserError(
-            f"generate_output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it"
+            f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines were made: name another file or remove it"
         )
     made_with = load_config([]) | found  # a key that is younger than the file had its default
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(
-                f"generate_output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it"
+                f"--output={str(path)!r} was made with {key}={made_with.get(key)!r}, not {settings[key]!r}: name another file or remove it"
             )
     return settings
 
@@ -110,25 +107,27 @@ def lines_of(rollouts: list[dict], row: dict, values, rewards, columns: list) ->
     return found
 
 
-def main(c: dict) -> None:
-    if not c["generate_output"]:
-        raise UserError("generate_output is empty: name a .jsonl file to write to")
-    path = Path(c["generate_output"])
-    check_writable("generate_output", path, folder=False)
+def main(c: dict, own: dict = FLAGS["generate"]) -> None:
+    if own["max_prompts"] < 0:
+        raise UserError(f"--max_prompts={own['max_prompts']} must be at least 0")
+    if not own["output"]:
+        raise UserError("--output is empty: name a .jsonl file to write to")
+    path = Path(own["output"])
+    check_writable("--output", path, folder=False)
     check_settings(path, c)
     scoring.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
-    rows = rows[: c["generate_max_prompts"] or len(rows)]
+    rows = rows[: own["max_prompts"] or len(rows)]
     columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
+    scoring.check_answers(columns, rows, data.names(c), c)
 
     rank, world, device = start_distributed()
     shared = [finished_prompts(path, c) if rank == 0 else None]
     dist.broadcast_object_list(shared)
     sampler, G = start_sampler(c, device), c["num_generations"]
     sampling = {
-        "temperature": c["temperature"],
+        "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
         "max_tokens": c["max_completion_length"],
         "stop_token_ids": stop_ids,
     }
@@ -166,4 +165,4 @@ def main(c: dict) -> None:
 
 
 if __name__ == "__main__":
-    script(main, config)
+    script(main, config, own)

@@ -36,7 +36,7 @@ from ranks import across_ranks, gather_groups
 
 
 def number_of_seeds(c: dict) -> int:
-    return c["info_seed_num_seeds"] if c["info_seed_enabled"] else 0
+    return c["info_seed_num_seeds"]
 
 
 def add_completions(

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from checks import entries, paths
 from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"
@@ -171,8 +172,8 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
     check_writable("output_dir", folder, folder=True)
-    if config.get("weight_sync_dir"):
-        check_writable("weight_sync_dir", config["weight_sync_dir"], folder=True)
+    if "/" in config["weight_sync"]:  # a folder, and no word
+        check_writable("weight_sync", config["weight_sync"], folder=True)
     if resuming or is_empty(folder):
         return
     if not config["overwrite_output_dir"]:
@@ -187,7 +188,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
             f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
             f"so it is not a run of this program and will not be deleted"
         )
-    for key, path in paths_that_are_read(config).items():
+    for key, path in paths_that_are_read(config):
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"{key}={path!r} lies in output_dir={str(folder)!r}, which "
@@ -195,14 +196,13 @@ def check_run_folder(config: dict, resuming: bool) -> None:
             )
 
 
-def paths_that_are_read(config: dict) -> dict[str, str]:
-    """{key: path} of what a run reads; it may be a name on the hub as well."""
-    keys = ("model", "dataset_name", "easy_dataset_name", "eval_dataset_name", "chat_template")
-    paths = {key: config[key] for key in keys}
-    for i, entry in enumerate(config["dataset_mixture"]):
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-            paths[f"dataset_mixture[{i}]"] = entry["id"]
-    return paths
+def paths_that_are_read(config: dict):
+    """(key, path) of what a run starts from; a path may be a name on the hub as well."""
+    yield "chat_template", config["chat_template"]
+    for key, path in paths(config):
+        # it writes to two of these, and going on in a folder deletes nothing there
+        if key not in ("output_dir", "weight_sync", "resume_from_checkpoint"):
+            yield key, path
 
 
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
@@ -267,25 +267,25 @@ def start_wandb(folder: Path, config: dict):
     """The run at Weights & Biases; a UserError that names the cure if there can be none."""
     import wandb
 
-    mode = config["wandb_mode"]
+    options = entries(config, "wandb_options")
+    settings = {
+        "config": config,
+        "id": wandb_id(folder),
+        "resume": "allow",
+        "dir": folder,
+        "settings": wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
+        **options,
+        "name": options["name"] or folder.name,
+    }
     try:
-        return wandb.init(
-            project=config["wandb_project"],
-            name=config["wandb_name"] or folder.name,
-            config=config,
-            id=wandb_id(folder),
-            resume="allow",
-            mode=mode,
-            dir=folder,
-            settings=wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
-        )
+        return wandb.init(**settings)
     except wandb.errors.Error as error:
-        cure = "log in, or use --wandb_mode=offline"
-        if mode == "offline":
-            cure = "correct wandb_project or wandb_name, or leave report_to empty"
+        cure = "log in, or use --wandb_options.mode=offline"
+        if options["mode"] == "offline":
+            cure = "correct wandb_options, or leave report_to empty"
         raise UserError(
-            f"report_to='wandb' with wandb_mode={mode!r}, "
-            f"wandb_project={config['wandb_project']!r}: {' '.join(str(error).split())}; {cure}"
+            f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; "
+            f"{cure}"
         ) from None
 
 

@@ -15,6 +15,8 @@ import loss as L
 import packing
 from common import UserError
 
+CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
+
 
 class Plan(NamedTuple):
     """Where the k completion tokens of n rows stand among the hidden states of a forward."""
@@ -172,11 +174,7 @@ class CheckedAdamW(torch.optim.AdamW):
 
 def seed_classes(c: dict) -> int:
     """Classes of the head that InfoSeed's "ce" trains with the policy; 0: there is none."""
-    return (
-        c["info_seed_num_seeds"]
-        if c["info_seed_enabled"] and c["info_seed_loss_type"] == "ce"
-        else 0
-    )
+    return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
 
 
 def dtype_of(c: dict) -> torch.dtype:

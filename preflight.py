@@ -1,4 +1,4 @@
-"""What a run reads before it loads any weights, and everything about it that can be wrong; --dry_run=True reads it, says what would run, and stops.
+"""What a run reads before it loads any weights, and everything about it that can be wrong; --dry_run reads it, says what would run, and stops.
 
 inputs = load_inputs(config, world)
 dry_run(config, world, dtype, deepspeed_config)
@@ -21,8 +21,9 @@ from transformers.utils import cached_file, logging
 import data
 import packing
 import scoring
-from checks import rows_of_a_group, warn_config
+from checks import entries, eval_source, rows_of_a_group, warn_config
 from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
+from policy import CHUNK
 from prompts import (
     check_chat_template,
     check_context,
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
     eval_rows: list[dict]
 
 
-def load_inputs(c: dict, world: int) -> Inputs:
+def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     """All that can be wrong before weights are loaded."""
     scoring.check_names(c["reward_funcs"])
     if c["prompts_per_step"] % world:
@@ -56,9 +57,7 @@ def load_inputs(c: dict, world: int) -> Inputs:
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}"
         )
     check_tensor_parallel(c, world)
-    model_config, tokenizer, stop_ids = load_model_files(
-        c["model"], c["chat_template"], c["dry_run"]
-    )
+    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"], dry_run)
     check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
     if c["pack_sequences"]:
         packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
@@ -66,7 +65,7 @@ def load_inputs(c: dict, world: int) -> Inputs:
     easy = data.easy_rows(c, tokenizer)
     rows = [row for source in (*sources, easy) for row in source]
     columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(columns, rows, c["dataset_name"] or "dataset_mixture", c)
+    scoring.check_answers(columns, rows, data.names(c), c)
     eval_rows = load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
     data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
     return Inputs(
@@ -96,7 +95,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
 
-    inputs = load_inputs(c, world)
+    inputs = load_inputs(c, world, dry_run=True)
     model, tokenizer, rows = (
         inputs.model,
         inputs.tokenizer,
@@ -119,12 +118,12 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         "reference": 0
         if c["beta"] == 0
         else n * size / (world if c["reference_placement"] == "sharded" else 1),
-        "rollout engine's weights": n * size / c["vllm_tensor_parallel_size"],
+        "rollout engine's weights": n * size / entries(c, "vllm_options")["tensor_parallel_size"],
         "activations of a micro-batch": tokens
         * layers
         * (18 * model.hidden_size + 4 * inner)
         * size,
-        "vocabulary logits of a chunk": 4 * 4 * c["logprob_chunk_size"] * model.vocab_size,
+        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
     }
     print(
         f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps"
@@ -417,31 +416,15 @@ def refuse_nan(model: str, path: Path) -> None:
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """The first eval_max_prompts rows of the evaluation dataset (the training dataset's eval_dataset_split when none is named)."""
-    if c["eval_dataset_name"]:
-        source = (
-            c["eval_dataset_name"],
-            c["eval_dataset_config"],
-            c["eval_dataset_split"],
-            c["eval_prompt_column"],
-            c["eval_answer_column"],
-        )
-    elif c["dataset_mixture"]:
+    """The first eval_max_prompts rows of the evaluation dataset."""
+    source = eval_source(c)
+    if source is None:
         raise UserError(
-            "dataset_mixture has no evaluation split of its own: name an eval_dataset_name, or set eval_steps=0"
+            "dataset is a mixture, which has no evaluation split of its own: name an "
+            "eval_dataset, or set eval_steps=0"
         )
-    else:
-        source = (
-            c["dataset_name"],
-            c["dataset_config"],
-            c["eval_dataset_split"],
-            c["dataset_prompt_column"],
-            c["dataset_answer_column"],
-        )
-    rows = data.load_rows(*source, seed=0, also=tuple(c["dataset_more_columns"]))[
-        : c["eval_max_prompts"]
-    ]
-    scoring.check_answers(deciding(rows, c), rows, source[0], c)
+    rows = data.load_source(source, seed=0, also=data.more_columns(c))[: c["eval_max_prompts"]]
+    scoring.check_answers(deciding(rows, c), rows, source["name"], c)
     return encode_prompts(
         rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]
     )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 
 import rollout
+from checks import entries
 from common import DEADLINE, RunStopped, UserError, check_writable, under_torchrun
 from policy import dtype_of, named_weights
 
@@ -156,10 +157,10 @@ def be_alone() -> None:
 
 def check_tensor_parallel(c: dict, world: int) -> None:
     """UserError where the ranks can't be shared out among the engines."""
-    size = c["vllm_tensor_parallel_size"]
+    size = entries(c, "vllm_options")["tensor_parallel_size"]
     if world % size:
         raise UserError(
-            f"vllm_tensor_parallel_size={size} must divide the number of ranks, {world}"
+            f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {world}"
         )
 
 
@@ -168,8 +169,8 @@ def start_sampler(c: dict, device):
     check_tensor_parallel(c, dist.get_world_size())
     dtype = dtype_of(c)
     serves = c["rollout_engine"] == "server"
-    if serves and c["weight_sync_dir"]:
-        check_writable("weight_sync_dir", c["weight_sync_dir"], folder=True)
+    if serves and "/" in c["weight_sync"]:
+        check_writable("weight_sync", c["weight_sync"], folder=True)
     sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
     if serves:  # it may hold the weights of another model
         lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype)

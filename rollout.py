@@ -24,47 +24,58 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from checks import entries
 from common import DEADLINE, UserError
 from policy import dtype_of
 
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
-    eager = config["vllm_enforce_eager"] == "yes" or (
-        config["vllm_enforce_eager"] == "auto" and not on_gpu
-    )
+    eager = config["vllm_options"].get("enforce_eager", not on_gpu)
     if not eager and not on_gpu and not shutil.which(os.environ.get("CXX", "g++")):
         raise UserError(
-            "vllm_enforce_eager='no' compiles C++ on a CPU and found no g++ (nor what CXX names): install it, or leave vllm_enforce_eager at 'auto'"
+            "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
+            "names): install it, or leave the option out"
         )
     return eager
 
 
 def kv_cache_bytes(config: dict) -> int:
-    """vllm_kv_cache_gib in bytes. vLLM's own variable would go before it: that is said. UserError for more than this machine has."""
+    """vllm_options.kv_cache_memory_bytes, on a CPU. vLLM's own variable would go before it: that is said. UserError for more than this machine has."""
+    size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if own:
         print(
-            f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
+            f"vllm_options.kv_cache_memory_bytes={size} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
             flush=True,
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not own and config["vllm_kv_cache_gib"] * 2**30 > memory:
+    if not own and size > memory:
         raise UserError(
-            f"vllm_kv_cache_gib={config['vllm_kv_cache_gib']} is more than the "
+            f"vllm_options.kv_cache_memory_bytes={size} is more than the "
             f"{memory / 2**30:.0f} GiB of memory of this machine"
         )
-    return int(config["vllm_kv_cache_gib"] * 2**30)
+    return size
+
+
+def memory_options(config: dict, on_gpu: bool) -> dict:
+    """How much memory vLLM takes: on a GPU a share of it, or the bytes that are asked for; on a CPU
+    bytes alone."""
+    if not on_gpu:
+        return {"kv_cache_memory_bytes": kv_cache_bytes(config)}
+    options = entries(config, "vllm_options")
+    memory = {"gpu_memory_utilization": options["gpu_memory_utilization"]}
+    if "kv_cache_memory_bytes" in config["vllm_options"]:
+        memory["kv_cache_memory_bytes"] = options["kv_cache_memory_bytes"]
+    return memory
 
 
 class VllmEngine:
-    """vLLM inside this process, one engine per rank or one per `vllm_tensor_parallel_size` ranks, started under torchrun."""
+    """vLLM inside this process, one engine per rank or one per vllm_options.tensor_parallel_size ranks, started under torchrun."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
-        if device.type == "cuda":
-            memory = {"gpu_memory_utilization": config["vllm_gpu_memory_utilization"]}
-        else:
-            memory = {"kv_cache_memory_bytes": kv_cache_bytes(config)}
+        options = entries(config, "vllm_options")
+        memory = memory_options(config, device.type == "cuda")
         # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -91,14 +102,14 @@ class VllmEngine:
         self.vllm, self.on_gpu, self.tp = (
             vllm,
             device.type == "cuda",
-            config["vllm_tensor_parallel_size"],
+            options["tensor_parallel_size"],
         )
         eager = enforce_eager(config, self.on_gpu)
         if (
             eager and not self.on_gpu
         ):  # vLLM compiles one small function of its sampler even so: needs g++, costs 2 s, gains nothing
             torch._dynamo.config.disable = True
-        self.sleeps = self.on_gpu and config["vllm_enable_sleep_mode"]
+        self.sleeps = self.on_gpu and options["enable_sleep_mode"]
         longest = config["max_prompt_length"] + config["max_completion_length"]
         compiles = "" if eager else ", and compiling it, which takes a minute or two"
         say(f"starting vLLM: loading {model} as {str(dtype).removeprefix('torch.')}{compiles}")
@@ -118,17 +129,20 @@ class VllmEngine:
             enforce_eager=eager,
             enable_sleep_mode=self.sleeps,
             disable_log_stats=True,
-            **memory,
         )
+        settings = {**settings, **config["vllm_options"], **memory}
+        settings["enable_sleep_mode"] = self.sleeps  # never on a CPU
+        if not self.on_gpu:
+            settings.pop("gpu_memory_utilization", None)  # there its bytes are given
         try:
             self.llm = vllm.LLM(**settings)
         except ValueError as error:
             if "cache" not in str(error):
                 raise
-            key = "vllm_gpu_memory_utilization" if self.on_gpu else "vllm_kv_cache_gib"
+            given = ", ".join(f"vllm_options.{key}={value}" for key, value in memory.items())
             reason = str(error).split(". ")[0]
             raise UserError(
-                f"{key}={config[key]} is too little for vLLM with max_prompt_length + "
+                f"{given} is too little for vLLM with max_prompt_length + "
                 f"max_completion_length = {longest} tokens: {reason}"
             ) from None
         gc.enable()

@@ -206,7 +206,7 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
         _, failed = measure(examples, [row], [column], c)
         if failed:
             raise UserError(
-                f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of dataset_name={dataset!r}, answer {quoted(row['answer'], 60)} "
+                f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
                 f"({failed[0]['reason']})"
             )
 

@@ -1,17 +1,18 @@
 """Supervised warm start: trains a causal LM on demonstrations, any of a row's "solutions" each time, until it answers well enough for RL.
 
     torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft
-    python sft.py config/countdown_0.5b.py --output_dir=runs/warm --sft_steps=200
+    python sft.py config/countdown_0.5b.py --output_dir=runs/warm --steps=200
 
 model="tiny" first builds, without any download, a character-level tokenizer with a chat template and a Qwen2 of about 1M
 parameters with random weights. Otherwise any Hugging Face model. The result is a Hugging Face folder.
 """
 
-from common import load_config, script
+from checks import FLAGS
+from common import load_with_flags, script
 
 # A wrong config is told here, at once: the imports that follow take ten seconds.
 if __name__ == "__main__":
-    config = script(load_config)
+    own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"]))
 
 import json
 import os
@@ -29,7 +30,7 @@ import packing
 import rollout
 from common import UserError, progress
 from journal import hold_folder, is_empty
-from policy import Policy
+from policy import CHUNK, Policy
 from preflight import load_model_files
 from prompts import seed_prompts
 from ranks import across_ranks, start_distributed
@@ -97,9 +98,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     given = [row.get("solutions") or [] for row in rows]
     texts = [text for solutions in given for text in solutions]
     if not texts:
-        raise UserError(
-            'dataset_name: none of its rows has "solutions", a list of texts to learn from'
-        )
+        raise UserError('dataset: none of its rows has "solutions", a list of texts to learn from')
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     groups = [
         [
@@ -122,7 +121,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             raise UserError(f"{sentence}: nothing is left to learn from")
         print(f"{sentence} and are left out")
     return [
-        (group, seed_prompts(row, tokenizer, c) if c["info_seed_enabled"] else [])
+        (group, seed_prompts(row, tokenizer, c) if c["info_seed_num_seeds"] else [])
         for row, group in zip(rows, short)
         if group
     ]
@@ -156,22 +155,22 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
     print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
 
 
-def main(c: dict) -> None:
+def main(c: dict, own: dict = FLAGS["sft"]) -> None:
     with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
-        train(c)
+        train(c, **own)
 
 
-def train(c: dict) -> None:
+def train(c: dict, steps: int, batch_size: int, learning_rate: float) -> None:
     """The warm start, into a folder that nobody else writes to."""
     folder = Path(c["output_dir"])
     if not is_empty(folder):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
         )
-    if c["sft_batch_size"] < (world := int(os.environ.get("WORLD_SIZE", 1))):
-        raise UserError(
-            f"sft_batch_size={c['sft_batch_size']} must be at least the number of ranks, {world}"
-        )
+    if steps < 1 or not 0 < learning_rate <= 1e30:
+        raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
+    if batch_size < (world := int(os.environ.get("WORLD_SIZE", 1))):
+        raise UserError(f"--batch_size={batch_size} must be at least the number of ranks, {world}")
     if c["model"] == "tiny":
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
@@ -184,9 +183,7 @@ def train(c: dict) -> None:
         [row for source in data.training_sources(c, tokenizer)[0] for row in source], tokenizer, c
     )
     rank, world, device = start_distributed()
-    policy = DistributedDataParallel(
-        Policy(lm.to(device), 1.0, c["logprob_chunk_size"], pack=c["pack_sequences"])
-    )
+    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
     if rank == 0:
         print(
             f"{len(groups)} problems, {sum(p.numel() for p in lm.parameters()) / 1e6:.2f}M parameters; the first: "
@@ -196,21 +193,21 @@ def train(c: dict) -> None:
         torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
-        lr=c["sft_learning_rate"],
+        lr=learning_rate,
         betas=(0.9, 0.95),
         weight_decay=0.01,
         fused=device.type == "cuda",
     )
-    steps, warmup = c["sft_steps"], max(1, c["sft_steps"] // 20)
+    warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / warmup, (steps - s) / (steps - warmup + 1))
     )
     bar, started = (
-        progress(total=c["sft_steps"], disable=rank > 0, unit="step"),
+        progress(total=steps, disable=rank > 0, unit="step"),
         time.perf_counter(),
     )
     for step in range(steps):
-        batch = sft_batch(groups, step, c["sft_batch_size"], c["seed"], rank, world, device)
+        batch = sft_batch(groups, step, batch_size, c["seed"], rank, world, device)
         logps, _ = policy(
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
         )  # (n, T)
@@ -233,4 +230,4 @@ def train(c: dict) -> None:
 
 
 if __name__ == "__main__":
-    script(main, config)
+    script(main, config, own)

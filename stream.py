@@ -8,6 +8,7 @@ import math
 import random
 from functools import lru_cache
 
+from checks import entries
 from common import scheduled
 from data import BLOCK
 from preflight import Inputs
@@ -150,6 +151,6 @@ def step_rows(inputs: Inputs, buffer, step: int, c: dict, attempt: int = 0) -> l
     if attempt:
         return rows
     rows = with_easy_prompts(
-        rows, inputs.easy, step, scheduled(c["easy_schedule"], step, 0.0), c["seed"]
+        rows, inputs.easy, step, scheduled(entries(c, "easy_dataset")["share"], step), c["seed"]
     )
-    return rows if buffer is None else buffer.mix(rows, c["replay_fraction"])
+    return rows if buffer is None else buffer.mix(rows, entries(c, "replay")["fraction"])

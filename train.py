@@ -3,7 +3,7 @@
     python train.py config/countdown_tiny.py                                    one process
     torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py --maxent_tau=0.2
     torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py     eight GPUs
-    python train.py config/math_maxent.py --dry_run=True     check everything, run nothing
+    python train.py config/math_maxent.py --dry_run          check everything, run nothing
 
 A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group ->
 loss -> DeepSpeed -> controllers. `main` below is that step, read it first.
@@ -24,11 +24,12 @@ Where this departs from the papers:
    not be 1 / seeds.
 """
 
-from common import load_config, script
+from checks import FLAGS
+from common import load_with_flags, script
 
 # A wrong config is told here, at once: the imports that follow take ten seconds.
 if __name__ == "__main__":
-    config = script(load_config)
+    flags, config = script(lambda argv: load_with_flags(argv, FLAGS["train"]))
 
 import math
 import os
@@ -50,7 +51,7 @@ import learner
 import loss as L
 import rollout
 from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once
+from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled
 from experience import Experience
 from journal import (
     MetricsLog,
@@ -61,6 +62,7 @@ from journal import (
     run_header,
 )
 from policy import (
+    CHUNK,
     CheckedAdamW,
     Policy,
     dtype_of,
@@ -78,6 +80,8 @@ from ranks import (
     mean_over_ranks,
     start_distributed,
 )
+
+MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
 
 
 @dataclass
@@ -147,7 +151,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
             f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
         )
     seeds = seed_classes(c) if trains else 0
-    return Policy(lm, c["temperature"], c["logprob_chunk_size"], seeds, c["pack_sequences"])
+    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
 
 def adamw_settings(c: dict, device) -> dict:
@@ -296,7 +300,7 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
     or by the meta-controller; what is logged of it."""
     c, old = run.config, run.state
     found = {}
-    if c["controller_meta_enabled"]:
+    if c["controller_meta_method"]:
         scores = learner.group_scores(batch["old_logps"], batch, c)
         scores = gather_groups(scores.view(-1, group["rewards"].shape[1]))  # (P, G)
         measured = {
@@ -395,11 +399,11 @@ def check_health(run: Run) -> None:
     c = run.config
     if any_rank(run.log is not None and run.log.lost()):
         raise RunStopped(checkpoint.gone(run.folder))
-    if run.skipped >= c["max_skipped_steps"]:
+    if run.skipped >= MAX_SKIPPED_STEPS:
         save_now(run)
         raise RunStopped(
             f"{run.skipped} steps in a row had a non-finite loss or gradient, which was not "
-            f"applied (max_skipped_steps={c['max_skipped_steps']}); lower "
+            f"applied; lower "
             f"learning_rate={c['learning_rate']} or look into metrics.jsonl"
         )
 
@@ -407,10 +411,10 @@ def check_health(run: Run) -> None:
 # --- the loop
 
 
-def main(c: dict) -> None:
+def main(c: dict, only_look: bool = False) -> None:
     """Reads what it needs and trains, in a folder that nobody else writes to."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if c["dry_run"]:
+    if only_look:
         if rank == 0:
             dry_run(c, size, dtype_of(c), deepspeed_config(c, dtype_of(c)))
         return
@@ -487,4 +491,4 @@ def train(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    script(main, config)
+    script(main, config, flags["dry_run"])

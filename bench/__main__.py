@@ -8,7 +8,7 @@ First it has tests/test_trl_oracle.py show that both compute the same loss on th
 what is reported is the ratio of neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so. A scenario is P prompts a
 step, G completions of each, T tokens in each and V tokens in the vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The
 model is a Qwen2 of 4 layers and width 128 with random weights. trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled:
-beside it ours compiles too (vllm_enforce_eager="no"); beside trl it runs as it does by default.
+beside it ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default.
 """
 
 import json

@@ -135,7 +135,7 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
         rollout.VllmEngine.__init__ = forced
     settings = dict(
         model=folder,
-        dataset_name=folder / "rows.jsonl",
+        dataset={"name": str(folder / "rows.jsonl")},
         output_dir=out,
         prompts_per_step=P,
         num_generations=G,
@@ -168,7 +168,7 @@ def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
-    return ours(scenario, beta, steps, vllm_enforce_eager="no")
+    return ours(scenario, beta, steps, vllm_options={"enforce_eager": False})
 
 
 def trl(scenario: str, beta: float, steps: int, **more) -> tuple:

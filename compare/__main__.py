@@ -139,8 +139,8 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
         "trained": [
             "evaluate.py",
             f"--model={run['last']}",
-            f"--eval_seeds={EVAL_SEEDS}",
-            f"--eval_output={run['folder'] / 'eval.jsonl'}",
+            f"--seeds={EVAL_SEEDS}",
+            f"--output={run['folder'] / 'eval.jsonl'}",
         ],
     }[state_of(run)]
     launch = [

@@ -26,9 +26,6 @@ SET_HERE = (
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
-    "dry_run",
-    "eval_seeds",
-    "eval_output",
 )  # by compare.py, never by an arm
 
 

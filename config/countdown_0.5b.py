@@ -2,8 +2,7 @@
 # One GPU with 40 GB, about a day:   torchrun --standalone --nproc_per_node 1 train.py config/countdown_0.5b.py
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 output_dir = "runs/countdown_0.5b"
-dataset_name = "countdown"
-dataset_config = "4"
+dataset = {"name": "countdown", "config": "4"}
 max_prompt_length = 256
 max_completion_length = 192
 num_generations = 16

@@ -1,18 +1,17 @@
 # Countdown with InfoSeed: 4 more completions per prompt, each asked with a seed digit, that come to show their seed. Two CPU cores.
-#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_infoseed.py --model=runs/countdown_sft --output_dir=runs/infoseed_sft   2 minutes, after
+#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_infoseed.py --model=runs/countdown_sft --output_dir=runs/infoseed_sft \
+#     --steps=400 --batch_size=128 --learning_rate=1e-3          2 minutes, after
 #   make demo: a warm start that has seen the digits and reacts to them a little
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_infoseed.py                                                           5 minutes
 # seed/pred_acc, how often a completion tells its seed (chance .25), rises to .37 at the same reward as without; with --info_seed_lambda=0
 # --info_seed_reward=0 --info_seed_loss_type=infonce it ends at .28, which is what the warm start shows.
 model = "runs/infoseed_sft"
 output_dir = "runs/countdown_infoseed"
-dataset_name = "countdown"
-dataset_config = "tiny"
+dataset = {"name": "countdown", "config": "tiny"}
 max_prompt_length = 32
 max_completion_length = 32
 prompts_per_step = 24
 num_generations = 8
-info_seed_enabled = True
 info_seed_num_seeds = 4
 info_seed_prompt_template = (
     "{prompt}{seed}"  # a digit after the colon disturbs the character model least
@@ -29,6 +28,3 @@ max_tokens_per_micro_batch = 8192
 dtype = "float32"
 max_logp_difference = 0.01
 eval_steps = 50
-sft_steps = 400
-sft_batch_size = 128
-sft_learning_rate = 1e-3

@@ -1,10 +1,10 @@
 # Countdown (reach a target with three numbers) by a 0.8M-parameter character model: the whole method on two CPU cores in minutes.
-#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft     2 minutes, once
+#   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny --output_dir=runs/countdown_sft \
+#     --steps=800 --batch_size=128 --learning_rate=2e-3          2 minutes, once
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py                                                       3 minutes
 model = "runs/countdown_sft"
 output_dir = "runs/countdown_tiny"
-dataset_name = "countdown"
-dataset_config = "tiny"
+dataset = {"name": "countdown", "config": "tiny"}
 max_prompt_length = 32
 max_completion_length = 32
 prompts_per_step = 32
@@ -20,6 +20,3 @@ max_logp_difference = (
     0.01  # sampler and trainer in float32: even weights that are a few steps old show
 )
 eval_steps = 50
-sft_steps = 800
-sft_batch_size = 128
-sft_learning_rate = 2e-3

@@ -1,10 +1,10 @@
 # Graph colouring (6 vertices, 3 colours, 2 to 8 right answers each) by a 0.8M-parameter character model on two CPU cores.
-#   torchrun --standalone --nproc_per_node 2 sft.py config/graph_coloring_tiny.py --model=tiny --output_dir=runs/graph_coloring_sft     4 minutes, once
+#   torchrun --standalone --nproc_per_node 2 sft.py config/graph_coloring_tiny.py --model=tiny --output_dir=runs/graph_coloring_sft \
+#     --steps=800 --batch_size=128 --learning_rate=2e-3          4 minutes, once
 #   torchrun --standalone --nproc_per_node 2 train.py config/graph_coloring_tiny.py                                                          5 minutes
 model = "runs/graph_coloring_sft"
 output_dir = "runs/graph_coloring_tiny"
-dataset_name = "graph_coloring"
-dataset_config = "tiny"
+dataset = {"name": "graph_coloring", "config": "tiny"}
 reward_funcs = ["graph_coloring"]
 max_prompt_length = 56
 max_completion_length = 10
@@ -20,6 +20,3 @@ max_logp_difference = (
     0.01  # sampler and trainer in float32: even weights that are a few steps old show
 )
 eval_steps = 50
-sft_steps = 800
-sft_batch_size = 128
-sft_learning_rate = 2e-3

@@ -3,11 +3,8 @@
 model = "Qwen/Qwen2.5-1.5B-Instruct"
 output_dir = "runs/math_grpo"
 seed = 42
-dataset_name = "open-r1/OpenR1-Math-220k"
-dataset_prompt_column = "problem"
-dataset_answer_column = "answer"
-eval_dataset_name = "HuggingFaceH4/MATH-500"
-eval_prompt_column = "problem"
+dataset = {"name": "open-r1/OpenR1-Math-220k", "prompt": "problem"}
+eval_dataset = {"name": "HuggingFaceH4/MATH-500", "prompt": "problem"}
 system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
 long_prompts = "drop"
 max_completion_length = 2048

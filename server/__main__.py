@@ -8,12 +8,30 @@
 open it to a private network only.
 """
 
+import json
 import os
 import sys
 
 from common import UserError, load_config, own_flags, script
 
 OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
+
+
+def option_flags(options: dict) -> list[str]:
+    """vllm_options as flags of the server; --tp has the place of tensor_parallel_size."""
+    flags = []
+    for name, value in options.items():
+        word = name.replace("_", "-")
+        if name in ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes"):
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{word}" if value else f"--no-{word}")
+        else:
+            flags += [
+                f"--{word}",
+                json.dumps(value) if isinstance(value, (dict, list)) else str(value),
+            ]
+    return flags
 
 
 def command(
@@ -28,6 +46,7 @@ def command(
 
     longest, gpu = c["max_prompt_length"] + c["max_completion_length"], torch.cuda.is_available()
     eager = enforce_eager(c, gpu)
+    own_cache = not gpu or "kv_cache_memory_bytes" in c["vllm_options"]
     argv = [
         sys.executable,
         "-m",
@@ -62,18 +81,18 @@ def command(
             else []
         ),
         *(["--enforce-eager"] if eager else []),
+        *(["--kv-cache-memory-bytes", str(kv_cache_bytes(c))] if own_cache else []),
         # as in rollout.VllmEngine: on a CPU a seeded prompt must not be cut, and with nothing else compiled its sampler is not either
         *(
             []
             if gpu
             else [
-                "--kv-cache-memory-bytes",
-                str(kv_cache_bytes(c)),
                 "--no-enable-chunked-prefill",
                 "--max-num-batched-tokens",
                 str(max(8192, longest)),
             ]
         ),
+        *option_flags(c["vllm_options"]),
         *more,
     ]
     own = {"VLLM_SERVER_DEV_MODE": "1"}

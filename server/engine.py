@@ -3,7 +3,7 @@
     python -m server config/countdown_tiny.py --port=8000            starts such a server with what a config needs
     torchrun ... train.py config/countdown_tiny.py --rollout_engine=server --rollout_server=http://127.0.0.1:8000
 
-Every rank asks for its own prompts, /v1/completions with token ids, up to rollout_concurrency at a time, spread over the servers. After each step
+Every rank asks for its own prompts, /v1/completions with token ids, up to CONCURRENCY at a time, spread over the servers. After each step
 the weights go to every server, and each server remembers under which name it got them (vLLM's weight version): an answer counts only if its server
 still holds the version that was synced last. A server that dies is left out and its prompts go to the others; it is asked again at the next sync.
 
@@ -31,6 +31,7 @@ from transformers import AutoConfig
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
 from server.http import Server, ServerError, addresses, completions_in, largest_answer
 
+CONCURRENCY = 64  # prompts that a rank has under way at a time
 TRIES = 6  # of one prompt, without a usable answer in between
 STRIKES = 3  # failures of one server, without a success in between, after which it is left out
 SHARD = 2**31  # bytes of weights in memory and in a file at a time
@@ -43,18 +44,14 @@ class ServerEngine:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         self.seconds, self.window, self.longest_prompt = (
             config["rollout_timeout"],
-            config["rollout_concurrency"],
+            CONCURRENCY,
             config["max_prompt_length"],
         )
         self.vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-        self.tag = (
-            config["client_tag"]
-            or os.environ.get("VLLM_CLIENT_TAG")
-            or f"rank-{self.rank}-of-{world}"
-        )
+        self.tag = os.environ.get("VLLM_CLIENT_TAG") or f"rank-{self.rank}-of-{world}"
         if not (self.tag.isascii() and self.tag.isprintable() and " " not in self.tag):
             raise UserError(
-                f"client_tag={self.tag!r} goes into HTTP headers: letters, digits and signs of ASCII, no spaces"
+                f"VLLM_CLIENT_TAG={self.tag!r} goes into HTTP headers: letters, digits and signs of ASCII, no spaces"
             )
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
         self.live, self.missing, self.version, self.updates = (
@@ -63,9 +60,10 @@ class ServerEngine:
             "",
             0,
         )  # servers that hold `version`, the updates-th of this run; why others don't
-        self.folder = Path(
-            config["weight_sync_dir"] or Path(config["output_dir"]) / "weights"
-        ).resolve()
+        folder = config["weight_sync"]  # or a word: they go into the run's own
+        if "/" not in folder:
+            folder = Path(config["output_dir"]) / "weights"
+        self.folder = Path(folder).resolve()
         self.counts, self.lock, self.random = {}, threading.Lock(), random.Random(self.rank)
         self.ahead = None  # (request, future) of what begin() has started
         self.background = ThreadPoolExecutor(
@@ -332,7 +330,7 @@ class ServerEngine:
     def hand_over(self, folder: Path, version: str, problem: str) -> dict:
         """Has every server read the folder; {url: sentence} of those that did not. On rank 0."""
         if problem:
-            raise RunStopped(f"weight_sync_dir: the weights could not be written: {problem}")
+            raise RunStopped(f"weight_sync: the weights could not be written: {problem}")
 
         def reload(server: Server) -> None:
             server.call(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Scores a checkpoint on the held-out problems of its run, under the config that it was trained with. In the repository's folder:
 #
-#   sbatch --gpus-per-node=1 slurm/evaluate.sh runs/math_maxent/step_000100 --eval_seeds=3
+#   sbatch --gpus-per-node=1 slurm/evaluate.sh runs/math_maxent/step_000100 --seeds=3
 #
 # --key=value changes that config. To have it done after every save, train with --eval_command="sbatch --gpus-per-node=1 slurm/evaluate.sh {checkpoint}";
 # the checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
@@ -30,23 +30,26 @@ checkpoint=${checkpoint%/}
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 
-# the config as --key=value, each ended by a zero byte; a server of the training is not ours to ask,
-# and the code of a stranger's rewards is not ours to run
-python - "$checkpoint/train_config.json" "${@:2}" > "$temporary/flags" << 'END'
+# the config without what is not ours: a server of the training to ask, and the code of a stranger's
+# rewards to run
+python - "$checkpoint/train_config.json" "$temporary/config.json" "${@:2}" << 'END'
 import json, sys
-config = json.load(open(sys.argv[1]))
+source, target, *flags = sys.argv[1:]
+config = json.load(open(source))
 if config["rollout_engine"] == "server":
     config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
-config |= {"trust_checkpoint": False, "eval_command": ""}
-consent = [a for a in sys.argv[2:] if a.lower() == "--trust_checkpoint=true" or a.startswith("--reward_funcs=")]
+config["eval_command"] = ""
+consent = [a for a in flags if a.lower() == "--trust_checkpoint=true" or a.startswith("--reward_funcs=")]
 code = [name for name in config["reward_funcs"] if ":" in name or name == "auto"]  # of its rows' tasks
 if code and not consent:
-    sys.exit(f"error: {sys.argv[1]} asks for reward_funcs={config['reward_funcs']!r}, and {code[0]!r} can "
+    sys.exit(f"error: {source} asks for reward_funcs={config['reward_funcs']!r}, and {code[0]!r} can "
              f"name code that would be imported: if you trust it add --trust_checkpoint=True")
-for key, value in config.items():
-    print(f"--{key}={value}", end="\0")
+json.dump(config, open(target, "w"))
 END
-mapfile -d '' -t flags < "$temporary/flags"
+flags=()
+for argument in "${@:2}"; do
+  [[ $argument == --trust_checkpoint=* ]] || flags+=("$argument")
+done
 
 model=$checkpoint
 if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
@@ -57,8 +60,8 @@ gpus=$(gpus_here | wc -l)
 out=$(dirname "$checkpoint")/evaluations/$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"
 say "evaluating $checkpoint"
-python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) evaluate.py "${flags[@]}" --model="$model" --eval_output="$out.jsonl" \
-  "${@:2}" | tee "$out.tmp"
+python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" \
+  "${flags[@]}" | tee "$out.tmp"
 grep '^{"model"' "$out.tmp" > "$out.json"
 rm "$out.tmp"
 say "$out.json"

@@ -57,13 +57,13 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
     "flags, words",
     [
         (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
-        (["--dataset_name=nobody/nothing"], ["dataset_name='nobody/nothing'"]),
-        (["--dataset_name=tasks/countdown.py"], ["dataset_name='tasks/countdown.py'"]),
-        (["--dataset_name=nowhere.jsonl"], ["dataset_name='nowhere.jsonl'"]),
-        (["--dataset_name="], ["dataset_name"]),
-        (["--dataset_config=5"], ["dataset_name='countdown'", "'5'"]),
-        (["--dataset_split=dev"], ["dataset_name='countdown'", "'dev'"]),
-        (["--eval_dataset_name=nobody/nothing"], ["'nobody/nothing'"]),
+        (["--dataset.name=nobody/nothing"], ["dataset.name='nobody/nothing'"]),
+        (["--dataset.name=tasks/countdown.py"], ["dataset.name='tasks/countdown.py'"]),
+        (["--dataset.name=nowhere.jsonl"], ["dataset.name='nowhere.jsonl'"]),
+        (["--dataset.name="], ["dataset_name"]),
+        (["--dataset.config=5"], ["dataset.name='countdown'", "'5'"]),
+        (["--dataset.split=dev"], ["dataset.name='countdown'", "'dev'"]),
+        (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),
         (["--model=no/such/folder"], ["model='no/such/folder'"]),
         (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
         (["--model=nobody/nothing"], ["model='nobody/nothing'"]),
@@ -83,7 +83,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
             ["--max_completion_length=1000"],
             ["max_prompt_length=32", "max_completion_length=1000", "1024 positions", "model="],
         ),
-        (["--vllm_tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
+        (["--vllm_options.tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
         (
             ["--resume_from_checkpoint=/no/such/step_000001"],
             ["resume_from_checkpoint='/no/such/step_000001'"],
@@ -116,8 +116,8 @@ def test_a_number_of_prompts_that_ranks_can_not_share_is_refused(refusal, monkey
 
 def test_an_empty_dataset_is_refused(refusal, tmp_path):
     path = jsonl(tmp_path / "empty.jsonl")
-    assert f"dataset_name={path!r}" in refusal(f"--dataset_name={path}") and "0 rows" in refusal(
-        f"--dataset_name={path}"
+    assert f"dataset.name={path!r}" in refusal(f"--dataset.name={path}") and "0 rows" in refusal(
+        f"--dataset.name={path}"
     )
 
 
@@ -131,10 +131,10 @@ def test_a_folder_without_a_model_is_refused(refusal, tmp_path):
 def test_a_reward_that_can_not_read_the_answers_of_the_dataset_is_refused(refusal, tmp_path):
     path = jsonl(tmp_path / "mine.jsonl", {"prompt": "1+1", "answer": "2"})
     assert all(
-        word in refusal(f"--dataset_name={path}") for word in ("reward_funcs", "'countdown'", path)
+        word in refusal(f"--dataset.name={path}") for word in ("reward_funcs", "'countdown'", path)
     )
     assert all(
-        word in refusal(f"--eval_dataset_name={path}")
+        word in refusal(f"--eval_dataset.name={path}")
         for word in ("reward_funcs", "'countdown'", path)
     )
 
@@ -180,8 +180,8 @@ def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
     rows = run_folder / "rows.jsonl"
     rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
     for flags in (
-        [f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset_name=", "--eval_steps=0"],
-        [f"--easy_dataset_name={rows}", "--easy_schedule={0: 0.5}"],
+        [f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset.name=", "--eval_steps=0"],
+        [f"--easy_dataset.name={rows}", "--easy_schedule={0: 0.5}"],
         [f"--chat_template={rows}"],
     ):
         message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", *flags)
@@ -345,7 +345,7 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
 
 def test_a_dry_run_says_that_the_run_folder_can_not_be_made(refused_by, tmp_path):
     assert "can't be written" in refused_by(
-        train, "--dry_run=True", f"--output_dir={under_a_file(tmp_path)}"
+        train, "--dry_run", f"--output_dir={under_a_file(tmp_path)}"
     )
 
 
@@ -357,7 +357,7 @@ def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, 
     for there in (False, True):
         if there:
             output.write_text("")
-        message = refused_by(generate, f"--generate_output={output}")
+        message = refused_by(generate, f"--output={output}")
         assert "is somebody else's" in message and str(beside) in message
         assert beside.read_text() == text
     (tmp_path / "config.json").write_text(text)
@@ -368,7 +368,7 @@ def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, 
 def test_a_model_with_an_endless_name_is_one_sentence(refusal):
     assert "is not a folder" in refusal("--model=/" + "n" * 300)
     assert "can't be loaded" in refusal("--model=" + "n" * 300)
-    assert "can't be loaded" in refusal("--dataset_name=" + "n" * 300)
+    assert "can't be loaded" in refusal("--dataset.name=" + "n" * 300)
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999", "-1"])
@@ -484,7 +484,7 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
                 TINY,
                 f"--model={no_weights}",
                 f"--output_dir={tmp_path / 'run'}",
-                "--dry_run=True",
+                "--dry_run",
                 "--maxent_tau=0.5",
             ]
         )
@@ -510,9 +510,9 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
             [
                 str(ROOT / "config" / "math_maxent.py"),
                 f"--model={no_weights}",
-                f"--dataset_name={path}",
-                f"--eval_dataset_name={path}",
-                "--dry_run=True",
+                f"--dataset.name={path}",
+                f"--eval_dataset.name={path}",
+                "--dry_run",
                 "--allow_leakage=True",
             ]
         )
@@ -547,9 +547,9 @@ def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_p
     path = jsonl(tmp_path / "rows.jsonl", {"problem": "What is 1+1?", "answer": "2"})
     done = script(
         "config/math_maxent.py",
-        f"--dataset_name={path}",
-        f"--eval_dataset_name={path}",
-        "--dry_run=True",
+        f"--dataset.name={path}",
+        f"--eval_dataset.name={path}",
+        "--dry_run",
         "--allow_leakage=True",
         HF_HOME=str(tmp_path / "hf"),
         HF_HUB_OFFLINE="1",

@@ -65,7 +65,7 @@ def test_merging_keeps_every_key_its_order_and_its_type(tmp_path):
         ("--beta=1e-3", "beta", 0.001),
         ("--delta=-1", "delta", -1.0),
         ("--reward_funcs=['math']", "reward_funcs", ["math"]),
-        ("--dataset_config=3", "dataset_config", "3"),
+        ("--dataset.config=3", "dataset_config", "3"),
     ],
 )
 def test_flags_are_read_in_the_type_of_the_default(flag, key, value):
@@ -603,7 +603,7 @@ def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
 
 
 def test_settings_that_work_against_each_other_are_warned_about():
-    seeds = ["--info_seed_enabled=True", "--info_seed_reward=0.3"]
+    seeds = ["--info_seed_num_seeds=4", "--info_seed_reward=0.3"]
     for flags in (["--maxent_skip_equal_groups=wrong"], seeds):
         assert "maxent_target_excess_entropy" in warnings_of(
             100, "--maxent_target_weight_entropy=1.0", *flags

@@ -121,7 +121,7 @@ def test_a_resumed_run_takes_from_the_config_what_nothing_steers_and_keeps_the_r
     assert controllers.resume_state(state, BETA_ON | {"maxent_tau": math.inf}) == state | {
         "tau": math.inf
     }
-    meta = TAU_ON | BETA_ON | {"controller_meta_enabled": True, "maxent_tau_max": 10.0}
+    meta = TAU_ON | BETA_ON | {"controller_meta_method": "analytic", "maxent_tau_max": 10.0}
     assert controllers.resume_state(state, meta) == state
     for tau in (0.0, math.inf):  # nothing steered it there: the controllers begin as in a fresh run
         assert controllers.resume_state(state | {"tau": tau, "beta": 0.0}, meta) == state | {
@@ -287,7 +287,7 @@ def test_a_fresh_state_takes_tau_and_beta_from_the_config():
 
 # --- one plant for all controllers
 
-META = dict(controller_meta_enabled=True, maxent_target_weight_entropy=1.6, kl_target=0.5)
+META = dict(controller_meta_method="analytic", maxent_target_weight_entropy=1.6, kl_target=0.5)
 ADAM = dict(controller_meta_optimizer="adam", controller_meta_lr=0.05)
 CONTROLLERS = {
     "tau_entropy": dict(maxent_target_weight_entropy=1.6, maxent_tau_lr=0.3),
@@ -383,7 +383,7 @@ class Plant:
 
 
 def control(state, batch, metrics, config):
-    if config["controller_meta_enabled"]:
+    if config["controller_meta_method"]:
         return controllers.meta_step(state, batch, config)[0]
     return controllers.update_beta(
         controllers.update_tau(state, metrics.get(controllers.steering_entropy(config)), config),
@@ -893,7 +893,7 @@ def test_a_virtual_policy_settles_below_a_rate_of_4_and_oscillates_above(rate, s
 
 
 WARM = [
-    "--controller_meta_enabled=True",
+    "--controller_meta_method=analytic",
     "--maxent_target_weight_entropy=1.0",
     "--kl_target=0.1",
     "--controller_meta_optimizer=adam",
@@ -1137,7 +1137,7 @@ def test_meta_leaves_its_inputs_as_they_were():
 ENTROPY, KL, ON = (
     "--maxent_target_weight_entropy=1.0",
     ["--kl_target=0.1", "--beta=0.1"],
-    "--controller_meta_enabled=True",
+    "--controller_meta_method=analytic",
 )
 REFUSED = [
     ([ENTROPY, "--maxent_target_excess_entropy=0.5"], "both on: choose one"),

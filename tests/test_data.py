@@ -273,7 +273,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         level=[7],
         bulk=["x"],
     )
-    settings = [f"--dataset_name={path}", "--dataset_more_columns=['level']", "--eval_steps=0"]
+    settings = [f"--dataset.name={path}", "--dataset.more=['level']", "--eval_steps=0"]
     ((row,),) = data.load_mixture(load_config(settings))[0]
     assert (row["num_modes"], row["solutions"], row["level"], "bulk" in row) == (
         3,
@@ -284,10 +284,10 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     c = load_config(
         [
             *settings,
-            f"--easy_dataset_name={path}",
+            f"--easy_dataset.name={path}",
             "--easy_schedule={0: 1.0}",
-            f"--eval_dataset_name={path}",
-            "--eval_dataset_split=train",
+            f"--eval_dataset.name={path}",
+            "--eval_dataset.split=train",
         ]
     )
     assert (
@@ -296,7 +296,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         == 7
     )
     assert mixture({"id": path}, dataset_more_columns="['level']")[0][0][0]["level"] == 7
-    missing = load_config([*settings, "--dataset_more_columns=['depth']"])
+    missing = load_config([*settings, "--dataset.more=['depth']"])
     assert "no column 'depth'" in refusal(
         data.load_mixture, missing
     )  # of the training data; the others may be of another kind
@@ -306,7 +306,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
             c | {"reward_funcs": ["math"], "dataset_more_columns": ["depth"]}, TOKENIZER
         )[0]
     )
-    assert "must be a list of names" in refusal(load_config, ["--dataset_more_columns=[1]"])
+    assert "must be a list of names" in refusal(load_config, ["--dataset.more=[1]"])
 
 
 @pytest.mark.parametrize("task", ["os:system", 3])
@@ -482,7 +482,7 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
     assert data.easy_rows(load_config([]), TOKENIZER) == []
     (row,) = data.easy_rows(
         load_config(
-            [f"--easy_dataset_name={path}", "--easy_schedule={0: 0.5}", "--system_prompt=S"]
+            [f"--easy_dataset.name={path}", "--easy_schedule={0: 0.5}", "--system_prompt=S"]
         ),
         TOKENIZER,
     )
@@ -493,29 +493,29 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
     "flags, words",
     [
         (["--easy_schedule={0: 0.5}"], ["easy_schedule={0: 0.5}", "easy_dataset_name=''"]),
-        (["--easy_dataset_name=countdown"], ["easy_schedule={}", "easy_dataset_name='countdown'"]),
+        (["--easy_dataset.name=countdown"], ["easy_schedule={}", "easy_dataset_name='countdown'"]),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={0: 1.5}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={0: 1.5}"],
             ["easy_schedule={0: 1.5}", "at most 1"],
         ),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={-1: 0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={-1: 0.5}"],
             ["easy_schedule={-1: 0.5}"],
         ),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={0: -0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={0: -0.5}"],
             ["easy_schedule={0: -0.5}"],
         ),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={'a': 0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={'a': 0.5}"],
             ["easy_schedule={'a': 0.5}"],
         ),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={True: 0.5}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={True: 0.5}"],
             ["easy_schedule={True: 0.5}"],
         ),
         (
-            ["--easy_dataset_name=countdown", "--easy_schedule={0: '0.5'}"],
+            ["--easy_dataset.name=countdown", "--easy_schedule={0: '0.5'}"],
             ["easy_schedule={0: '0.5'}"],
         ),
         (["--easy_schedule=[0.5]"], ["easy_schedule", "dict"]),
@@ -525,14 +525,14 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
         (["--temperature_schedule={0: 1e999}"], ["temperature_schedule={0: inf}"]),
         (["--temperature_schedule={0: True}"], ["temperature_schedule={0: True}"]),
         (
-            ["--dataset_mixture=[{'id': 'countdown'}]", "--dataset_name=countdown"],
-            ["dataset_mixture", "dataset_name='countdown'"],
+            ["--dataset_mixture=[{'id': 'countdown'}]", "--dataset.name=countdown"],
+            ["dataset_mixture", "dataset.name='countdown'"],
         ),
-        (["--replay_fraction=1.5"], ["replay_fraction=1.5", "at least 0 and at most 1"]),
-        (["--replay_fraction=-0.1"], ["replay_fraction=-0.1"]),
-        (["--replay_size=-1"], ["replay_size=-1"]),
-        (["--replay_ucb=-0.5"], ["replay_ucb=-0.5"]),
-        (["--replay_ucb=1e999"], ["replay_ucb=inf"]),
+        (["--replay.fraction=1.5"], ["replay_fraction=1.5", "at least 0 and at most 1"]),
+        (["--replay.fraction=-0.1"], ["replay_fraction=-0.1"]),
+        (["--replay.size=-1"], ["replay_size=-1"]),
+        (["--replay.ucb=-0.5"], ["replay_ucb=-0.5"]),
+        (["--replay.ucb=1e999"], ["replay_ucb=inf"]),
         (["--resample_equal_groups=-1"], ["resample_equal_groups=-1"]),
         (["--resample_equal_groups=True"], ["resample_equal_groups", "True"]),
         (["--long_prompts=left"], ["long_prompts='left'", "'truncate'"]),
@@ -546,10 +546,10 @@ def test_settings_of_data_that_can_not_work_are_refused_in_a_sentence(flags, wor
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--easy_dataset_name=countdown", "--easy_schedule={0: 1, 10: 0.5, 20: 0}"],
+        ["--easy_dataset.name=countdown", "--easy_schedule={0: 1, 10: 0.5, 20: 0}"],
         ["--temperature_schedule={0: 1, 3: 0.7}"],
-        ["--replay_fraction=0", "--replay_ucb=0"],
-        ["--replay_fraction=1", "--replay_size=1"],
+        ["--replay.fraction=0", "--replay.ucb=0"],
+        ["--replay.fraction=1", "--replay.size=1"],
         ["--resample_equal_groups=3"],
         ["--dataset_mixture=[{'id': 'countdown'}]"],
     ],
@@ -1356,7 +1356,7 @@ def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(tiny_model_dir, t
     path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
     flags = [
         f"--model={tiny_model_dir}",
-        f"--dataset_name={path}",
+        f"--dataset.name={path}",
         "--reward_funcs=['math']",
         "--reward_workers=0",
         "--system_prompt=S",
@@ -1416,7 +1416,7 @@ def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused_also_by_the_ea
             load_config([*(f"--{key}={value}" for key, value in common.items()), *more]), 1
         )
 
-    easy = [f"--easy_dataset_name={tmp_path / 'easy/rows.jsonl'}", "--easy_schedule={0: 0.5}"]
+    easy = [f"--easy_dataset.name={tmp_path / 'easy/rows.jsonl'}", "--easy_schedule={0: 0.5}"]
     assert [row["prompt"] for row in inputs("test").eval_rows] == ["4+1", "5+1"]
     assert "3 of 3 evaluation prompts" in refusal(inputs, "train")
     assert "1 of 2 evaluation prompts" in refusal(inputs, "test", *easy)

@@ -41,7 +41,7 @@ COMMON = [
     "--reward_workers=0",
 ]
 INFOSEED = [
-    "--info_seed_enabled=True",
+    "--info_seed_num_seeds=4",
     f"--info_seed_num_seeds={S}",
     "--info_seed_prompt_template={prompt} #{seed}",
 ]
@@ -210,7 +210,7 @@ def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_l
 @pytest.mark.parametrize("limit", [0, 1, 3])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags):
-    step, c = world + limit, config(f"--resample_equal_groups={limit}", "--replay_size=6", *flags)
+    step, c = world + limit, config(f"--resample_equal_groups={limit}", "--replay.size=6", *flags)
     state = {
         "total": 9,
         "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.sources[0][:9]},
@@ -344,9 +344,9 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
         easy=easy,
     )
     c = config(
-        "--easy_dataset_name=countdown",
+        "--easy_dataset.name=countdown",
         "--easy_schedule={2: 1.0, 4: 0.0}",
-        "--replay_fraction=0.25",
+        "--replay.fraction=0.25",
         "--resample_equal_groups=2",
     )
     state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.sources[1]}}
@@ -378,7 +378,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
 def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_that_were_replaced():
     inputs = inputs_of(rows_of(*["same", "differ"] * 30))
     (got,) = collect(
-        config("--resample_equal_groups=1", "--replay_size=99", *INFOSEED), inputs=inputs, size=99
+        config("--resample_equal_groups=1", "--replay.size=99", *INFOSEED), inputs=inputs, size=99
     )
     first = [
         row for row in experience.step_rows(inputs, None, 0, config()) if row["answer"] == "same"
@@ -407,8 +407,8 @@ def test_a_remembered_prompt_that_has_nothing_left_to_teach_is_let_go_also_when_
             (got,) = collect(
                 config(
                     f"--resample_equal_groups={limit}",
-                    "--replay_fraction=0.125",
-                    "--replay_ucb=0.1",
+                    "--replay.fraction=0.125",
+                    "--replay.ucb=0.1",
                 ),
                 step,
                 inputs,
@@ -566,10 +566,10 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
     argv = [
         f"--model={tiny_model_dir}",
         f"--dataset_mixture={mixture}",
-        f"--easy_dataset_name={tmp_path / 'e.jsonl'}",
+        f"--easy_dataset.name={tmp_path / 'e.jsonl'}",
         "--easy_schedule={0: 0.5, 2: 0.25}",
-        "--replay_size=5",
-        "--replay_fraction=0.25",
+        "--replay.size=5",
+        "--replay.fraction=0.25",
         "--resample_equal_groups=2",
         "--temperature_schedule={0: 1.5, 2: 0.7}",
         "--reward_funcs=['length']",

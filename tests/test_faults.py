@@ -31,7 +31,7 @@ from common import UserError, escaped, quoted
 
 HF = [
     "--rollout_engine=hf",
-    "--replay_size=0",
+    "--replay.size=0",
     "--resample_equal_groups=0",
     "--num_iterations=1",
     "--checkpoint_mode=full",
@@ -453,7 +453,7 @@ def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names
     )[-3000:]
     assert all(
         word in error_of(folder)
-        for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_mode=offline")
+        for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_options.mode=offline")
     )
 
 
@@ -475,7 +475,7 @@ def test_a_project_that_can_not_be_is_not_told_to_go_offline_where_it_is(tmp_pat
     assert child.status(process) == 2, log_of(folder)[-3000:]
     error = error_of(folder)
     assert "wandb_project='a/project'" in error and "correct wandb_project" in error
-    assert "--wandb_mode=offline" not in error
+    assert "--wandb_options.mode=offline" not in error
 
 
 def log_to_a_service_that_dies(folder: Path) -> None:
@@ -532,8 +532,8 @@ def test_a_dataset_row_that_can_not_be_read_is_named_by_file_and_line_before_any
     words = [
         str(ROOT / "config" / "countdown_tiny.py"),
         f"--model={model}",
-        f"--dataset_name={rows}",
-        "--dataset_config=",
+        f"--dataset.name={rows}",
+        "--dataset.config=",
         f"--output_dir={tmp_path / 'run'}",
     ]
     assert child.status(child.start(script, run_training, *words, log=tmp_path / "log")) == 2

@@ -14,7 +14,7 @@ from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
-    "--generate_max_prompts=5",
+    "--max_prompts=5",
     "--num_generations=3",
     "--prompts_per_step=2",
     "--max_completion_length=8",
@@ -38,7 +38,7 @@ def run(model: Path, output: Path, *flags, ranks: int = 0) -> subprocess.Complet
             "config/countdown_tiny.py",
             *FLAGS,
             f"--model={model}",
-            f"--generate_output={output}",
+            f"--output={output}",
             *flags,
         ],
         cwd=ROOT,
@@ -109,7 +109,7 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
 @pytest.mark.slow
 def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_dir, tmp_path):
     done = run(
-        tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--generate_max_prompts=2"
+        tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--max_prompts=2"
     )
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr[-3000:]
     assert [line["sample"] for line in lines_of(tmp_path / "out.jsonl")] == [0, 1, 2] * 2
@@ -117,7 +117,7 @@ def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_
 
 def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     config = json.loads(Path(f"{whole}.config.json").read_text())
-    flags = [f"--generate_output={whole}", f"--model={config['model']}", *FLAGS]
+    flags = [f"--output={whole}", f"--model={config['model']}", *FLAGS]
     assert generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags])) == 5
     with pytest.raises(UserError, match=r"temperature=1\.0, not 0\.5"):
         generate.finished_prompts(

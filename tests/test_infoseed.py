@@ -148,7 +148,7 @@ def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alo
     tokenizer = sft.tiny_tokenizer()
     c = load_config(
         [
-            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=3",
             f"--info_seed_prompt_template={template}",
         ]
@@ -169,7 +169,7 @@ LONG = [
 
 def fitting(rule: str, limit: int) -> list[dict]:
     flags = [
-        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=4",
         "--info_seed_prompt_template={prompt} (variant{seed})",
         f"--max_prompt_length={limit}",
         f"--long_prompts={rule}",
@@ -212,7 +212,7 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unl
     tokenizer, sampler = sft.tiny_tokenizer(), Sampler()
     c = load_config(
         [
-            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_prompt_template={prompt}{seed}",
             f"--info_seed_reward={reward}",
@@ -251,7 +251,7 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unl
 )
 def test_impossible_settings_are_refused_in_a_sentence(flags, sentence):
     with pytest.raises(UserError, match=sentence):
-        load_config(["--info_seed_enabled=True", *flags])
+        load_config(["--info_seed_num_seeds=4", *flags])
 
 
 # --- end to end
@@ -302,11 +302,11 @@ def toy(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(
         "sft.py",
-        f"--dataset_name={folder / 'start'}.jsonl",
+        f"--dataset.name={folder / 'start'}.jsonl",
         "--model=tiny",
         f"--output_dir={folder / 'start'}",
-        "--sft_steps=150",
-        "--sft_learning_rate=2e-3",
+        "--steps=150",
+        "--learning_rate=2e-3",
     )
     return folder
 
@@ -315,12 +315,12 @@ def train_toy(folder, name: str, *flags) -> dict:
     """Means over the last 10 of 50 steps."""
     run(
         "train.py",
-        f"--dataset_name={folder / 'rows'}.jsonl",
+        f"--dataset.name={folder / 'rows'}.jsonl",
         f"--model={folder / 'start'}",
         "--reward_funcs=['graph_coloring']",
         "--prompts_per_step=16",
         "--num_generations=4",
-        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=3",
         "--info_seed_prompt_template={prompt}{seed}",
         "--learning_rate=3e-4",

@@ -325,7 +325,7 @@ def seed_gradients(model, *flags) -> tuple[dict, dict]:
     c = load_config(
         [
             f"--model={model}",
-            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_lambda=1",
             *flags,
@@ -364,7 +364,7 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     c = load_config(
         [
             f"--model={tiny_model_dir}",
-            "--info_seed_enabled=True",
+            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_lambda=2",
             f"--info_seed_loss_type={kind}",

@@ -226,7 +226,7 @@ def test_every_script_refuses_a_bad_model_before_anything_starts(
         monkeypatch.setattr(script, name, lambda *_: pytest.fail("it started"), raising=False)
     monkeypatch.setattr(serve.os, "execve", lambda *_: pytest.fail("it started"))
     output = tmp_path / "out"
-    flags = [f"--output_dir={output}", f"--generate_output={tmp_path / 'out.jsonl'}"]
+    flags = [f"--output_dir={output}", f"--output={tmp_path / 'out.jsonl'}"]
     with pytest.raises(UserError, match="model="):
         script.main([TINY, f"--model={folder}", *flags])
     assert not output.exists() and not (tmp_path / "out.jsonl").exists()

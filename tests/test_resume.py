@@ -185,7 +185,7 @@ CONFIG = {
     "save_total_limit": 2,
     "keep_every": 0,
     "dtype": "auto",
-    "info_seed_enabled": False,
+    "info_seed_num_seeds": 0,
     "info_seed_loss_type": "infonce",
     "info_seed_num_seeds": 4,
 }
@@ -316,7 +316,7 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(
     [
         ({"zero_stage": 2}, "zero_stage=0"),
         ({"dtype": "bfloat16"}, "dtype='float32'"),
-        ({"info_seed_enabled": True, "info_seed_loss_type": "ce"}, "seeds of a trained head=0"),
+        ({"info_seed_num_seeds": 4, "info_seed_loss_type": "ce"}, "seeds of a trained head=0"),
     ],
 )
 def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(
@@ -326,7 +326,7 @@ def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
     assert (
         checkpoint.find(
-            c | {"learning_rate": 1.0, "info_seed_enabled": True, "dtype": "float32"}
+            c | {"learning_rate": 1.0, "info_seed_num_seeds": 4, "dtype": "float32"}
         ).name
         == "step_000001"
     )

@@ -64,7 +64,7 @@ def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
 
 @pytest.mark.slow
 def test_a_compiled_vllm_takes_over_weights_as_an_eager_one_does(tiny_model_dir):
-    result = work("syncs", tiny_model_dir, "--vllm_enforce_eager=no")
+    result = work("syncs", tiny_model_dir, "--vllm_options.enforce_eager=False")
     assert (
         result["compiled"]
         and max(result["differences"]) < 2e-5

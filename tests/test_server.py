@@ -1302,7 +1302,7 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
 
     one, tokenizer = stand_in(), AutoTokenizer.from_pretrained(tiny_model_dir)
     c = load_config(
-        ["--info_seed_enabled=True", "--info_seed_num_seeds=3", "--max_prompt_length=48"]
+        ["--info_seed_num_seeds=4", "--info_seed_num_seeds=3", "--max_prompt_length=48"]
     )
     rows = [
         {"prompt": "1 2 = 3", "prompt_ids": [1, 2], "system_prompt": ""},
@@ -1365,7 +1365,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     monkeypatch.setenv(
         "CXX", sys.executable
     )  # a compiler that is there, also on a machine without g++
-    serve.main(["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_enforce_eager=no"])
+    serve.main(["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_options.enforce_eager=False"])
     assert "--enforce-eager" not in started[1][1] and "TORCHDYNAMO_DISABLE" not in started[1][2]
     assert (
         '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1])

@@ -402,7 +402,7 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
         *CONFIG,
         HF,
         f"--model={tiny_model_dir}",
-        "--dry_run=True",
+        "--dry_run",
         sbatch=["--array=3"],
     )
     assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(

@@ -81,12 +81,12 @@ def two_ranks(tiny_model_dir, tmp_path_factory):
         "--save_steps=2",
         "--log_rollouts_steps=2",
         "--report_to=wandb",
-        "--wandb_mode=offline",
+        "--wandb_options.mode=offline",
         "--maxent_target_weight_entropy=1.0",
         "--beta=0.05",
         "--kl_target=0.05",
         "--num_iterations=2",
-        "--controller_meta_enabled=True",
+        "--controller_meta_method=analytic",
         "--max_tokens_per_micro_batch=100",
         ranks=2,
     )
@@ -211,7 +211,7 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
         *SMALL,
         f"--model={two_ranks[0] / 'step_000003'}",
         "--rollout_engine=hf",
-        f"--eval_output={output}",
+        f"--output={output}",
     )
     ended_well(done)
     assert (
@@ -268,8 +268,8 @@ def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
         "sft.py",
         "--model=tiny",
         f"--output_dir={tmp_path / 'sft'}",
-        "--sft_steps=30",
-        "--sft_batch_size=64",
+        "--steps=30",
+        "--batch_size=64",
         ranks=2,
     )
     ended_well(done)

@@ -125,7 +125,7 @@ def samples(model: str) -> dict:
 
 
 def tensor_parallel(model: str) -> dict:
-    _, engine = start("vllm", model, "--vllm_tensor_parallel_size=2")
+    _, engine = start("vllm", model, "--vllm_options.tensor_parallel_size=2")
     lm, tokenizer = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         AutoTokenizer.from_pretrained(model),

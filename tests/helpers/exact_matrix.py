@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_DATA = [
-    "--dataset_config=3",
+    "--dataset.config=3",
     "--max_prompt_length=200",
 ]  # 659 problems instead of 10,489: a second less at every start
 FLAGS = [
@@ -39,8 +39,8 @@ FLAGS = [
     "--num_iterations=2",
     "--save_steps=2",
     "--save_total_limit=0",
-    "--replay_size=50",
-    "--replay_fraction=0.5",
+    "--replay.size=50",
+    "--replay.fraction=0.5",
     "--resample_equal_groups=1",
     "--maxent_target_weight_entropy=1.0",
     "--beta=0.05",

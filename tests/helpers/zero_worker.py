@@ -50,14 +50,14 @@ CASES = {
         "--importance_sampling=sequence_truncate",
     ],
     "infoseed_nce": [
-        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=2",
         "--info_seed_lambda=3",
         "--num_iterations=2",
         "--max_tokens_per_micro_batch=50",
     ],
     "infoseed_ce": [
-        "--info_seed_enabled=True",
+        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=2",
         "--info_seed_lambda=3",
         "--info_seed_loss_type=ce",
@@ -166,7 +166,7 @@ if __name__ == "__main__":
         "--max_prompt_length=9",
         "--max_completion_length=9",
         "--learning_rate=1e-3",
-        "--dataset_name=countdown",
+        "--dataset.name=countdown",
     ]
     for stage in stages.split(","):
         for name, flags in CASES.items():
