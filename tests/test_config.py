@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checks import OBJECTIVES, RANGES, warn_config
-from common import ALIASES, ROOT, UserError, check_config, load_config, read_config_file
+from checks import ENTRIES, OBJECTIVES, RANGES, warn_config
+from common import REPLACED, ROOT, UserError, check_config, load_config, read_config_file, scheduled
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
@@ -65,7 +65,7 @@ def test_merging_keeps_every_key_its_order_and_its_type(tmp_path):
         ("--beta=1e-3", "beta", 0.001),
         ("--delta=-1", "delta", -1.0),
         ("--reward_funcs=['math']", "reward_funcs", ["math"]),
-        ("--dataset.config=3", "dataset_config", "3"),
+        ("--dataset.config=3", "dataset", {"config": "3"}),
     ],
 )
 def test_flags_are_read_in_the_type_of_the_default(flag, key, value):
@@ -80,13 +80,87 @@ def test_tau_takes_inf_and_nothing_else_does(tmp_path):
         assert key in refusal(f"--{key}=inf") and "inf" in refusal(f"--{key}=inf")
 
 
-def test_older_names_are_taken(tmp_path):
-    assert ALIASES == {"init_kl_coeff": "beta"}
+def test_older_names_are_taken_and_said(tmp_path, capsys):
+    assert load_config(["--dataset_name=countdown"])["dataset"] == {"name": "countdown"}
+    assert capsys.readouterr().err == "command line: dataset_name is now dataset.name\n"
     assert (
         load_config(["--init_kl_coeff=0.25"])["beta"]
         == load_config([write(tmp_path, "init_kl_coeff = 0.25")])["beta"]
         == 0.25
     )
+
+
+def test_every_older_key_is_taken_or_told_what_has_replaced_it():
+    for name, replacement in REPLACED.items():
+        assert name not in DEFAULTS
+        if " " in replacement:
+            assert f"{name} is no key any more: {replacement}" in refusal(f"--{name}=1")
+        else:
+            key, _, entry = replacement.partition(".")
+            assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
+
+
+def test_the_config_of_an_older_run_is_read_with_todays_keys(tmp_path):
+    older = {
+        "reward_funcs": ["countdown"],
+        "dataset_name": "countdown",
+        "dataset_config": "tiny",
+        "dataset_split": "train",
+        "dataset_mixture": [],
+        "eval_dataset_name": "",
+        "eval_prompt_column": "prompt",
+        "replay_size": 0,
+        "replay_fraction": 0.25,
+        "weight_sync": "disk",
+        "weight_sync_dir": "/dev/shm/w",
+        "controller_meta_enabled": False,
+        "controller_meta_method": "analytic",
+        "info_seed_enabled": False,
+        "info_seed_num_seeds": 4,
+        "vllm_kv_cache_gib": 0.25,
+        "sft_steps": 800,
+        "maxent_tau": math.inf,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(older))
+    changed = {
+        key: value for key, value in load_config([str(path)]).items() if value != DEFAULTS[key]
+    }
+    assert changed == {
+        "dataset": {"name": "countdown", "config": "tiny"},
+        "weight_sync": "/dev/shm/w",
+        "maxent_tau": math.inf,
+    }
+
+
+def test_a_dotted_flag_sets_one_entry(tmp_path):
+    path = write(tmp_path, 'dataset = {"name": "countdown", "config": "tiny"}')
+    config = load_config([path, "--dataset.config=4", "--vllm_options.enforce_eager=false"])
+    assert config["dataset"] == {"name": "countdown", "config": "4"}
+    assert config["vllm_options"] == {"enforce_eager": False}
+    assert "unknown entry 'confg'" in refusal("--dataset.confg=4")
+    assert "has no entries by name" in refusal("--seed.x=4")
+    assert "has no entries by name" in refusal("--dataset=[{'name': 'a'}]", "--dataset.name=b")
+
+
+def test_a_number_may_be_a_line_through_points():
+    temperature = load_config(["--temperature={2: 1.2, 6: 1.0}"])["temperature"]
+    assert [scheduled(temperature, step) for step in (0, 2, 3, 4, 6, 99)] == pytest.approx(
+        [1.2, 1.2, 1.15, 1.1, 1.0, 1.0]
+    )
+    assert scheduled(0.7, 5) == 0.7
+    jump = {99: 1.2, 100: 1.0}
+    assert [scheduled(jump, step) for step in (0, 99, 100)] == [1.2, 1.2, 1.0]
+    assert "temperature={0: 1.0, 9: 0.0} must be at least 0.01" in refusal(
+        "--temperature={0: 1, 9: 0}"
+    )
+    for points in ("{}", "{-1: 1.0}", "{'a': 1.0}", "{0: '1'}", "{0.5: 1.0}", "{True: 1.0}"):
+        assert "temperature" in refusal(f"--temperature={points}")
+    assert "beta must be of type float" in refusal("--beta={0: 1.0}")
+
+
+def test_an_option_of_vllm_that_the_trainer_sets_is_refused():
+    assert "seed is set by the trainer itself" in refusal("--vllm_options.seed=1")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +195,8 @@ def test_an_unknown_key_is_named_with_its_file_and_the_nearest_key(tmp_path):
         "seed = 1.5",
         "max_steps = '3'",
         "max_steps = True",
-        "dry_run = 1",
-        "dry_run = 'true'",
+        "allow_leakage = 1",
+        "allow_leakage = 'true'",
         "model = 3",
         "model = None",
         "beta = '0.1'",
@@ -181,7 +255,7 @@ def test_a_flag_without_a_value_is_named_even_before_a_stray_word():
     assert "--max_steps" in refusal("--max_steps", "3") and "--max_steps=" in refusal(
         "--max_steps", "3"
     )
-    assert "--dry_run=" in refusal("--dry_run") and "--seed=" in refusal("-seed=3")
+    assert "--pack_sequences=" in refusal("--pack_sequences") and "--seed=" in refusal("-seed=3")
 
 
 BAD = [
@@ -199,7 +273,7 @@ BAD = [
     "zero_stage=-1",
     "reference_placement=gpu",
     "report_to=tensorboard",
-    "wandb_mode=disabled",
+    "wandb_options.mode=disabled",
     "prompts_per_step=0",
     "max_prompt_length=0",
     "max_completion_length=-5",
@@ -210,22 +284,17 @@ BAD = [
     "learning_rate=0.0",
     "learning_rate=-1.0",
     "max_tokens_per_micro_batch=0",
-    "logprob_chunk_size=0",
-    "max_skipped_steps=0",
     "importance_sampling_cap=0.0",
     "maxent_tau_min=0.0",
     "beta_min=0.0",
     "maxent_tau_lr=0.0",
-    "vllm_kv_cache_gib=0",
-    "vllm_gpu_memory_utilization=0.0",
-    "vllm_gpu_memory_utilization=1.0",
-    "vllm_tensor_parallel_size=0",
+    "vllm_options.kv_cache_memory_bytes=0",
+    "vllm_options.gpu_memory_utilization=0.0",
+    "vllm_options.gpu_memory_utilization=1.0",
+    "vllm_options.tensor_parallel_size=0",
     "eval_max_prompts=0",
     "eval_num_generations=0",
     "eval_temperature=0.0",
-    "sft_steps=0",
-    "sft_batch_size=0",
-    "sft_learning_rate=0.0",
     "num_iterations=0",
     "beta=-0.1",
     "maxent_tau=-0.2",
@@ -274,11 +343,11 @@ BAD = [
     "reward_timeout=10000000000.0",
     "reward_memory_gib=1000000000000.0",
     "reward_workers=100000",
-    "vllm_kv_cache_gib=1e-06",
-    "vllm_kv_cache_gib=1e+07",
+    "vllm_options.kv_cache_memory_bytes=1000",
+    "vllm_options.kv_cache_memory_bytes=10000000000000000",
     "reward_funcs=[1]",
     "reward_funcs=[['math']]",
-    "eval_output=~/out.jsonl",
+    "weight_sync=~/weights",
 ]
 
 
@@ -322,7 +391,7 @@ MONSTERS = {
 
 
 @pytest.mark.parametrize("text, words", MONSTERS.values(), ids=MONSTERS)
-@pytest.mark.parametrize("key", ["seed", "beta", "reward_funcs", "dataset_mixture"])
+@pytest.mark.parametrize("key", ["seed", "beta", "reward_funcs", "dataset"])
 def test_a_value_that_no_library_takes_is_refused_as_it_is_read(tmp_path, key, text, words):
     for where, argument in (
         ("command line", f"--{key}=[{text}]"),
@@ -335,7 +404,7 @@ def test_a_value_that_no_library_takes_is_refused_as_it_is_read(tmp_path, key, t
         assert len(message) < 400
 
 
-@pytest.mark.parametrize("key", ["output_dir", "model", "system_prompt", "dataset_name"])
+@pytest.mark.parametrize("key", ["output_dir", "model", "system_prompt", "dataset.name"])
 @pytest.mark.parametrize("text", ["a\0b", "a\udcff"])
 def test_a_text_that_is_none_is_refused_with_its_key(key, text):
     assert key in refusal(f"--{key}={text}") and repr(text) in refusal(f"--{key}={text}")
@@ -367,7 +436,7 @@ def test_a_config_file_without_an_end_is_not_read_to_it():
         ("mode_entropy_coef=0.1 objective=maxent", ["mode_entropy_coef", "objective='maxent'"]),
         ("offload_optimizer=True zero_stage=0", ["offload_optimizer=True", "zero_stage"]),
         (
-            "info_seed_enabled=True info_seed_loss_type=ce info_seed_lambda=0",
+            "info_seed_num_seeds=4 info_seed_loss_type=ce info_seed_lambda=0",
             ["info_seed_loss_type='ce'", "info_seed_lambda"],
         ),
         ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]),
@@ -465,21 +534,15 @@ def test_the_published_settings_are_those_of_the_issue():
         maths[k]
         for k in (
             "model",
-            "dataset_name",
-            "eval_dataset_name",
-            "eval_dataset_split",
-            "eval_prompt_column",
-            "eval_answer_column",
+            "dataset",
+            "eval_dataset",
             "eval_steps",
             "seed",
         )
     ] == [
         "Qwen/Qwen2.5-1.5B-Instruct",
-        "open-r1/OpenR1-Math-220k",
-        "HuggingFaceH4/MATH-500",
-        "test",
-        "problem",
-        "answer",
+        {"name": "open-r1/OpenR1-Math-220k", "prompt": "problem"},
+        {"name": "HuggingFaceH4/MATH-500", "prompt": "problem"},
         25,
         42,
     ]
@@ -515,9 +578,6 @@ def test_every_key_is_used_and_every_key_that_is_used_exists():
 
 
 SPEAK_FOR_THEMSELVES = {
-    "dataset_name",
-    "dataset_split",
-    "dataset_answer_column",
     "maxent_tau_min",
     "maxent_tau_max",
     "beta_min",
@@ -526,15 +586,8 @@ SPEAK_FOR_THEMSELVES = {
     "learning_rate",
     "adam_beta1",
     "adam_beta2",
-    "eval_dataset_split",
-    "eval_prompt_column",
-    "eval_answer_column",
     "eval_temperature",
     "eval_max_prompts",
-    "wandb_project",
-    "sft_steps",
-    "sft_batch_size",
-    "sft_learning_rate",
 }
 
 

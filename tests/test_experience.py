@@ -545,7 +545,7 @@ train.evaluate.report = lambda folder: None     # no picture
 whole, part, *flags = sys.argv[1:]
 for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
     if os.fork() == 0:
-        train.main(train.load_config([*flags, *more, f"--output_dir={folder}"]))
+        train.main(load_config([*flags, *more, f"--output_dir={folder}"]))
         os._exit(0)
     assert os.wait()[1] == 0
     if folder == whole:

@@ -52,7 +52,7 @@ def patched(folder: Path, code: str) -> str:
     """train.py after `code`."""
     script = folder / "patched_train.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport train\ntrain.script(train.main, train.script(train.load_config))\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport common, train\ntrain.script(train.main, train.script(common.load_config))\n"
     )
     return str(script)
 

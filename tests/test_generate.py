@@ -108,9 +108,7 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
 
 @pytest.mark.slow
 def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_dir, tmp_path):
-    done = run(
-        tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--max_prompts=2"
-    )
+    done = run(tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--max_prompts=2")
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr[-3000:]
     assert [line["sample"] for line in lines_of(tmp_path / "out.jsonl")] == [0, 1, 2] * 2
 

@@ -1365,7 +1365,9 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(monkeypatch, capfd):
     monkeypatch.setenv(
         "CXX", sys.executable
     )  # a compiler that is there, also on a machine without g++
-    serve.main(["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_options.enforce_eager=False"])
+    serve.main(
+        ["config/countdown_tiny.py", "--weight_sync=nccl", "--vllm_options.enforce_eager=False"]
+    )
     assert "--enforce-eager" not in started[1][1] and "TORCHDYNAMO_DISABLE" not in started[1][2]
     assert (
         '--weight-transfer-config {"backend": "nccl"}' in " ".join(started[1][1])

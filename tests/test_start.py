@@ -81,7 +81,7 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
             ["-m", "compare", TINY, "--jobs", "2"],
             "--jobs: write --key=value, in one word: --jobs=2",
         ),
-        (["train.py", "--dry_run", TINY], f"in one word: --dry_run={TINY}"),
+        (["train.py", "--pack_sequences", TINY], f"in one word: --pack_sequences={TINY}"),
     ],
 )
 def test_a_flag_in_two_words_is_told_how_to_be_one(without_torch, command, cure):
@@ -98,13 +98,13 @@ def test_a_flag_that_is_given_twice_is_said_to_be(without_torch):
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "True", "false", "False"])
 def test_true_and_false_need_no_capital_letter(text):
-    config = load_config([f"--dry_run={text}"])
-    assert config["dry_run"] is (text.lower() == "true")
+    config = load_config([f"--pack_sequences={text}"])
+    assert config["pack_sequences"] is (text.lower() == "true")
     own, rest = own_flags([f"--report_only={text}", TINY], {"report_only": False})
     assert own == {"report_only": text.lower() == "true"} and rest == [TINY]
 
 
 @pytest.mark.parametrize("text", ["yes", "1", "on", ""])
 def test_other_words_for_true_are_refused(text):
-    with pytest.raises(UserError, match="dry_run must be of type bool"):
-        load_config([f"--dry_run={text}"])
+    with pytest.raises(UserError, match="pack_sequences must be of type bool"):
+        load_config([f"--pack_sequences={text}"])

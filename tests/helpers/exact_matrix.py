@@ -54,7 +54,7 @@ KILLED = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-import learner, train
+import common, learner, train
 calls, accumulate = [], learner.accumulate_gradients
 def accumulate_or_die(*args):
     calls.append(args)
@@ -63,7 +63,7 @@ def accumulate_or_die(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return accumulate(*args)
 learner.accumulate_gradients = accumulate_or_die
-train.script(train.main, train.script(train.load_config))
+train.script(train.main, train.script(common.load_config))
 """
 
 
