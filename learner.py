@@ -31,26 +31,29 @@ from ranks import across_ranks, gather_groups
 def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
     """Token cost of each unit (`unit` neighbouring rows): on its own, and what it saves when packed
     right behind the unit before, because both begin with the same prompt."""
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)  # (units, unit)
     if not pack:
-        return (total.amax(1) * unit).tolist(), [0] * len(total)
+        padded = total.amax(1) * unit
+        return padded.tolist(), [0] * len(total)
     repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
-    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)
+    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)  # 0 where it is new
     # within a unit every repeated prompt is saved; that of its first row depends on its neighbour
-    return (total.sum(1) - prompt[:, 1:].sum(1)).tolist(), prompt[:, 0].tolist()
+    packed = total.sum(1) - prompt[:, 1:].sum(1)
+    return packed.tolist(), prompt[:, 0].tolist()
 
 
 def fill_packed(cost: list[int], saved: list[int], rests: list[bool], budget: int) -> list:
     """Units of each micro-batch, in their own order, for neighbours share prompts; resting units
     first, in micro-batches of their own."""
-    bins, used = [], 0
-    order = sorted(range(len(cost)), key=lambda u: not rests[u])
+    bins = []
+    used = 0  # tokens of the last of them
+    order = sorted(range(len(cost)), key=lambda u: not rests[u])  # stable: False sorts first
     for u in order:
         behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
-        more = cost[u] - saved[u] if behind_neighbour else cost[u]
-        if bins and used + more <= budget and rests[u] == rests[bins[-1][0]]:
+        added = cost[u] - saved[u] if behind_neighbour else cost[u]
+        if bins and used + added <= budget and rests[u] == rests[bins[-1][0]]:
             bins[-1].append(u)
-            used += more
+            used += added
         else:
             bins.append([u])
             used = cost[u]
@@ -84,6 +87,7 @@ def plan_micro_batches(
         rests = idle.cpu().view(-1, unit).all(1).tolist()
     bins = fill_packed(cost, saved, rests, budget) if pack else fill_padded(cost, rests, budget)
     while len(bins) < at_least:
+        # the one of most units; ranks have as many rows, so there is one to halve
         i = max(range(len(bins)), key=lambda i: len(bins[i]))
         half = len(bins[i]) // 2
         bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
@@ -94,12 +98,14 @@ def plan_micro_batches(
 def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, bool]:
     """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had
     to be cut because one of them, on any rank, exceeds the budget."""
-    budget, pack = c["max_tokens_per_micro_batch"], c["pack_sequences"]
+    budget = c["max_tokens_per_micro_batch"]
+    pack = c["pack_sequences"]
 
     def plan(unit: int, at_least: int = 1) -> list:
         return plan_micro_batches(batch, budget, unit, pack, at_least, idle)
 
     too_large = max(unit_tokens(batch, unit, pack)[0]) > budget
+    # both plans are counted, for a rank does not know yet which one the others need
     mine = torch.tensor([too_large, len(plan(unit)), len(plan(1))])
     too_large, whole, single = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     if unit > 1 and too_large:
@@ -111,15 +117,15 @@ def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, boo
 def score_rows(model, batch: dict, plan: list, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`, or the entropies of its next-token
     distributions; 0 outside completions."""
-    found = torch.zeros_like(batch["sampler_logps"])
+    scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
     for rows in plan:
         part = rollout.take(batch, rows)
         logps, entropies = model(
             part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
         )
-        values = entropies if entropy else logps
-        found[rows, : values.shape[1]] = values
-    return found
+        values = entropies if entropy else logps  # (n, T of the micro-batch)
+        scores[rows, : values.shape[1]] = values
+    return scores
 
 
 # --- what the groups of a step ask of the policy
@@ -130,7 +136,9 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
     and what this config asks for. Sets batch["ref_logps"].
 
     lived: experience.Lived; rewards (P, G): its rewards, with what InfoSeed adds to them."""
-    rows, rollouts, right = lived.rows, lived.rollouts, lived.right
+    rows = lived.rows
+    rollouts = lived.rollouts
+    right = lived.right
 
     def gather(values):
         return gather_groups(values.view(len(rows), -1))  # (P, G)
@@ -140,11 +148,13 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
         "task_rewards": lived.rewards,
         "lengths": gather(batch["lengths"]),
     }
+    # passes without gradient may tear groups apart, so rows are placed one by one
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan, _ = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
         group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
+    # the sampler's log-probs stand for the policy's, which are not known before the first forward
     if c["unlikeliness_coef"] > 0:
         group["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
@@ -165,21 +175,26 @@ def score_by_reference(reference, batch: dict, plan: list, c: dict):
         return score_rows(reference, batch, plan)
     reference.to(batch["ids"].device)
     logps = score_rows(reference, batch, plan)
-    reference.to("cpu")
+    reference.to("cpu")  # its memory on the device is the policy's from here on
     return logps
 
 
 def group_scores(logps, batch: dict, c: dict):
     """The sequence scores (N,) that maxent compares within a group."""
-    norm, longest = c["maxent_score_norm"], c["max_completion_length"]
-    return L.sequence_scores(logps, batch["lengths"], norm, longest, c["maxent_score_scale"])
+    return L.sequence_scores(
+        logps,
+        batch["lengths"],
+        c["maxent_score_norm"],
+        c["max_completion_length"],
+        c["maxent_score_scale"],
+    )
 
 
 def own_targets(targets: dict, world) -> dict:
     """This rank's groups (p, G) of the whole step's (P, G)."""
     own = {}
     for name, value in targets.items():
-        share = len(value) // world.size
+        share = len(value) // world.size  # groups of a rank
         own[name] = value[world.rank * share : (world.rank + 1) * share]
     return own
 
@@ -191,7 +206,7 @@ def step_counts(targets: dict, lengths) -> dict:
         "rows": lengths.numel(),
         "prompts": len(lengths),
         "tokens": int(lengths.sum()),
-        "active": max(1, int(targets["active"].sum())),
+        "active": max(1, int(targets["active"].sum())),  # it divides
     }
 
 
@@ -210,7 +225,7 @@ def row_advantages(group: dict, c: dict):
     """The advantage of each row, (P, G), as the table of objectives says."""
     objective = OBJECTIVES[c["objective"]]
     rewards = shaped_rewards(group, c)
-    scale = c["scale_rewards"] or objective.scale
+    scale = c["scale_rewards"] or objective.scale  # "": as the paper has it
     return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
 
 
@@ -222,6 +237,7 @@ def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     utilities = L.log_reward_targets(
         shaped_rewards(group, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
+    # by the rewards as they were given: a bonus would make equal rewards differ
     active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
     targets = {
         "rewards": group.get("task_rewards", rewards),
@@ -256,7 +272,7 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
         return score_targets(group, tau, beta, c)
     rewards = group["rewards"]
     G = rewards.shape[1]
-    advantages = row_advantages(group, c)
+    advantages = row_advantages(group, c)  # (P, G)
     targets = {
         "rewards": group.get("task_rewards", rewards),
         "active": ~L.equal_groups(rewards),
@@ -267,7 +283,7 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
         if not math.isinf(tau):  # infinite: the dr_grpo path, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
     if objective.term == "answer_entropy":
-        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])
+        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])  # (P,)
         targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     return targets
 
@@ -279,7 +295,7 @@ def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
     taus = [tau] * len(advantages)
     if c["xdr_mode_adaptive_tau"]:
         taus = L.mode_adaptive_tau(tau, group["correct_modes"])
-    tilt = beta if c["xdr_ref_tilt"] else 0.0
+    tilt = beta if c["xdr_ref_tilt"] else 0.0  # else beta acts as a KL term of the loss
     return L.xdr_weights(utilities, group.get("ref_scores"), taus, tilt)
 
 
@@ -301,7 +317,7 @@ def policy_gradient(c: dict) -> bool:
 def scores_of(logps, lengths, c: dict):
     """Sequence scores (n,) for group_loss, in the norm that its loss asks for."""
     kind = OBJECTIVES[c["objective"]].group_loss
-    scale = 1.0
+    scale = 1.0  # mle is likelihood, and the mode-entropy term counts nats: neither is scaled
     if kind == "listwise" and c["maxent_loss"] == "mle":
         norm = "length"
     elif kind:
@@ -315,7 +331,8 @@ def group_loss(scores, targets: dict, c: dict, norm: dict):
     """The part of the loss that takes the rows of a group together, from their scores (p, G): that
     of the objective, or the mode-entropy term."""
     kind = OBJECTIVES[c["objective"]].group_loss
-    active, share = targets["active"], targets.get("share")
+    active = targets["active"]  # (p,) bool
+    share = targets.get("share")  # (p,) or None
     if kind == "balance":
         return L.balance_loss(scores, targets["goals"], active, norm["active"], share)
     if kind == "listwise":
@@ -335,8 +352,8 @@ def surrogate(logps, part: dict, c: dict) -> tuple:
     if ratio == "cispo":
         return L.cispo_surrogate(logps, log_ratio, part["advantages"], c["cispo_epsilon_max"])
     if ratio == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]
-    high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]
+        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]  # (n, 1)
+    high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: as below
     return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
 
 
@@ -357,7 +374,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
     )  # (n, T)
     total = logps.new_zeros(())
     kl_sum = logps.new_zeros(())
-    low = high = mask & False
+    low = high = mask & False  # nothing is clipped
     if policy_gradient(c):
         gain, low, high = surrogate(logps, part, c)
         correction = L.importance_ratio(
@@ -371,9 +388,11 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
     if objective.term == "token_entropy":
         total = total - c["token_entropy_coef"] * (share * entropy).sum()
     if "ref_logps" in part:
+        # measured also where it is no term of the loss: beta may follow it
         kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
         if adds_kl(c):
-            kl = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]](logps, part["ref_logps"])
+            estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
+            kl = estimator(logps, part["ref_logps"])  # (n, T)
             total = total + beta * (share * kl).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
@@ -382,9 +401,10 @@ def idle_rows(targets: dict, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal
     rewards. They need no backward."""
     entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
+    # terms that act whatever the rewards are
     if c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
-    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)
+    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
     return idle.repeat_interleave(targets["rewards"].shape[1])
 
 
@@ -417,7 +437,7 @@ def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) ->
         return (targets["score_gradients"][rows] * scores).sum(), 0.0
     G = targets["rewards"].shape[1]
     groups = rows[::G] // G
-    own = {name: value[groups] for name, value in targets.items()}
+    own = {name: value[groups] for name, value in targets.items()}  # of this micro-batch
     loss = group_loss(scores.view(-1, G), own, c, norm)
     return loss, loss.item()
 
@@ -430,16 +450,19 @@ def accumulate_gradients(
 
     targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in
     the first update of a batch."""
-    G, world = targets["rewards"].shape[1], dist.get_world_size()
-    targets = {name: value.to(batch["ids"].device) for name, value in targets.items()}
+    G = targets["rewards"].shape[1]
+    world = dist.get_world_size()
+    device = batch["ids"].device
+    targets = {name: value.to(device) for name, value in targets.items()}
     coupled = couples_rows(c)
-    idle = idle_rows(targets, beta, c)
+    idle = idle_rows(targets, beta, c)  # (p * G,)
     plan, cut = agree_on_plan(batch, G if coupled else 1, c, idle)
     first_backward = len(plan) - agree_on_backwards(plan, idle)
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
     if cut:
         targets["score_gradients"], sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
+    # in the first update the policy is the one that sampled: its own log-probs are the old ones
     first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
     finite = True
@@ -455,9 +478,9 @@ def accumulate_gradients(
         loss, low, high, kl = token_loss(logps, entropy, part, beta, c, norm)
         reported = loss.item()
         if coupled:
-            of_groups, more = coupled_loss(logps, part, rows, targets, c, norm)
-            loss = loss + of_groups
-            reported += more
+            loss_of_groups, value = coupled_loss(logps, part, rows, targets, c, norm)
+            loss = loss + loss_of_groups
+            reported += value
         measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
         logps_sum, *measured = torch.stack(measured).tolist()  # one wait for the device
         # the log-probs too: a group without a gradient may not be in the loss
@@ -507,23 +530,26 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
     They should be the same policy: a mean difference above `limit` (nats, -1 off) means that
     weights did not arrive, and stops the run."""
     mask = completion_mask(batch["lengths"])  # (N, T)
+    # one entry a completion token of this rank
     d = (batch["old_logps"] - batch["sampler_logps"])[mask]
     ratio = d.clamp(max=20).exp()
     sums = across_ranks(torch.stack([d.abs().sum(), ratio.sum(), mask.sum()]))
     mean, ratio_mean = (sums[:2] / sums[2]).tolist()
+    # the smallest ratio as the largest of its negatives: one collective for all three
     extremes = torch.stack([d.abs().max(), ratio.max(), -ratio.min()])
-    extremes = across_ranks(extremes, dist.ReduceOp.MAX).tolist()
+    largest, ratio_max, negative_min = across_ranks(extremes, dist.ReduceOp.MAX).tolist()
+    # from here on all ranks know the same numbers, so all stop or none
     if limit >= 0 and mean > limit:
         raise RunStopped(
             f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on "
-            f"average (at most {extremes[0]:.1f}), over max_logp_difference={limit}: the rollout "
+            f"average (at most {largest:.1f}), over max_logp_difference={limit}: the rollout "
             f"engine does not hold the policy's weights, or the limit is too low for this dtype "
             f"(bfloat16 alone makes about 0.01)"
         )
     return {
         "sampling/sampling_logp_difference/mean": mean,
-        "sampling/sampling_logp_difference/max": extremes[0],
+        "sampling/sampling_logp_difference/max": largest,
         "sampling/importance_sampling_ratio/mean": ratio_mean,
-        "sampling/importance_sampling_ratio/min": -extremes[2],
-        "sampling/importance_sampling_ratio/max": extremes[1],
+        "sampling/importance_sampling_ratio/min": -negative_min,
+        "sampling/importance_sampling_ratio/max": ratio_max,
     }

@@ -39,6 +39,7 @@ for the entropy of every token).
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     -1 on wrong ones, the estimator of the gradient of log p's first G terms, -sum_k (1 - p)^k / k
     (Tajwar et al. 2026, arXiv:2602.02710): a rare success counts G - 1 times as much as a sure one
     can. 0 where the mean is not above 0. At K = G - 1 it is nearly dr_grpo."""
-    mean = rewards.mean(1, keepdim=True)
-    advantages = rewards - mean
+    mean = rewards.mean(1, keepdim=True)  # (P, 1)
+    advantages = rewards - mean  # (P, G)
+    # 1e-4 keeps a group of nearly equal rewards from being blown up
     if scale == "group" and rewards.shape[1] > 1:
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
     elif scale == "batch" and rewards.numel() > 1:
@@ -71,6 +73,7 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
         advantages = (advantages / mean).masked_fill(mean <= 0, 0.0)
     elif scale not in ("none", "group", "batch"):
         raise ValueError(f'scale_rewards={scale!r} must be "group", "batch", "mean" or "none"')
+    # r - mean of equal rewards is only nearly 0, and divided by a std of nearly 0 it would not be
     return advantages.masked_fill(equal_groups(rewards)[:, None], 0.0)
 
 
@@ -87,11 +90,12 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     G = rewards.shape[1]
     if k == 1:
         return group_advantages(rewards, "none") * G / max(1, G - 1)
-    ordered, order = rewards.sort(1)
+    ordered, order = rewards.sort(1)  # (P, G), the worst row first
     # sets of k - 1 rows whose best is the j-th from below
     sets = [math.comb(j, k - 2) for j in range(G)]
     gains = (ordered[:, :, None] - ordered[:, None, :]).clamp(min=0)  # (P, G, G): r_i - r_j
     advantages = (gains * rewards.new_tensor(sets)).sum(2) * G / math.comb(G, k)
+    # back to the order of the rows
     return torch.empty_like(rewards).scatter(1, order, advantages)
 
 
@@ -113,7 +117,7 @@ def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> T
     log_softmax = ((rewards - best) / temperature).log_softmax(1)
     if epsilon == 0:
         return log_softmax
-    keep = max(0.0, 1 - G * epsilon)
+    keep = max(0.0, 1 - G * epsilon)  # the share of the softmax in q
     log_keep = math.log(keep) if keep > 0 else -math.inf
     return torch.logaddexp(log_softmax + log_keep, torch.full_like(rewards, math.log(epsilon)))
 
@@ -134,13 +138,16 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
     """
     if math.isinf(tau) and math.isinf(beta):
         raise ValueError("tau and beta are both infinite: the weights are not defined")
+    # the limits first: they would be NaN in the formula
     if math.isinf(tau):
         return torch.full_like(utilities, 1 / utilities.shape[1])
     if beta > 0 and ref_scores is None:
         raise ValueError(f"beta={beta} needs the reference model's scores")
     if math.isinf(beta):
         return ref_scores.detach().softmax(1)
-    z = utilities.detach() + (beta * ref_scores.detach() if beta > 0 else 0.0)
+    z = utilities.detach()  # (P, G)
+    if beta > 0:  # not 0 * l, which an infinite l would make NaN
+        z = z + beta * ref_scores.detach()
     # before dividing: a tiny tau + beta must not lose the differences
     z = z - z.amax(1, keepdim=True)
     if tau + beta < torch.finfo(z.dtype).tiny:  # 0, also after rounding to the dtype of z
@@ -154,9 +161,10 @@ def entropy_bonus(rewards: Tensor, entropies: Tensor, coef: float) -> Tensor:
     group, of a row's mean token entropy (P, G). 0 in groups whose rewards are equal (there is
     nothing to scale it by) or whose entropies are."""
     centred = entropies - entropies.mean(1, keepdim=True)
-    z = centred / entropies.std(1, keepdim=True)
-    flat = equal_groups(rewards) | equal_groups(entropies)
-    return (coef * rewards.std(1, keepdim=True) * z).masked_fill(flat[:, None], 0.0)
+    z = centred / entropies.std(1, keepdim=True)  # (P, G)
+    flat = equal_groups(rewards) | equal_groups(entropies)  # (P,); their z may be NaN
+    bonus = coef * rewards.std(1, keepdim=True) * z
+    return bonus.masked_fill(flat[:, None], 0.0)
 
 
 def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
@@ -165,6 +173,7 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
     usual one, also where all are right; coef 0 changes nothing. He, Fried and Welleck 2025,
     arXiv:2506.02355, who use .25. Equal answers, equal up to rounding, share a rank."""
     G = rewards.shape[1]
+    # 1e-4 nats is more than rounding makes of equal answers
     rank = (seq_logps[:, None, :] > seq_logps[:, :, None] + 1e-4).sum(2)  # (P, G)
     return torch.where(rewards > 0, rewards * (1 - coef * (G - rank) / G), rewards)
 
@@ -172,7 +181,9 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
 def xdr_utilities(advantages: Tensor, lengths: Tensor, kind: str, max_length: int) -> Tensor:
     """What xdr's weights prefer, (P, G): the "advantage" A, or the "surrogate" A * T / L, the
     row's term of the loss: that one likes length, and makes tau depend on L."""
-    return advantages if kind == "advantage" else advantages * lengths / max_length
+    if kind == "advantage":
+        return advantages
+    return advantages * lengths / max_length
 
 
 def mode_adaptive_tau(tau: float, correct_modes: Tensor) -> list[float]:
@@ -196,9 +207,10 @@ def semantic_entropy(clusters: Tensor, mean_logps: Tensor) -> Tensor:
     """H_sem, (P,), nats: the entropy over the answers of a group. clusters (P, G): rows of one
     number gave the same answer; the mass of a cluster is that of its rows under the softmax over
     the group of their mean log-probs (P, G)."""
-    p = mean_logps.softmax(1)
+    p = mean_logps.softmax(1)  # (P, G)
     same = clusters[:, :, None] == clusters[:, None, :]  # (P, G, G)
-    mass = (same * p[:, None, :]).sum(2)  # of the row's own cluster
+    mass = (same * p[:, None, :]).sum(2)  # (P, G), of the row's own cluster
+    # summed over rows, which is over clusters; xlogy: an impossible row counts 0 and not NaN
     return -torch.xlogy(p, mass).sum(1)
 
 
@@ -234,16 +246,17 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     without an active group."""
     if not active.any():
         return {}
-    w, r = weights[active], rewards[active]
+    w = weights[active]  # (a, G), a active groups
+    r = rewards[active]
     G = w.shape[1]
-    H = torch.special.entr(w).sum(1)  # nats
+    H = torch.special.entr(w).sum(1)  # (a,) nats
     metrics = {
         "weights/entropy": H.mean().item(),
         "weights/entropy_norm": (H / math.log(G)).mean().item(),
         "weights/effective_rollouts": H.exp().mean().item(),
         "weights/max": w.amax(1).mean().item(),
     }
-    top = r == r.amax(1, keepdim=True)
+    top = r == r.amax(1, keepdim=True)  # (a, G) rows at the best reward
     n_top = top.sum(1)
     spread = n_top < G  # where all rows are best there is no room above ln n_top
     if spread.any():
@@ -266,8 +279,7 @@ def sequence_scores(
     constant, so the bound T_q * tau <= 1 / ln V becomes scale * T_q * tau <= 1 / ln V
     (checks.tau_limit)."""
     divisor = {"length": lengths, "constant": max_length, "sum": 1}[norm]
-    scores = logps.sum(1) / divisor
-    return scores if scale == 1 else scale * scores
+    return scale * (logps.sum(1) / divisor)
 
 
 def over_groups(losses: Tensor, active: Tensor, norm: float, share: Tensor | None) -> Tensor:
@@ -275,6 +287,7 @@ def over_groups(losses: Tensor, active: Tensor, norm: float, share: Tensor | Non
     of 1."""
     if share is not None:
         losses = losses * share
+    # filled and not multiplied: no gradient at all reaches the groups that are left out
     return losses.masked_fill(~active, 0.0).sum() / norm
 
 
@@ -327,7 +340,8 @@ def balance_loss(
     the answers, so there is no importance ratio; unlike maxent's pull it does not saturate in p.
     Groups of equal rewards, where they are not skipped, have their scores pulled together, and so
     has everything as tau -> inf. It grows with 1 / tau."""
-    d = scores - goals
+    d = scores - goals  # (P, G)
+    # the mean of the group stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
     return over_groups((d**2).mean(1) / 2, active, norm, share)
 
@@ -337,12 +351,15 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     towards equally likely correct answers. C: rows at the best reward of a group that is not all
     equal, n_c = |C|; seq_logps S, rewards (P, G); norm = P * L for sums S, P for means. Row
     gradient (p_i - 1/n_c) * dS_i / norm; wrong rows are never touched."""
-    best = (rewards == rewards.amax(1, keepdim=True)) & ~equal_groups(rewards)[:, None]  # C, (P, G)
-    count = best.sum(1)
+    best = rewards == rewards.amax(1, keepdim=True)
+    best = best & ~equal_groups(rewards)[:, None]  # C, (P, G)
+    count = best.sum(1)  # n_c, (P,)
     use = count >= 2
     if not use.any():
-        return seq_logps.sum() * 0.0
-    S, best = seq_logps[use], best[use]
+        return seq_logps.sum() * 0.0  # zero, yet with a graph to go backward through
+    # only groups with a C: a logsumexp over nothing is -inf, and its gradient NaN
+    S = seq_logps[use]
+    best = best[use]
     log_p = S - S.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
     return -((log_p * best).sum(1) / count[use]).sum() / norm
 
@@ -358,16 +375,23 @@ def clipped_surrogate(
     ratio = log_ratio.clamp(max=20).exp()
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
     surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
-    return surrogate, (ratio < 1 - low) & (A < 0), (ratio > 1 + high) & (A > 0)
+    # only where the minimum takes the clipped branch, so where the gradient is 0
+    clipped_low = (ratio < 1 - low) & (A < 0)
+    clipped_high = (ratio > 1 + high) & (A > 0)
+    return surrogate, clipped_low, clipped_high
 
 
 def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: float):
     """min(c, cap) * A * logp per token, (n, T), the ratio detached: clipped tokens keep their
     gradient. Nothing is clipped below."""
     A = advantages[:, None]
+    # an infinite ratio would make A = 0 NaN
     ratio = log_ratio.detach().clamp(max=20).exp()
-    nothing = torch.zeros_like(ratio, dtype=torch.bool)
-    return ratio.clamp(max=cap) * A * logps, nothing, (ratio > cap) & (A > 0)
+    gain = ratio.clamp(max=cap) * A * logps
+    clipped_low = torch.zeros_like(ratio, dtype=torch.bool)
+    # bad tokens are capped too, which PPO's clip would not do: they are not counted
+    clipped_high = (ratio > cap) & (A > 0)
+    return gain, clipped_low, clipped_high
 
 
 def token_weights(
@@ -386,6 +410,7 @@ def token_weights(
 def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """exp(-d) + d - 1 with d = logp - ref_logp clamped to +-20: never negative, unbiased for
     KL(policy || ref) under the policy. http://joschu.net/blog/kl-approx.html"""
+    # clamped, for exp of a large difference would be infinite
     d = (logps - ref_logps).clamp(-20, 20)
     return torch.exp(-d) + d - 1
 
@@ -411,8 +436,10 @@ def importance_ratio(
         d = d.sum(1, keepdim=True)
     if kind == "sequence_geometric":
         d = d / lengths[:, None]
-    ratio = d.clamp(max=20).exp()
-    return ratio * (ratio <= cap) if kind.endswith("mask") else ratio.clamp(max=cap)
+    ratio = d.clamp(max=20).exp()  # finite, for a masked ratio is multiplied by 0
+    if kind.endswith("mask"):
+        return ratio * (ratio <= cap)
+    return ratio.clamp(max=cap)
 
 
 # --- log-probs of tokens without ever holding (tokens, vocabulary)
@@ -421,30 +448,40 @@ def importance_ratio(
 KEPT_BYTES = 2**28
 
 
+class HeadOptions(NamedTuple):
+    """How ChunkedLogps goes over the vocabulary."""
+
+    temperature: float
+    chunk: int  # tokens at a time
+    want_entropy: bool
+    keep: bool  # whether a backward may come, for which softmaxes are worth keeping
+
+
 class ChunkedLogps(torch.autograd.Function):
     """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and
     backward. In between only the two results, hidden, the log-normaliser and the softmaxes that
     there is room for are kept, so memory does not grow with tokens * vocabulary."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, keep):
+    def forward(ctx, hidden, weight, targets, options: HeadOptions):
         softmax_statistics, _ = chunk_functions(hidden)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
-        log_z, entropy = torch.empty_like(logps), torch.empty_like(logps)
-        ctx.kept = {}
-        room = room_for_softmaxes(hidden) if keep else 0
-        for i in range(0, len(targets), chunk):
-            part = slice(i, i + chunk)
+        log_z = torch.empty_like(logps)
+        entropy = torch.empty_like(logps)
+        ctx.options = options
+        ctx.kept = {}  # first token of a chunk -> its softmax (chunk, V)
+        room = room_for_softmaxes(hidden) if options.keep else 0  # bytes
+        for i in range(0, len(targets), options.chunk):
+            part = slice(i, i + options.chunk)
             room -= kept_size(hidden) * len(targets[part]) * len(weight)
             logits = head_logits(hidden[part], weight)  # (chunk, V)
             kept_type = hidden.dtype if room >= 0 else None
             logps[part], log_z[part], entropy[part], p = softmax_statistics(
-                logits, temperature, targets[part], want_entropy, kept_type
+                logits, options.temperature, targets[part], options.want_entropy, kept_type
             )
             if room >= 0:
                 ctx.kept[i] = p
         ctx.save_for_backward(hidden, weight, targets, logps, log_z, entropy)
-        ctx.temperature, ctx.chunk, ctx.want_entropy = temperature, chunk, want_entropy
         return logps, entropy
 
     @staticmethod
@@ -455,21 +492,24 @@ class ChunkedLogps(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
+            # in float32, for many chunks add to it
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        wanted = grad_logps != 0
-        if ctx.want_entropy:
+        wanted = grad_logps != 0  # (n,)
+        if ctx.options.want_entropy:
             wanted |= grad_entropy != 0
         else:
             grad_entropy = None
         # groups with equal rewards ask for nothing; one wait for the device, not one a chunk
         wanted = wanted.tolist()
-        for i in range(0, len(targets), ctx.chunk):
-            part, p = slice(i, i + ctx.chunk), ctx.kept.pop(i, None)
+        for i in range(0, len(targets), ctx.options.chunk):
+            part = slice(i, i + ctx.options.chunk)
+            # popped, for the gradient is written over it: a second backward computes it again
+            p = ctx.kept.pop(i, None)
             if not any(wanted[part]):
                 continue
             logits = head_logits(hidden[part], weight) if p is None else None
-            grad = logits_gradient(
-                (p, logits, ctx.temperature),
+            grad = logits_gradient(  # (chunk, V)
+                (p, logits, ctx.options.temperature),
                 (targets[part], logps[part], log_z[part], entropy[part]),
                 grad_logps[part],
                 None if grad_entropy is None else grad_entropy[part],
@@ -478,13 +518,13 @@ class ChunkedLogps(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is None:
                 continue
-            if grad.dtype == torch.float32:
+            if grad.dtype == torch.float32:  # without a product in memory of its own
                 grad_weight.addmm_(grad.T, hidden[part])
             else:
                 grad_weight += float32_product(grad.T, hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None  # nothing for targets and options
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -534,14 +574,15 @@ def room_for_softmaxes(hidden: Tensor) -> int:
 def cpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept_type):
     """In place: the buffers of a chunk stay in the cache."""
     logits = logits if temperature == 1 else logits.div_(temperature)
-    top = logits.amax(1)
-    p = logits.sub_(top[:, None]).exp()
-    z = p.sum(1)
+    top = logits.amax(1)  # (c,)
+    p = logits.sub_(top[:, None]).exp()  # (c, V), not yet divided by its sum
+    z = p.sum(1)  # (c,)
     logps = logits.gather(1, targets[:, None])[:, 0] - z.log()
-    entropy = logps
+    entropy = logps  # anything of this shape: nobody asks for it
     if want_entropy:
         entropy = z.log() - torch.linalg.vecdot(p, logits) / z
-    return logps, top + z.log(), entropy, None if kept_type is None else p.div_(z[:, None])
+    kept = None if kept_type is None else p.div_(z[:, None])
+    return logps, top + z.log(), entropy, kept
 
 
 def cpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
@@ -550,13 +591,15 @@ def cpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
     if p is None:
         logits = logits if temperature == 1 else logits.div_(temperature)
         p = logits.sub_(log_z[:, None]).exp_()
-    more = None
+    of_entropy = None
     if grad_entropy is not None and grad_entropy.any():
-        more = grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+        # dH / dlogits = -p * (log p + H), before p is written over
+        of_entropy = grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+    # dlogp / dlogits = [1 at the target] - p
     grad = p.mul_(-grad_logps[:, None])
     grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
-    if more is not None:
-        grad.add_(more)
+    if of_entropy is not None:
+        grad.add_(of_entropy)
     return grad.div_(temperature).to(dtype)
 
 
@@ -568,18 +611,19 @@ def gpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept
 def softmax_statistics(logits, scale, targets, kept_type):
     """Two passes over the logits when compiled."""
     logits = logits * scale
-    log_z = logits.logsumexp(1)
+    log_z = logits.logsumexp(1)  # (c,)
     logps = logits.gather(1, targets[:, None])[:, 0] - log_z
-    p = (logits - log_z[:, None]).exp()
+    p = (logits - log_z[:, None]).exp()  # (c, V)
     entropy = log_z - (p * logits).sum(1)
-    return logps, log_z, entropy, None if kept_type is None else p.to(kept_type)
+    kept = None if kept_type is None else p.to(kept_type)
+    return logps, log_z, entropy, kept
 
 
 def gpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
     p, logits, temperature = source
     source = (logits, False) if p is None else (p, True)
     scale = grad_logps.new_full((), 1 / temperature)
-    if grad_entropy is None:
+    if grad_entropy is None:  # zeros: one compiled function serves both
         grad_entropy = torch.zeros_like(grad_logps)
     grads = grad_logps, grad_entropy
     return compiled(softmax_gradient)(source, scale, rows, grads, dtype)
@@ -591,7 +635,7 @@ def softmax_gradient(source: tuple, scale, rows: tuple, grads: tuple, dtype):
     p, kept = source
     targets, logps, log_z, entropy = rows
     grad_logps, grad_entropy = grads
-    p = p.float() if kept else (p * scale - log_z[:, None]).exp()
+    p = p.float() if kept else (p * scale - log_z[:, None]).exp()  # (c, V)
     at_target = torch.arange(p.shape[1], device=p.device) == targets[:, None]
     logp = logps[:, None]
     p = torch.where(at_target, logp.exp(), p)
@@ -621,7 +665,6 @@ def token_logps(
     whatever n is. On a CPU a chunk has at most 128 tokens, whose buffers stay in its cache."""
     chunk = chunk if hidden.is_cuda else min(chunk, 128)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    logps, entropy = ChunkedLogps.apply(
-        hidden, head_weight, targets, temperature, chunk, want_entropy, keep
-    )
+    options = HeadOptions(temperature, chunk, want_entropy, keep)
+    logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, options)
     return logps, entropy if want_entropy else None

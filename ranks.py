@@ -1,6 +1,9 @@
-"""The processes of a run: how they start, agree and leave together. gloo on a CPU, NCCL on GPUs; one process is a world of one.
+"""The processes of a run: how they start, agree and leave together. gloo on a CPU, NCCL on GPUs;
+one process is a world of one.
 
-rank, world, device = start_distributed()
+    world = start_distributed()             # rank, size, device
+    metrics = mean_over_ranks(metrics)      # how a local metric becomes one of the run
+    leave_together(sampler)
 """
 
 import os
@@ -23,33 +26,33 @@ from policy import dtype_of, named_weights
 MEETING_SECONDS = 45  # that ranks started by hand wait for each other
 
 if not torch.cuda.is_available():
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
-    )
+    # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def refuse_idle_gpu() -> None:
-    """UserError where a GPU is there or asked for that this torch can't use: the run would take weeks on the CPU without a word."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (
-        torch.cuda.is_available()
-        or asked in ("", "-1", "NoDevFiles")
-        or (asked is None and not Path("/dev/nvidia0").exists())
-    ):
+    """UserError where a GPU is there or asked for that this torch can't use: the run would take
+    weeks on the CPU without a word."""
+    if torch.cuda.is_available():
         return
-    why = (
-        "there is a GPU, /dev/nvidia0"
-        if asked is None
-        else f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
-    )
-    raise UserError(
-        f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` on a machine with a GPU), a driver that is too old, "
-        f"or a GPU that this job was not given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing"
-    )
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        why = "there is a GPU, /dev/nvidia0"
+        wanted = Path("/dev/nvidia0").exists()
+    else:
+        why = f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
+        wanted = asked not in ("", "-1", "NoDevFiles")  # the last is some Slurms' word for none
+    if wanted:
+        raise UserError(
+            f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` "
+            f"on a machine with a GPU), a driver that is too old, or a GPU that this job was not "
+            f"given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing"
+        )
 
 
 def check_environment() -> None:
-    """UserError for a rank that does not know its place, as one that was started by hand may not."""
+    """UserError for a rank that does not know its place, as one that was started by hand may
+    not."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
     if not os.environ.get("MASTER_ADDR"):
@@ -65,14 +68,17 @@ def check_environment() -> None:
 
 def meet():
     """Waits until all ranks are there, MEETING_SECONDS at most: then a sentence that names who is
-    not. Under torchrun there is no need: it sees a rank that dies, and ends the others."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    not. The store that they have met at, None for a single rank. Under torchrun there is no need:
+    it sees a rank that dies, and ends the others."""
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if world == 1:
         return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     place = f"rank {rank} of {world} waits at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
     end = time.monotonic() + MEETING_SECONDS
-    if rank:
+    if rank > 0:
         wait_for_port(host, port, end, place)
     try:
         store = dist.TCPStore(
@@ -100,7 +106,8 @@ def wait_for_port(host: str, port: int, end: float, place: str) -> None:
     """Until rank 0 listens there. TCPStore would wait twice as long, and fill the screen."""
     while True:
         try:
-            return socket.create_connection((host, port), timeout=5).close()
+            socket.create_connection((host, port), timeout=5).close()
+            return
         except OSError as error:
             if time.monotonic() > end:
                 raise RunStopped(
@@ -118,31 +125,34 @@ class World(NamedTuple):
 
 
 def start_distributed() -> World:
-    """(rank, world, device); one process without torchrun is a world of one."""
+    """Starts the process group; one process without torchrun is a world of one."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(
-                RANK="0",
-                LOCAL_RANK="0",
-                WORLD_SIZE="1",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(probe.getsockname()[1]),
-            )
+        be_alone()
     refuse_idle_gpu()
     check_environment()
     store = None if under_torchrun() else meet()  # kept until the process group has its own
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if torch.cuda.is_available():
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    else:
+        backend = "gloo"
+        device = torch.device("cpu")
     deepspeed.utils.logger.setLevel("ERROR")
-    transformers.utils.logging.disable_progress_bar()  # of files that load in a blink, once per rank
-    deepspeed.init_distributed(
-        dist_backend="nccl" if gpu else "gloo", timeout=DEADLINE, verbose=False
-    )
+    # of files that load in a blink, once per rank
+    transformers.utils.logging.disable_progress_bar()
+    deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
     del store
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def be_alone() -> None:
+    """Tells this process what torchrun would tell a single one, with a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def check_tensor_parallel(c: dict, world: int) -> None:
@@ -157,50 +167,56 @@ def check_tensor_parallel(c: dict, world: int) -> None:
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
     check_tensor_parallel(c, dist.get_world_size())
-    if c["rollout_engine"] == "server" and "/" in c["weight_sync"]:
+    dtype = dtype_of(c)
+    serves = c["rollout_engine"] == "server"
+    if serves and "/" in c["weight_sync"]:
         check_writable("weight_sync", c["weight_sync"], folder=True)
-    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype_of(c), device)
-    if c["rollout_engine"] == "server":  # it may hold others
-        sampler.sync(
-            named_weights(
-                transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(
-                    device
-                ),
-                0,
-            )
-        )
+    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
+    if serves:  # it may hold the weights of another model
+        lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype)
+        sampler.sync(named_weights(lm.to(device), 0))
     return sampler
 
 
 def leave_together(sampler) -> None:
-    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes before the process group."""
+    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes
+    before the process group."""
     dist.barrier()
     sampler.close()
     if dist.is_initialized():  # vLLM takes it down itself
         dist.destroy_process_group()
 
 
+# --- how ranks agree: all call these together, and get the same answer
+
+
+def collective_device() -> str:
+    """Where NCCL and gloo want a tensor."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def across_ranks(tensor, op=dist.ReduceOp.SUM):
-    """`tensor` reduced over all ranks, on the CPU."""
-    tensor = tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu", copy=True)
-    dist.all_reduce(tensor, op)
-    return tensor.cpu()
+    """`tensor` reduced over all ranks, on the CPU; the argument stays as it is."""
+    reduced = tensor.to(collective_device(), copy=True)
+    dist.all_reduce(reduced, op)
+    return reduced.cpu()
 
 
 def mean_over_ranks(metrics: dict) -> dict:
     """A rank's own metrics as means over all ranks: how a local metric becomes one of the run."""
-    values = across_ranks(torch.tensor(list(metrics.values()))) / dist.get_world_size()
-    return dict(zip(metrics, values.tolist()))
+    means = across_ranks(torch.tensor(list(metrics.values()))) / dist.get_world_size()
+    return dict(zip(metrics, means.tolist()))
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is true on any rank, the same answer on all of them."""
+    """Whether it is true on any rank."""
     return bool(across_ranks(torch.tensor(int(flag)), dist.ReduceOp.MAX))
 
 
 def gather_groups(tensor):
-    """(P / world, G) of every rank as (P, G), in rank order, on the CPU: group quantities are small and everyone works on all of them."""
-    tensor = tensor.float().to("cuda" if dist.get_backend() == "nccl" else "cpu").contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts).cpu()
+    """(P / world, G) of every rank as (P, G), in rank order, on the CPU: group quantities are
+    small, and everyone works on all of them."""
+    local = tensor.float().to(collective_device()).contiguous()  # (P / world, G)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    return torch.cat(parts).cpu()  # (P, G)

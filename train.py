@@ -335,15 +335,8 @@ def save_now(run: Run) -> None:
         return
     run.saved_step = run.step
     with run.timer("checkpoint"):
-        saved = checkpoint.save(
-            run.folder,
-            run.step,
-            run.engine,
-            run.inputs.tokenizer,
-            c,
-            run.state,
-            run.experience.replay_state,
-        )
+        memory = checkpoint.Memory(run.step, run.state, run.experience.replay_state)
+        saved = checkpoint.save(memory, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
         evaluate.start_command(c["eval_command"], saved)
@@ -426,7 +419,10 @@ def main(c: dict, only_look: bool = False) -> None:
             dry_run(c, size, dtype_of(c), deepspeed_config(c, dtype_of(c)))
         return
     with hold_folder(c["output_dir"], rank):
-        train(start(c))
+        run = start(c)
+        train(run)
+    if run.hub:
+        run.hub.leave()  # asked to stop: without waiting for an upload
 
 
 def train(run: Run) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from exact_matrix import ROOT, without_torchrun
 
-import checkpoint as push
+import checkpoint
 from common import RunStopped, UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
     "--prompts_per_step=2",
     "--num_generations=2",
@@ -57,61 +57,50 @@ class StandIn(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_POST(self):
-        here, data = f"http://127.0.0.1:{self.server.server_port}", self.body()
+        data = self.body()
         self.server.tokens.add(self.headers.get("Authorization"))
         if self.path in self.server.refuse:
-            return self.answer({"error": "You don't have the rights"}, 403)
-        if self.path == "/api/repos/create":
+            self.answer({"error": "You don't have the rights"}, 403)
+        elif self.path == "/api/repos/create":
             self.server.created.append(json.loads(data))
-            return self.answer({"url": f"{here}/me/tiny", "name": "me/tiny"})
-        if "/preupload/" in self.path:
-            modes = {
-                file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular"
-                for file in json.loads(data)["files"]
-            }
-            return self.answer(
-                {
-                    "files": [
-                        {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
-                        for path, mode in modes.items()
-                    ]
-                }
-            )
-        if self.path.endswith("/objects/batch"):
-            objects = [
-                {
-                    "oid": o["oid"],
-                    "size": o["size"],
-                    "actions": {"upload": {"href": f"{here}/put/{o['oid']}"}},
-                }
-                for o in json.loads(data)["objects"]
-            ]
-            return self.answer({"transfer": "basic", "objects": objects})
-        if "/commit/" in self.path:
-            time.sleep(self.server.slow)
-            lines = [json.loads(line) for line in data.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            files |= {
-                line["value"]["path"]: self.server.blobs[line["value"]["oid"]]
-                for line in lines
-                if line["key"] == "lfsFile"
-            }
-            self.server.commits.append(
-                (next(line["value"]["summary"] for line in lines if line["key"] == "header"), files)
-            )
-            return self.answer(
-                {
-                    "commitUrl": f"{here}/me/tiny/commit/abc",
-                    "commitOid": "abc",
-                    "pullRequestUrl": None,
-                    "success": True,
-                }
-            )
-        self.answer({"error": f"the stand-in does not know {self.path}"}, 404)
+            self.answer({"url": f"{self.here()}/me/tiny", "name": "me/tiny"})
+        elif "/preupload/" in self.path:
+            self.answer({"files": [self.mode(file) for file in json.loads(data)["files"]]})
+        elif self.path.endswith("/objects/batch"):
+            objects = [self.place(file) for file in json.loads(data)["objects"]]
+            self.answer({"transfer": "basic", "objects": objects})
+        elif "/commit/" in self.path:
+            self.server.may_commit.wait(120)
+            self.commit([json.loads(line) for line in data.splitlines()])
+        else:
+            self.do_GET()
+
+    def here(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def mode(self, file: dict) -> dict:
+        large = file["path"].endswith(".safetensors")
+        mode = "lfs" if large else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def place(self, file: dict) -> dict:
+        """Where a large file is to be put."""
+        upload = {"href": f"{self.here()}/put/{file['oid']}"}
+        return {"oid": file["oid"], "size": file["size"], "actions": {"upload": upload}}
+
+    def commit(self, lines: list[dict]) -> None:
+        files = {}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                summary = value["summary"]
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.blobs[value["oid"]]
+        self.server.commits.append((summary, files))
+        answer = {"commitOid": "abc", "pullRequestUrl": None, "success": True}
+        self.answer({"commitUrl": f"{self.here()}/me/tiny/commit/abc", **answer})
 
     def do_GET(self):
         self.answer({"error": f"the stand-in does not know {self.path}"}, 404)
@@ -123,137 +112,135 @@ class StandIn(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    server.commits, server.blobs, server.tokens, server.created, server.refuse, server.slow = (
-        [],
-        {},
-        set(),
-        [],
-        (),
-        0.0,
-    )
+    server.commits = []  # (summary, {path: contents})
+    server.created = []
+    server.blobs = {}  # sha256: contents
+    server.tokens = set()
+    server.refuse = ()  # paths
+    server.may_commit = threading.Event()
+    server.may_commit.set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
+    server.may_commit.set()
     server.shutdown()
 
 
-def train(hub, model, folder: Path) -> subprocess.CompletedProcess:
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key
-        not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE")
-    }
-    env |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_TOKEN": TOKEN,
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    return subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            "config/countdown_tiny.py",
-            f"--model={model}",
-            f"--output_dir={folder}",
-            *FLAGS,
-        ],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def environment(hub) -> dict:
+    env = without_torchrun()
+    env.pop("HF_HUB_OFFLINE", None)
+    env["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.server_port}"
+    env["HF_TOKEN"] = TOKEN
+    env["HF_HUB_DISABLE_XET"] = "1"
+    return env
 
 
-def test_a_slow_hub_does_not_hold_up_the_run_models_arrive_whole_and_the_token_is_nowhere_but_in_the_requests(
+def let_commit_once_step_2_is_saved(hub, folder: Path) -> None:
+    end = time.monotonic() + 200
+    while not (folder / "step_000002").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    hub.may_commit.set()
+
+
+def test_a_slow_hub_does_not_hold_up_the_run_and_models_arrive_whole_and_the_token_is_nowhere_else(
     hub, tiny_model_dir, tmp_path
 ):
-    hub.slow = 4.0
-    done = train(hub, tiny_model_dir, tmp_path / "run")
+    """The hub answers the first upload only when the run has finished its last step."""
+    folder = tmp_path / "run"
+    hub.may_commit.clear()
+    waits = threading.Thread(target=let_commit_once_step_2_is_saved, args=(hub, folder))
+    waits.start()
+    command = [sys.executable, "train.py", "config/countdown_tiny.py", *FLAGS]
+    command += [f"--model={tiny_model_dir}", f"--output_dir={folder}"]
+    env = environment(hub)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    waits.join()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (
-        hub.created[0]["name"] == "tiny"
-        and hub.created[0]["visibility"] == "private"
-        and hub.tokens == {f"Bearer {TOKEN}"}
-    )
+    assert hub.created[0]["name"] == "tiny" and hub.created[0]["visibility"] == "private"
     assert [summary for summary, _ in hub.commits] == ["step_000001", "step_000002"]
-    assert (
-        not (tmp_path / "run" / "step_000001").exists() and "model.safetensors" in hub.commits[0][1]
-    )  # pruned while it was on its way
-    saved, files = tmp_path / "run" / "step_000002", hub.commits[1][1]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files) and all(
-        files[name] == (saved / name).read_bytes() for name in files
-    )
-    assert not any(
-        name.startswith(("engine", "rng_", "controller", "manifest", "train_config"))
-        for name in files
-    )
-    texts = [
-        done.stdout,
-        done.stderr,
-        *(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*.json*")),
-    ]
-    assert not any(TOKEN in text for text in texts) and not list((tmp_path / "run").glob("push_*"))
+    # the first was pruned while it was on its way
+    assert not (folder / "step_000001").exists()
+    assert "model.safetensors" in hub.commits[0][1]
+
+    _, files = hub.commits[1]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    for name, contents in files.items():
+        assert contents == (folder / "step_000002" / name).read_bytes()
+        ours = ("engine", "rng_", "controller", "manifest", "train_config")
+        assert not name.startswith(ours)
+
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+    assert TOKEN not in done.stdout and TOKEN not in done.stderr
+    for path in folder.rglob("*.json*"):
+        assert TOKEN not in path.read_text(errors="replace")
+    assert not list(folder.glob("push_*"))
 
 
 @pytest.fixture
-def own_endpoint(hub, monkeypatch):
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HF_HUB_OFFLINE", False
-    )  # conftest keeps everything else off the network
+def hub_here(hub, monkeypatch):
+    """A Hub in this process that talks to the stand-in; conftest keeps all else off the network."""
+    api = huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{hub.server_port}", token=TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(
-        push,
-        "HfApi",
-        lambda: huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{hub.server_port}", token=TOKEN),
-    )
+    monkeypatch.setattr(checkpoint, "HfApi", lambda: api)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
 
 
-def test_a_repository_that_is_refused_is_a_sentence_before_the_run_begins(
-    hub, own_endpoint, tmp_path
-):
+def checkpoints_in(folder: Path, model: Path, number: int) -> list[Path]:
+    paths = [folder / f"step_{step:06d}" for step in range(1, number + 1)]
+    for path in paths:
+        shutil.copytree(model, path)
+    return paths
+
+
+def pushed(hub) -> list[str]:
+    return [summary for summary, _ in hub.commits]
+
+
+def test_a_repository_that_is_refused_is_a_sentence_before_the_run_begins(hub, hub_here, tmp_path):
     hub.refuse = ("/api/repos/create",)
-    with pytest.raises(UserError, match=r"push_to_hub='me/tiny'.*rights.*HF_TOKEN") as found:
-        push.Hub("me/tiny", tmp_path)
-    assert TOKEN not in str(found.value) and "\n" not in str(found.value)
+    with pytest.raises(UserError, match=r"push_to_hub='me/tiny'.*rights.*HF_TOKEN") as caught:
+        checkpoint.Hub("me/tiny", tmp_path)
+    assert TOKEN not in str(caught.value) and "\n" not in str(caught.value)
     hub.shutdown()
     hub.server_close()
     with pytest.raises(UserError, match=r"push_to_hub='me/tiny'"):
-        push.Hub("me/tiny", tmp_path)
+        checkpoint.Hub("me/tiny", tmp_path)
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_an_upload_that_fails_is_said_and_costs_nothing_but_itself(
-    last, hub, own_endpoint, tiny_model_dir, tmp_path, capsys
+def test_a_last_upload_that_fails_is_an_error_that_says_how_to_do_it_by_hand(
+    hub, hub_here, tiny_model_dir, tmp_path
 ):
-    pusher = push.Hub("me/tiny", tmp_path)
-    checkpoints = [shutil.copytree(tiny_model_dir, tmp_path / f"step_00000{i}") for i in (1, 2)]
+    pusher = checkpoint.Hub("me/tiny", tmp_path)
+    (path,) = checkpoints_in(tmp_path, tiny_model_dir, 1)
     hub.refuse = ("/api/models/me/tiny/commit/main",)
-    pusher.push(checkpoints[0])
-    if last:
-        with pytest.raises(
-            RunStopped, match=r"step_000001 was not pushed to me/tiny.*hf upload me/tiny"
-        ):
-            pusher.finish()
-    else:
-        while not pusher.going[1].done():
-            time.sleep(0.05)
-        hub.refuse = ()
-        pusher.push(checkpoints[1])
+    pusher.push(path)
+    words = r"step_000001 was not pushed to me/tiny.*hf upload me/tiny"
+    with pytest.raises(RunStopped, match=words):
         pusher.finish()
-        assert "step_000001 was not pushed" in capsys.readouterr().out and [
-            summary for summary, _ in hub.commits
-        ] == ["step_000002"]
+    assert not list(tmp_path.glob("push_*"))
+
+
+def test_an_earlier_upload_that_fails_is_said_and_costs_nothing_but_itself(
+    hub, hub_here, tiny_model_dir, tmp_path, capsys
+):
+    pusher = checkpoint.Hub("me/tiny", tmp_path)
+    first, second = checkpoints_in(tmp_path, tiny_model_dir, 2)
+    hub.refuse = ("/api/models/me/tiny/commit/main",)
+    pusher.push(first)
+    assert pusher.upload.future.exception(120)
+    hub.refuse = ()
+    pusher.push(second)
+    pusher.finish()
+    assert "step_000001 was not pushed" in capsys.readouterr().out
+    assert pushed(hub) == ["step_000002"]
     assert not list(tmp_path.glob("push_*"))
 
 
 def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(
-    hub, own_endpoint, tiny_model_dir, tmp_path, monkeypatch, capsys
+    hub, hub_here, tiny_model_dir, tmp_path, monkeypatch, capsys
 ):
-    pusher, path = (
-        push.Hub("me/tiny", tmp_path),
-        shutil.copytree(tiny_model_dir, tmp_path / "step_000001"),
-    )
+    pusher = checkpoint.Hub("me/tiny", tmp_path)
+    (path,) = checkpoints_in(tmp_path, tiny_model_dir, 1)
 
     def no(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -261,28 +248,52 @@ def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(
     monkeypatch.setattr(os, "link", no)
     pusher.push(path)
     pusher.finish()
-    assert [summary for summary, _ in hub.commits] == [
-        "step_000001"
-    ] and "model.safetensors" in hub.commits[0][1]
+    assert pushed(hub) == ["step_000001"] and "model.safetensors" in hub.commits[0][1]
     monkeypatch.setattr(shutil, "copy2", no)
     pusher.push(path)
     pusher.finish(stop=False)
-    assert "step_000001 was not pushed" in capsys.readouterr().out and not list(
-        tmp_path.glob("push_*")
-    )
+    assert "step_000001 was not pushed" in capsys.readouterr().out
+    assert not list(tmp_path.glob("push_*"))
 
 
 def test_what_comes_while_an_upload_is_under_way_is_left_out_unless_it_is_the_last(
-    hub, own_endpoint, tiny_model_dir, tmp_path, capsys
+    hub, hub_here, tiny_model_dir, tmp_path, capsys
 ):
-    pusher, hub.slow = push.Hub("me/tiny", tmp_path), 1.0
-    checkpoints = [shutil.copytree(tiny_model_dir, tmp_path / f"step_00000{i}") for i in (1, 2, 3)]
-    (checkpoints[2] / "model.safetensors").rename(tmp_path / "elsewhere")
-    for path, last in zip(checkpoints, (False, False, False)):
-        pusher.push(path, last)
-    pusher.push(checkpoints[1], last=True)
+    pusher = checkpoint.Hub("me/tiny", tmp_path)
+    first, second, shallow = checkpoints_in(tmp_path, tiny_model_dir, 3)
+    (shallow / "model.safetensors").rename(tmp_path / "elsewhere")
+    hub.may_commit.clear()
+    for path in (first, second, shallow):
+        pusher.push(path)
+    hub.may_commit.set()
+    pusher.push(second, last=True)
     pusher.finish()
-    assert [summary for summary, _ in hub.commits] == [
-        "step_000001",
-        "step_000002",
-    ] and capsys.readouterr().out.count("not pushed") == 1
+    assert pushed(hub) == ["step_000001", "step_000002"]
+    assert capsys.readouterr().out.count("not pushed") == 1
+
+
+# A process whose upload the hub does not answer.
+PUSHES = """
+import sys
+from pathlib import Path
+import checkpoint
+hub = checkpoint.Hub("me/tiny", Path(sys.argv[1]).parent)
+hub.push(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "end, status, words", [("hub.leave()", 0, "the run ends before"), ("1 / 0", 1, "")]
+)
+def test_neither_a_run_that_is_stopped_nor_one_that_crashes_waits_for_an_upload(
+    end, status, words, hub, tiny_model_dir, tmp_path
+):
+    """Python would wait at its exit for the thread of huggingface_hub."""
+    (path,) = checkpoints_in(tmp_path, tiny_model_dir, 1)
+    hub.may_commit.clear()
+    command = [sys.executable, "-c", PUSHES + end, path]
+    env = environment(hub)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stderr
+    assert words in done.stdout and ("ZeroDivisionError" in done.stderr) == (status == 1)
+    assert not hub.commits

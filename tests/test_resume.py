@@ -1,4 +1,5 @@
-"""Nothing is lost: checkpoints under kill -9, full disks and damage; runs that are stopped, killed, resumed, on another number of ranks."""
+"""Nothing is lost: checkpoints under kill -9, full disks and damage; runs that are stopped, killed,
+resumed, on another number of ranks."""
 
 import json
 import os
@@ -23,12 +24,13 @@ from transformers import AutoModelForCausalLM
 import checkpoint
 import common
 import sft
-from common import SIGNALS, RunStopped, Stop, UserError
+from common import SIGNALS, RunStopped, Stop, UserError, load_config
 from journal import make_run_folder
 
 
 def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen:
-    return exact_matrix.start(model, folder, *exact_matrix.case_flags("hf", 3), *flags, ranks=ranks)
+    flags = [*exact_matrix.Case("hf", 3, ranks).flags(), *flags]
+    return exact_matrix.start(model, folder, *flags, ranks=ranks)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: float = 240) -> None:
@@ -52,16 +54,23 @@ def whole(tiny_model_dir, tmp_path_factory):
 def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(
     whole, tiny_model_dir, tmp_path
 ):
-    """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does the same for every engine, stage and number of ranks."""
+    """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does
+    the same for every engine, stage and number of ranks."""
     folder = tmp_path / "killed"
-    killed_and_resumed(tiny_model_dir, folder, "hf", 3, 2)
-    assert first_difference(whole, folder) == "" and (folder / "done").exists()
+    killed_and_resumed(tiny_model_dir, folder, exact_matrix.Case("hf", 3, 2))
+    assert first_difference(whole, folder) == ""
+    assert (folder / "done").exists()
 
 
 @pytest.mark.slow
 def test_so_does_a_run_on_one_rank_at_stage_2(tiny_model_dir, tmp_path):
     """test_train.py has vLLM, two ranks, stage 0; exact_matrix.py all twelve."""
-    assert exact_matrix.compare(tiny_model_dir, tmp_path, "hf", 2, 1) == ""
+    assert exact_matrix.compare(tiny_model_dir, tmp_path, exact_matrix.Case("hf", 2, 1)) == ""
+
+
+def third_step(folder: Path) -> dict:
+    (line,) = [line for line in steps_in(folder) if line["step"] == 3]
+    return line
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_model_dir, tmp_path):
@@ -69,26 +78,24 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_mode
     folder.mkdir()
     shutil.copytree(whole / "step_000002", folder / "step_000002")
     shutil.copy(whole / "metrics.jsonl", folder)
-    assert finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest")) == 0, log_of(
-        folder
-    )[-3000:]
-    third, same = (next(line for line in steps_in(f) if line["step"] == 3) for f in (whole, folder))
-    assert {key: same[key] for key in ("reward", "tau", "beta", "kl")} == pytest.approx(
-        {key: third[key] for key in ("reward", "tau", "beta", "kl")}, rel=1e-4, abs=1e-6
-    )
-    assert same["loss"] == pytest.approx(third["loss"], rel=1e-5, abs=1e-6) and same[
-        "grad_norm"
-    ] == pytest.approx(third["grad_norm"], rel=1e-3)
+    status = finish(start(tiny_model_dir, folder, "--resume_from_checkpoint=latest"))
+    assert status == 0, log_of(folder)[-3000:]
+    two_ranks = third_step(whole)
+    one_rank = third_step(folder)
+    for key in ("reward", "tau", "beta", "kl"):
+        assert one_rank[key] == pytest.approx(two_ranks[key], rel=1e-4, abs=1e-6), key
+    assert one_rank["loss"] == pytest.approx(two_ranks["loss"], rel=1e-5, abs=1e-6)
+    assert one_rank["grad_norm"] == pytest.approx(two_ranks["grad_norm"], rel=1e-3)
     assert not list(folder.glob("*.tmp"))
 
 
 def export(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "checkpoint.py", "export", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "checkpoint.py", "export", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def weights_of(path: Path) -> dict:
+    return AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
@@ -96,12 +103,10 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     for step in ("step_000002", "step_000004"):
         done = export(whole / step, tmp_path / step)
         assert done.returncode == 0, done.stderr
-    exported, saved = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (tmp_path / "step_000004", whole / "step_000004")
-    )
+    saved = weights_of(whole / "step_000004")
+    exported = weights_of(tmp_path / "step_000004")
+    earlier = weights_of(tmp_path / "step_000002")
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
-    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002").state_dict()
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
     with pytest.raises(UserError, match="is there already"):
         checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
@@ -117,13 +122,11 @@ def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(
     (folder / "stop").touch()
     assert finish(process) == 0, log_of(folder)[-3000:]
     (last,) = checkpoint.steps_of(folder)
-    assert (
-        checkpoint.verify(last) == ""
-        and not (folder / "done").exists()
-        and (folder / "stop").exists()
-        and "stopped as asked" in log_of(folder)
-    )
-    make_run_folder(json.loads((folder / "config.json").read_text()), {}, resuming=True)
+    assert checkpoint.verify(last) == ""
+    assert (folder / "stop").exists() and not (folder / "done").exists()
+    assert "stopped as asked" in log_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    make_run_folder(config, {}, resuming=True)
     assert not (folder / "stop").exists() and last.exists()
 
 
@@ -136,19 +139,20 @@ def test_a_signal_lets_the_step_finish_saves_and_exits_with_0(tiny_model_dir, tm
     assert checkpoint.verify(checkpoint.latest(folder)) == "" and not (folder / "done").exists()
 
 
+def pgrep(*words: str) -> list[str]:
+    """The numbers of processes."""
+    return subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()
+
+
 def test_one_dead_rank_ends_the_others_with_a_sentence(tiny_model_dir, tmp_path):
     folder = tmp_path / "dead"
     process = start(tiny_model_dir, folder, "--max_steps=400", "--zero_stage=0", ranks=2)
     wait_for_step(folder, 1, process)
-    ranks = subprocess.run(
-        ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
-    ).stdout.split()
+    ranks = pgrep("-P", str(process.pid), "-f", "train.py")
     os.kill(int(ranks[-1]), signal.SIGKILL)
     assert finish(process, 180) != 0
     assert "another rank" in log_of(folder), log_of(folder)[-3000:]
-    assert (
-        subprocess.run(["pgrep", "-f", f"output_dir={folder}"], capture_output=True).returncode == 1
-    )
+    assert not pgrep("-f", f"output_dir={folder}")
 
 
 # --- one save
@@ -178,22 +182,13 @@ def alone(monkeypatch):
     monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
 
 
-CONFIG = {
-    "checkpoint_mode": "full",
-    "max_steps": 100,
-    "zero_stage": 0,
-    "save_total_limit": 2,
-    "keep_every": 0,
-    "dtype": "auto",
-    "info_seed_num_seeds": 0,
-    "info_seed_loss_type": "infonce",
-}
+CONFIG = load_config(["--save_total_limit=2"])
 
 
-def save(folder: Path, step: int, engine, **config) -> Path:
-    return checkpoint.save(
-        folder, step, engine, sft.tiny_tokenizer(), CONFIG | config, {"tau": 0.1 * step}, {}
-    )
+def save(folder: Path, step: int, engine, **changes) -> Path:
+    config = CONFIG | {"output_dir": str(folder)} | changes
+    memory = checkpoint.Memory(step, {"tau": 0.1 * step}, {})
+    return checkpoint.save(memory, engine, sft.tiny_tokenizer(), config)
 
 
 def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
@@ -205,35 +200,39 @@ def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
             file.write(f"{step}\n")
 
 
+def finished(notes: Path) -> int:
+    """The last step that has been noted; it may have been killed before the first word."""
+    steps = notes.read_text().split() if notes.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
 def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
     alone, tiny_model_dir, tmp_path
 ):
-    """50 times: a process saves step after step and notes each one that is done; it is killed somewhere; what it noted is there and whole."""
-    rng, engine, interrupted = random.Random(0), FakeEngine(tiny_model_dir), 0
+    """50 times: a process saves step after step and notes each one that is done; it is killed
+    somewhere; what it noted is there and whole."""
+    rng = random.Random(0)
     begin = time.monotonic()
-    save(tmp_path, 1, engine)
+    save(tmp_path, 1, FakeEngine(tiny_model_dir))
     usual = time.monotonic() - begin
+    interrupted = 0
     for trial in range(50):
-        folder, notes = tmp_path / str(trial), tmp_path / f"{trial}.notes"
+        folder = tmp_path / str(trial)
+        notes = tmp_path / f"{trial}.notes"
         folder.mkdir()
-        process, end = (
-            child.start(save_again_and_again, folder, notes, tiny_model_dir),
-            time.monotonic() + 60,
-        )
+        process = child.start(save_again_and_again, folder, notes, tiny_model_dir)
+        end = time.monotonic() + 60
         while not any(folder.iterdir()):  # until it saves
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 3) * usual)
         process.kill()
         assert child.status(process) == -signal.SIGKILL
-        noted = (
-            [0, *(int(line) for line in notes.read_text().split())] if notes.exists() else [0]
-        )  # it may have been killed before the first word
-        found = checkpoint.latest(folder)
-        assert (int(found.name[5:]) if found else 0) >= noted[-1]
-        assert found is None or json.loads((found / "controller_state.json").read_text())[
-            "step"
-        ] == int(found.name[5:])
+        path = checkpoint.latest(folder)
+        step = checkpoint.number_of(path) if path else 0
+        assert step >= finished(notes)
+        if path:
+            assert json.loads((path / "controller_state.json").read_text())["step"] == step
         interrupted += any(folder.glob("*.tmp"))
         checkpoint.tidy(folder)
         assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
@@ -255,18 +254,15 @@ def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None
 def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint(
     alone, tiny_model_dir, tmp_path
 ):
-    """A limit on file size stands in for the full disk: the write fails in the middle of a file either way."""
+    """A limit on file size stands in for the full disk: the write fails in the middle of a file
+    either way."""
     sentence = tmp_path / "sentence"
     save(tmp_path, 1, FakeEngine(tiny_model_dir))
-    assert (
-        child.status(child.start(save_with_room_for_300_kb, tmp_path, tiny_model_dir, sentence))
-        == 0
-    )
-    assert (
-        "step_000002 could not be written" in sentence.read_text()
-        and "step_000001" in sentence.read_text()
-        and "\n" not in sentence.read_text()
-    )
+    process = child.start(save_with_room_for_300_kb, tmp_path, tiny_model_dir, sentence)
+    assert child.status(process) == 0
+    words = sentence.read_text()
+    assert "step_000002 could not be written" in words and "step_000001" in words
+    assert "\n" not in words
     assert checkpoint.latest(tmp_path).name == "step_000001"
 
 
@@ -283,13 +279,17 @@ def test_a_rank_that_dies_in_a_save_does_not_read_as_a_full_disk(
     assert "another rank has died" in error and "could not be written" not in error
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
+
+
 @pytest.mark.parametrize(
     "damage, words",
-    [
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes instead of"),
-        (lambda file: file.unlink(), "is missing"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9), "has changed"),
-    ],
+    [(cut, "bytes instead of"), (Path.unlink, "is missing"), (overwrite, "has changed")],
 )
 def test_truncated_flipped_and_missing_shards_are_passed_over(
     damage, words, alone, tiny_model_dir, tmp_path, capsys
@@ -321,39 +321,34 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(
 def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(
     changes, words, alone, tiny_model_dir, tmp_path
 ):
-    save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
-    assert (
-        checkpoint.find(
-            c | {"learning_rate": 1.0, "info_seed_num_seeds": 4, "dtype": "float32"}
-        ).name
-        == "step_000001"
-    )
+    harmless = {"learning_rate": 1.0, "info_seed_num_seeds": 4, "dtype": "float32"}
+    assert checkpoint.find(c | harmless) == path
     with pytest.raises(UserError, match=rf"step_000001 was saved with {words}.*--model="):
         checkpoint.find(c | changes)
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_leaves_the_later_ones_where_latest_does_not_look(
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_out_of_sight_of_latest(
     alone, tiny_model_dir, tmp_path
 ):
     for step in (1, 2, 3):
         save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=0)
     (tmp_path / "step_000003_best").mkdir()  # somebody's own
     assert checkpoint.set_aside(tmp_path, 3) == []
-    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == [
-        "step_000002.abandoned",
-        "step_000003.abandoned",
-    ]
-    assert (
-        checkpoint.latest(tmp_path).name == "step_000001"
-        and checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
-    )
+    moved = checkpoint.set_aside(tmp_path, 1)
+    assert names(moved) == ["step_000002.abandoned", "step_000003.abandoned"]
+    assert checkpoint.latest(tmp_path).name == "step_000001"
+    assert checkpoint.verify(tmp_path / "step_000003.abandoned") == ""
     save(tmp_path, 2, FakeEngine(tiny_model_dir))
     checkpoint.prune(tmp_path, 1)
     assert checkpoint.latest(tmp_path).name == "step_000002"  # not pruned as the oldest
-    assert [path.name for path in checkpoint.set_aside(tmp_path, 1)] == [
-        "step_000002.abandoned2"
-    ] and (tmp_path / "step_000002.abandoned").exists()
+    assert names(checkpoint.set_aside(tmp_path, 1)) == ["step_000002.abandoned2"]
+    assert (tmp_path / "step_000002.abandoned").exists()
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
@@ -396,7 +391,8 @@ def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path
     path = replaced(tmp_path / "step_000002", {"module": RunsCode(trace)})
     problem = checkpoint.code_in(path)
     assert "engine/b.pt is not loaded" in problem and "'posix.mkdir'" in problem
-    assert "\n" not in problem and checkpoint.code_in(tmp_path / "step_000001") == ""
+    assert "\n" not in problem
+    assert checkpoint.code_in(tmp_path / "step_000001") == ""
     with pytest.raises(UserError, match=r"'posix\.mkdir' would be code"):
         checkpoint.export(path, tmp_path / "out")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -417,7 +413,8 @@ def test_no_shard_names_a_path(name, alone, tiny_model_dir, tmp_path):
 
 
 def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tiny_model_dir, tmp_path):
-    theirs, trace = tmp_path / "theirs", tmp_path / "trace"
+    theirs = tmp_path / "theirs"
+    trace = tmp_path / "trace"
     shutil.copytree(whole / "step_000004", theirs / "step_000004")
     torch.save(RunsCode(trace), theirs / "step_000004" / "engine" / "b.pt")
     manifest = checkpoint.manifest_of(theirs / "step_000004")
@@ -430,7 +427,8 @@ def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tiny_mode
 def test_a_link_is_nobodys_latest_checkpoint_and_makes_room_for_the_runs_own(
     alone, tiny_model_dir, tmp_path, capsys
 ):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     for folder, step in ((ours, 1), (theirs, 2)):
         folder.mkdir()
         save(folder, step, FakeEngine(tiny_model_dir))
@@ -476,20 +474,14 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
 
 
 def test_the_report_names_size_frequency_and_place(tmp_path):
-    c = CONFIG | {"save_steps": 50, "keep_every": 500}
-    text = checkpoint.report(tmp_path, 2**30, torch.float32, c)
-    assert (
-        "16.00 GiB" in text
-        and "every 50 steps" in text
-        and str(tmp_path) in text
-        and "every 500 steps" in text
-    )
-    assert "12.00 GiB" in checkpoint.report(
-        tmp_path, 2**30, torch.float32, c | {"checkpoint_mode": "shallow"}
-    )
-    assert "none" in checkpoint.report(
-        tmp_path, 1, torch.float32, c | {"save_steps": -1}
-    ) and not list(tmp_path.iterdir())
+    c = CONFIG | {"output_dir": str(tmp_path), "save_steps": 50, "keep_every": 500}
+    c["dtype"] = "float32"
+    text = checkpoint.report(c, 2**30)
+    for words in ("16.00 GiB", "every 50 steps", str(tmp_path), "every 500 steps"):
+        assert words in text
+    assert "12.00 GiB" in checkpoint.report(c | {"checkpoint_mode": "shallow"}, 2**30)
+    assert "none" in checkpoint.report(c | {"save_steps": -1}, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def listen(folder: Path) -> None:
@@ -503,7 +495,8 @@ def listen(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
-    process, end = child.start(listen, tmp_path), time.monotonic() + 60
+    process = child.start(listen, tmp_path)
+    end = time.monotonic() + 60
     for name in ("ready", "heard"):
         while not (tmp_path / name).exists():
             assert time.monotonic() < end
@@ -516,11 +509,9 @@ def test_only_rank_0_looks_for_the_file(tmp_path):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         (tmp_path / "stop").touch()
-        assert (
-            Stop(tmp_path, 0).asked()
-            and not Stop(tmp_path, 1).asked()
-            and not Stop(tmp_path / "other", 0).asked()
-        )
+        assert Stop(tmp_path, 0).asked()
+        assert not Stop(tmp_path, 1).asked()
+        assert not Stop(tmp_path / "other", 0).asked()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

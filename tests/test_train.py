@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
-from exact_matrix import SMALL_DATA
+from exact_matrix import ROOT, SMALL_DATA, without_seconds
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +22,6 @@ import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     *SMALL_DATA,
     "--prompts_per_step=4",
@@ -35,37 +34,40 @@ SMALL = [
 ]
 
 
-def run(
-    script: str, *flags, ranks: int = 0, patch: str = "", folder: Path | None = None
-) -> subprocess.CompletedProcess:
-    """A script of this project on config/countdown_tiny.py; `patch` is code that runs first, from a file in `folder`."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks
-        else []
-    )
-    if patch:
-        patched = folder / f"patched_{script}"
-        patched.write_text(
-            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{patch}\nimport {script[:-3]} as main\nmain.script(main.main, main.script(main.load_config))\n"
-        )
-        script = str(patched)
-    return subprocess.run(
-        [sys.executable, *launcher, script, "config/countdown_tiny.py", *map(str, flags)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")},
-    )  # for parity_reward
+PATCHED = """import sys
+sys.path.insert(0, {root!r})
+{patch}
+import common, train
+common.script(train.main, common.script(common.load_config))
+"""
+
+
+def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
+    """A script of this project on config/countdown_tiny.py."""
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [script, "config/countdown_tiny.py", *map(str, flags)]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "helpers")}  # for parity_reward
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
+
+
+def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
+    """train.py after `patch`, for nine steps without vLLM."""
+    script = folder / "patched_train.py"
+    script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
+    plain = ["--rollout_engine=hf", "--eval_steps=0", "--max_steps=9"]
+    return run(str(script), *SMALL, *plain, f"--output_dir={folder / 'run'}", *flags)
 
 
 def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def without_times(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.startswith("time/") and k != "tokens_per_second"}
+def step_of(folder: Path, step: int) -> dict:
+    """What training measured in a step, without seconds."""
+    (line,) = [line for line in metrics_of(folder) if line["step"] == step and "reward" in line]
+    return without_seconds(line)
 
 
 @pytest.fixture(scope="module")
@@ -94,44 +96,46 @@ def two_ranks(tiny_model_dir, tmp_path_factory):
     return folder, done.stdout, done.stderr
 
 
+METRICS = """
+reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm
+weights/entropy weights/entropy_norm weights/effective_rollouts weights/incorrect_mass weights/max
+tau beta delta_tau delta_beta
+completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1
+completions/distinct_2 completions/jaccard
+time/rollout time/reward time/score time/learn time/sync time/step tokens_per_second
+reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
+reward/parity_reward:parity/errors
+sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
+meta/loss meta/tau_grad meta/beta_grad
+"""
+
+
 def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
     lines = metrics_of(two_ranks[0])
     assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 3]  # evaluations at 0, 2 and the end
-    step = lines[-2]
-    for name in """reward reward_std frac_reward_zero_std entropy kl clip_ratio/low clip_ratio/high grad_norm weights/entropy weights/entropy_norm
-                   weights/effective_rollouts weights/incorrect_mass weights/max tau beta delta_tau delta_beta completions/mean_length
-                   completions/max_length completions/clipped_ratio completions/distinct_1 completions/distinct_2 completions/jaccard time/rollout
-                   time/reward time/score time/learn time/sync time/step tokens_per_second reward/parity_reward:parity/mean
-                   reward/parity_reward:parity/timeouts reward/parity_reward:parity/errors
-                   sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max meta/loss meta/tau_grad meta/beta_grad""".split():
-        assert name in step, name
-    assert (
-        step["controller/skipped"] == 0
-        and lines[1]["delta_tau"] != 0
-        and lines[1]["delta_beta"] != 0
-    )
-    assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(lines[0])
-    assert all(
-        line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines if "reward" in line
-    )
-    assert (
-        lines[1]["kl"] < 1e-5 < step["kl"] and step["grad_norm"] > 0
-    )  # at first the policy is the reference
+    before = lines[0]
+    first = lines[1]
+    last = lines[-2]
+    for name in METRICS.split():
+        assert name in last, name
+    assert last["controller/skipped"] == 0
+    assert first["delta_tau"] != 0 and first["delta_beta"] != 0
+    assert {"eval/mean@4", "eval/pass@4", "eval/distinct@4", "eval/coverage@4"} <= set(before)
+    for line in lines:
+        if "reward" in line:
+            assert line["sampling/sampling_logp_difference/mean"] < 1e-5
+    assert first["kl"] < 1e-5 < last["kl"]  # at first the policy is the reference
+    assert last["grad_norm"] > 0
 
 
 def test_a_run_shows_its_header_its_first_prompt_and_two_rollouts(two_ranks):
     folder, text, _ = two_ranks
-    assert (
-        "world_size=2" in text
-        and "prompt (" in text
-        and text.count("  reward ") == 4
-        and "held-out problems" in text
-    )
+    for words in ("world_size=2", "prompt (", "held-out problems"):
+        assert words in text
+    assert text.count("  reward ") == 4
     assert (folder / "curves.png").stat().st_size > 10_000
-    assert (
-        json.loads((folder / "config.json").read_text())["maxent_tau"] == 0.2
-        and len((folder / "launches.jsonl").read_text().splitlines()) == 1
-    )
+    assert json.loads((folder / "config.json").read_text())["maxent_tau"] == 0.2
+    assert len((folder / "launches.jsonl").read_text().splitlines()) == 1
 
 
 def test_vllm_does_not_start_without_a_word(two_ranks):
@@ -141,12 +145,11 @@ def test_vllm_does_not_start_without_a_word(two_ranks):
 
 
 def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
-    rows = [
-        json.loads(line)
-        for path in sorted((two_ranks[0] / "rollouts").glob("step_000002*"))
-        for line in path.read_text().splitlines()
-    ]
-    assert len(rows) == 16 and {"prompt", "completion", "reward", "finish_reason"} <= set(rows[0])
+    rows = []
+    for path in (two_ranks[0] / "rollouts").glob("step_000002*"):
+        rows += [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 16
+    assert {"prompt", "completion", "reward", "finish_reason"} <= set(rows[0])
 
 
 def test_wandb_offline_holds_the_run(two_ranks):
@@ -156,13 +159,12 @@ def test_wandb_offline_holds_the_run(two_ranks):
 
 def test_a_checkpoint_is_whole_and_a_hugging_face_model(two_ranks):
     folder = two_ranks[0]
-    assert [p.name for p in checkpoint.steps_of(folder)] == [
-        "step_000002",
-        "step_000003",
-    ] and checkpoint.verify(folder / "step_000003") == ""
-    assert AutoModelForCausalLM.from_pretrained(folder / "step_000003").config.model_type == "qwen2"
-    assert AutoTokenizer.from_pretrained(folder / "step_000003").eos_token_id == 0
-    assert checkpoint.latest(folder).name == "step_000003"
+    last = folder / "step_000003"
+    assert checkpoint.steps_of(folder) == [folder / "step_000002", last]
+    assert checkpoint.verify(last) == ""
+    assert checkpoint.latest(folder) == last
+    assert AutoModelForCausalLM.from_pretrained(last).config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(last).eos_token_id == 0
 
 
 def test_a_damaged_checkpoint_is_noticed_and_passed_over(two_ranks, tmp_path):
@@ -171,10 +173,8 @@ def test_a_damaged_checkpoint_is_noticed_and_passed_over(two_ranks, tmp_path):
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    assert (
-        "has changed" in checkpoint.verify(folder / "step_000003")
-        and checkpoint.latest(folder).name == "step_000002"
-    )
+    assert "has changed" in checkpoint.verify(folder / "step_000003")
+    assert checkpoint.latest(folder).name == "step_000002"
 
 
 @pytest.mark.slow
@@ -182,119 +182,75 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, 
     whole = two_ranks[0]
     part = shutil.copytree(whole, tmp_path / "part")
     shutil.rmtree(part / "step_000003")  # as if killed during step 3
-    config = json.loads((whole / "config.json").read_text())
-    flags = [
-        f"--{key}={value}"
-        for key, value in config.items()
-        if key not in ("output_dir", "report_to")
-    ]
-    done = run(
-        "train.py", *flags, f"--output_dir={part}", "--resume_from_checkpoint=latest", ranks=2
-    )
-    assert done.returncode == 0 and "step_000002, 2 steps done" in done.stdout, done.stderr[-3000:]
-    last, same = (
-        without_times(
-            next(line for line in metrics_of(folder) if line["step"] == 3 and "reward" in line)
-        )
-        for folder in (whole, part)
-    )
-    assert same == last  # to the bit, with vLLM
+    flags = [part / "config.json", f"--output_dir={part}", "--resume_from_checkpoint=latest"]
+    done = run("train.py", *flags, "--report_to=", ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step_000002, 2 steps done" in done.stdout
+    assert step_of(part, 3) == step_of(whole, 3)  # to the bit, with vLLM
     assert [line["step"] for line in metrics_of(part)] == [0, 1, 2, 2, 3, 3]
-    one, two = (load_file(folder / "step_000003" / "model.safetensors") for folder in (whole, part))
+    one = load_file(whole / "step_000003" / "model.safetensors")
+    two = load_file(part / "step_000003" / "model.safetensors")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     output = tmp_path / "not there yet" / "problems.jsonl"
-    done = run(
-        "evaluate.py",
-        *SMALL,
-        f"--model={two_ranks[0] / 'step_000003'}",
-        "--rollout_engine=hf",
-        f"--output={output}",
-    )
+    model = two_ranks[0] / "step_000003"
+    flags = [*SMALL, f"--model={model}", "--rollout_engine=hf", f"--output={output}"]
+    done = run("evaluate.py", *flags)
     ended_well(done)
-    assert (
-        json.loads(done.stdout.splitlines()[-1])["problems"]
-        == len(output.read_text().splitlines())
-        == 6
-    )
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["problems"] == 6
+    assert len(output.read_text().splitlines()) == 6
+
+
+NO_SYNC = """
+import rollout
+rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
+"""
 
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
-    done = run(
-        "train.py",
-        *SMALL,
-        f"--model={tiny_model_dir}",
-        f"--output_dir={tmp_path / 'run'}",
-        "--rollout_engine=hf",
-        "--eval_steps=0",
-        "--max_steps=9",
-        patch="import rollout\nrollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)",
-        folder=tmp_path,
-    )
-    assert (
-        done.returncode == 1
-        and "does not hold the policy's weights" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    done = run_patched(tmp_path, NO_SYNC, f"--model={tiny_model_dir}")
+    assert done.returncode == 1
+    assert "does not hold the policy's weights" in done.stderr
+    assert "Traceback" not in done.stderr
     assert 1 <= len(metrics_of(tmp_path / "run")) < 9
 
 
-def test_nan_losses_stop_the_run_after_a_few_steps(tiny_model_dir, tmp_path):
-    done = run(
-        "train.py",
-        *SMALL,
-        f"--model={tiny_model_dir}",
-        f"--output_dir={tmp_path / 'run'}",
-        "--rollout_engine=hf",
-        "--eval_steps=0",
-        "--max_steps=9",
-        patch="import train\ntrain.MAX_SKIPPED_STEPS = 2\nimport loss\nold = loss.maxent_weights\nloss.maxent_weights = lambda *a: old(*a) * float('nan')",
-        folder=tmp_path,
-    )
-    assert (
-        done.returncode == 1
-        and "2 steps in a row had a non-finite loss" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+NAN_WEIGHTS = """
+import loss, train
+train.MAX_SKIPPED_STEPS = 2
+old = loss.maxent_weights
+loss.maxent_weights = lambda *a: old(*a) * float("nan")
+"""
+
+
+def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
+    done = run_patched(tmp_path, NAN_WEIGHTS, f"--model={tiny_model_dir}")
+    assert done.returncode == 1
+    assert "2 steps in a row had a non-finite loss" in done.stderr
+    assert "Traceback" not in done.stderr
     assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
     assert checkpoint.latest(tmp_path / "run").name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
-    done = run(
-        "sft.py",
-        "--model=tiny",
-        f"--output_dir={tmp_path / 'sft'}",
-        "--steps=30",
-        "--batch_size=64",
-        ranks=2,
-    )
-    ended_well(done)
-    assert (
-        json.loads((tmp_path / "sft" / "sft.json").read_text())["loss"] < 3.0
-    )  # ln(101 tokens) = 4.6 before
-    assert (
-        0.5e6
-        < sum(
-            p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "sft").parameters()
-        )
-        < 1.5e6
-    )
+    folder = tmp_path / "sft"
+    flags = ["--model=tiny", f"--output_dir={folder}", "--steps=30", "--batch_size=64"]
+    ended_well(run("sft.py", *flags, ranks=2))
+    assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
+    parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
+    assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6
 
 
 def test_metrics_of_a_killed_run_lose_later_steps_and_half_a_line_only(tmp_path):
-    config = load_config([])
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew'
-    )
-    log = MetricsLog(tmp_path, config, step=2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+    log = MetricsLog(tmp_path, load_config([]), step=2)
     log.write(3, {"reward": math.inf})
     log.close()
-    assert (
-        tmp_path / "metrics.jsonl"
-    ).read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "reward": null}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "reward": null}\n'
 
 
 def test_progress_in_a_log_file_is_a_few_lines(capsys):
@@ -322,34 +278,36 @@ def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evaluate.report(tmp_path)
-    out = capsys.readouterr().out
-    assert (
-        "mean@8                  0.250      0.500     +0.250" in out
-        and "reward_failures" not in out
-        and (tmp_path / "curves.png").exists()
-    )
+    table = capsys.readouterr().out
+    assert "mean@8                  0.250      0.500     +0.250" in table
+    assert "reward_failures" not in table
+    assert (tmp_path / "curves.png").exists()
 
 
-def test_an_eval_command_is_started_with_the_checkpoint_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(
+def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("RANK", "3")
     path = tmp_path / "a run" / "step_000001"
     path.mkdir(parents=True)
+    seen = path / "seen"
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
     end = time.monotonic() + 120
-    while not (path / "seen").exists() or not (path / "seen").read_text().endswith("\n"):
+    while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert (path / "seen").read_text() == "rank=\n"
+    assert seen.read_text() == "rank=\n"
     evaluate.start_command("no-such-program {checkpoint}", path)
     assert "could not be started" in capsys.readouterr().out
-    for command, words in (
-        ("sbatch slurm/evaluate.sh", "must hold"),
-        ("sh -c 'echo {checkpoint}", "not closed"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load_config([f"--eval_command={command}"])
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [("sbatch slurm/evaluate.sh", "must hold"), ("sh -c 'echo {checkpoint}", "not closed")],
+)
+def test_an_eval_command_that_could_not_run_is_refused(command, words):
+    with pytest.raises(UserError, match=words):
+        load_config([f"--eval_command={command}"])
 
 
 def test_adamw_is_fused_on_a_gpu_only():
