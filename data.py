@@ -54,12 +54,13 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     """What rows() of tasks/<name>.py makes."""
     name = source["name"]
     rows = tasks.module(name).rows
+    # a task of one kind need not have the argument
     variant = {"config": source["config"]} if source["config"] else {}
     if variant and "config" not in inspect.signature(rows).parameters:
         raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
     try:
-        return rows(source["split"], -1, seed, **variant)
-    except ValueError as error:
+        return rows(source["split"], -1, seed, **variant)  # -1: all of them
+    except ValueError as error:  # no such split or variant; other errors are bugs of the task
         raise UserError(f"dataset.name={name!r}: {error}") from None
 
 
@@ -68,10 +69,12 @@ def usable_rows(found: dict[str, dict], source: dict) -> list[dict]:
     meant here."""
     rows = []
     for i, (place, raw) in enumerate(found.items()):
-        if not raw.get(source["prompt"]) or raw.get(source["answer"]) in (None, ""):
+        if not raw.get(source["prompt"]):
+            continue
+        if raw.get(source["answer"]) in (None, ""):  # 0 and False are answers
             continue
         check_row(raw, source["prompt"], place)
-        row = dict(raw)
+        row = dict(raw)  # its other columns are for rewards
         row["id"] = str(i if raw.get("id") is None else raw["id"])
         row["task"] = own_task(raw) or source["task"]
         row["prompt"] = raw[source["prompt"]]
@@ -99,7 +102,7 @@ def usable_rows(found: dict[str, dict], source: dict) -> list[dict]:
 
 
 def is_name(value) -> bool:
-    return type(value) in (str, int, float)
+    return type(value) in (str, int, float)  # not isinstance: True is no name
 
 
 def is_texts(value) -> bool:
@@ -107,7 +110,7 @@ def is_texts(value) -> bool:
 
 
 def is_count(value) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**31
+    return type(value) in (int, float) and 0 <= value < 2**31  # NaN is not
 
 
 # Field: what it must be where a row has it, and that in words. "task" may be anything: a column of
@@ -186,7 +189,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     name = source["name"]
     split = source["split"]
     dataset = open_dataset(source)
-    if isinstance(dataset, dict):
+    if isinstance(dataset, dict):  # of its splits: save_to_disk keeps them together
         if split not in dataset:
             splits = ", ".join(dataset)
             raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
@@ -199,7 +202,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
                 f"dataset.name={name!r} has no column {column!r}; "
                 f"its columns are {', '.join(dataset.column_names)}"
             )
-    for column in (*OURS, *also):
+    for column in (*OURS, *also):  # welcome, not needed
         if column in dataset.column_names:
             wanted.append(column)
     # the other columns may be gigabytes of other people's rollouts
@@ -215,19 +218,19 @@ def open_dataset(source: dict):
     """A dataset, or a dict of its splits; UserError if there is none that can be loaded.
 
     huggingface_hub asks a busy hub again after 1, 2, 4, 8 and 8 seconds."""
-    import datasets
+    import datasets  # takes seconds, and tasks and .jsonl files do without
 
     name = source["name"]
-    unknown = ""
+    unknown = ""  # what the name is not, where it may be a misspelt one
     if not (name.endswith(".parquet") or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
-            datasets.config.HF_HUB_OFFLINE = True
+            datasets.config.HF_HUB_OFFLINE = True  # it has a copy of its own
         unknown = (
             f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file "
             f"or a folder of save_to_disk, and "
         )
     try:
-        if name.endswith(".parquet"):
+        if name.endswith(".parquet"):  # which has one split, called train
             return datasets.load_dataset("parquet", data_files=name, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)
@@ -239,7 +242,7 @@ def open_dataset(source: dict):
         ) from None
     # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
     except Exception as error:
-        reason = error.__cause__ or error
+        reason = error.__cause__ or error  # the library's own words say less
         words = quoted(" ".join(str(reason).split()), 300)
         raise UserError(
             f"dataset.name={name!r} (dataset.config={source['config']!r}, "
@@ -286,6 +289,7 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     for source in sources(c):
         loaded.append(load_rows(source, c["seed"]))
         weights.append(source["weight"])
+    # stream.py rounds a source's share of BLOCK prompts
     least = min(weights)
     if least * BLOCK < sum(weights):
         raise UserError(
@@ -321,6 +325,7 @@ def more_columns(c: dict) -> list[str]:
 def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
     """UserError where an evaluation prompt is also a training prompt; if `allowed`, a printed
     count."""
+    # to the letter: what differs in case only is another prompt to a model
     trained = {prompt_text(row) for row in rows}
     leaked = [row for row in eval_rows if prompt_text(row) in trained]
     if not leaked:

@@ -58,9 +58,10 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
             "--model=Qwen/Qwen2.5-0.5B-Instruct"
         )
     refuse_missing_folder(model)
-    if not Path(model).is_dir():
+    if not Path(model).is_dir():  # a hub id
         data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
+        # the cheap before the large: config, tokenizer, weights
         config = load_part(model, "config.json", AutoConfig)
         tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
         vocab_size = vocabulary_of(model, config)
@@ -70,7 +71,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         if not dry_run or has_weights(model):
             check_weights(model)
         else:
-            empty_model(model, config)
+            empty_model(model, config)  # at least config.json must describe one
             if Path(model).is_dir():
                 say_once(f"warning: model={model!r} holds no weights: a run would end here")
     return ModelFiles(config, tokenizer, stop_ids)
@@ -107,6 +108,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 
 
 def vocabulary_of(model: str, config) -> int:
+    # of a model that sees images too, the part that reads text
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     if type(vocab_size) is not int or vocab_size < 1:
         raise unusable(model, "config.json", f"vocab_size={vocab_size!r} must be at least 1")
@@ -144,6 +146,7 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"model={model!r} has no chat template: its prompts are plain text "
             f"(a base model; --chat_template gives it one)"
         )
+    # tokens that the template, or the tokenizer by itself, puts into every prompt
     text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
@@ -182,7 +185,7 @@ def generation_eos(model: str):
         return GenerationConfig.from_pretrained(model).eos_token_id
     except OSError as error:
         if not (Path(model) / "generation_config.json").exists():
-            return None
+            return None  # a model need not have one
         raise unusable(model, "generation_config.json", error) from None
     except Exception as error:  # fields of another type
         raise unusable(model, "generation_config.json", error) from None
@@ -227,9 +230,9 @@ def check_weights(model: str) -> None:
     try:
         lm, report = AutoModelForCausalLM.from_pretrained(
             model,
-            device_map="meta",
+            device_map="meta",  # no memory: only names and sizes are compared
             use_safetensors=True,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True,  # they are in the report
             output_loading_info=True,
         )
     except Exception as error:  # as in load_part
@@ -252,6 +255,7 @@ def damaged_file(folder: Path) -> str:
 
 def refuse_other_weights(model: str, lm, report: dict) -> None:
     """report: transformers' own, of what the model that config.json describes found and did not."""
+    # a file of another model, or a config.json that was edited
     other_sizes = sorted(report["mismatched_keys"])
     if other_sizes:
         name, stored, wanted = other_sizes[0]
@@ -259,12 +263,14 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
             f"model={model!r}: {len(other_sizes)} of its weights are of other sizes than "
             f"config.json says, such as {name}, {tuple(stored)} instead of {tuple(wanted)}"
         )
+    # a shard that is not there, or more layers than were saved
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
             f"model={model!r}: {len(missing)} weights that config.json asks for are in none of its "
             f"files, such as {missing[0]}: they would be random"
         )
+    # of layers that are like the model's own, whatever their number
     kinds = {re.sub(r"\d+", "N", name) for name, _ in lm.named_parameters()}
     unused = sorted(report["unexpected_keys"])
     layers = [name for name in unused if re.sub(r"\d+", "N", name) in kinds]
@@ -348,17 +354,22 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
             f"{world}"
         )
     check_tensor_parallel(c, world)
+    # model and tokenizer
     files = load_model_files(c["model"], c["chat_template"], dry_run)
     check_context(files.config, c)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
 
+    # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     rows = [row for source in (*sources, easy) for row in source]
     columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
-    eval_rows = load_eval_rows(c, files.tokenizer) if c["eval_steps"] > 0 else []
+
+    eval_rows = []
+    if c["eval_steps"] > 0:
+        eval_rows = load_eval_rows(c, files.tokenizer)
     data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
     return Inputs(
         model=files.config,
@@ -380,6 +391,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
             "dataset is a mixture, which has no evaluation split of its own: name an "
             "eval_dataset, or set eval_steps=0"
         )
+    # the same rows for every seed of a run: their scores are compared
     rows = data.load_rows(source, seed=0, also=data.more_columns(c))
     rows = rows[: c["eval_max_prompts"]]
     scoring.check_answers(deciding(rows, c), rows, source["name"], c)
@@ -401,12 +413,14 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     for key, value in c.items():
         print(f"  {key} = {value!r}")
     print(f"\n{batch_sentence(c, world)}")
+    # all that needs no file is said before any is looked for
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
 
     inputs = load_inputs(c, world, dry_run=True)
     show_data(inputs, c)
-    parameters = sum(p.numel() for p in empty_model(c["model"], inputs.model).parameters())
+    model = empty_model(c["model"], inputs.model)
+    parameters = sum(p.numel() for p in model.parameters())
     show_memory(c, inputs.model, parameters, dtype, world)
     for warning in warn_config(c, inputs.model.vocab_size):
         print(f"warning: {warning}")
@@ -414,7 +428,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
 
 def batch_sentence(c: dict, world: int) -> str:
     group = rows_of_a_group(c)
-    rows = c["prompts_per_step"] * group
+    rows = c["prompts_per_step"] * group  # of a step, over all ranks
     budget = c["max_tokens_per_micro_batch"]
     micro_batches = math.ceil(rows // world * longest_row(c) / budget)
     return (

@@ -2,7 +2,7 @@
 
     rows = encode_prompts(rows, tokenizer, config)     # with "prompt_ids"
 
-What a prompt is stands in one place (prompt_text, prompt_key, with_prompt, messages_of): all else
+What a prompt is stands in one place (prompt_text, with_prompt, prompt_key, messages_of); all else
 asks these four.
 """
 
@@ -18,7 +18,7 @@ from common import UserError, in_one_line
 
 
 def prompt_text(row: dict) -> str:
-    """The text by which a prompt is known, and of which the beginning is cut where it is too long."""
+    """The text by which a prompt is known, and of which the beginning is cut if it is too long."""
     return row["prompt"]
 
 
@@ -48,7 +48,7 @@ def messages_of(row: dict, system_prompt: str) -> list[dict]:
 def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
     """The prompt as the model sees it: its chat template with the assistant's turn opened, or the
     bare text for a base model."""
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template:  # a base model knows no roles
         return system_prompt + prompt_text(row)
     try:
         return tokenizer.apply_chat_template(
@@ -63,7 +63,7 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
 
 def set_chat_template(tokenizer, template: str) -> None:
     """template: the template itself, or a file with one."""
-    if "{" not in template:
+    if "{" not in template:  # no template does without braces: it is a path
         try:
             template = Path(template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # no such file, no path at all, no text
@@ -77,7 +77,7 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 def check_chat_template(tokenizer, what: str) -> None:
     """UserError, beginning with `what`, for a template that fails or leaves the user out."""
-    user = [{"role": "user", "content": "\0"}]
+    user = [{"role": "user", "content": "\0"}]  # which no template writes by itself
     try:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
@@ -100,6 +100,7 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
     _, found, rest = text.rpartition("\0")
     if not found:
         return "the chat template leaves the assistant's message out"
+    # only the first token: Qwen's writes a newline behind its own
     end = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
     if not end:
         return "the chat template ends a turn with nothing"
@@ -173,6 +174,7 @@ class Encoder:
         prompt's characters alone are too many."""
         texts = [self.render(row) for row in rows]
         endless = [self.characters.exceeded_by(text) for text in texts]
+        # all in one call, which tokenises them side by side; endless ones not at all
         short = ["" if long else text for text, long in zip(texts, endless)]
         encoded = []
         sizes = []
@@ -184,7 +186,8 @@ class Encoder:
     def size(self, row: dict, ids: list[int]) -> int:
         """Tokens of the prompt, or of its longest version with a seed. ids: without one."""
         if not self.seeds or len(ids) + self.seed_room <= self.limit:
-            return len(ids)  # it need not be rendered again with every seed
+            # surely short enough, and need not be rendered again with every seed
+            return len(ids)
         return max(len(ids), self.longest_seeded(row))
 
     def longest_seeded(self, row: dict) -> int:
@@ -193,7 +196,7 @@ class Encoder:
     @cached_property
     def seed_room(self) -> int:
         """Tokens that a seed adds to a prompt, and as much again: text splits otherwise there."""
-        row = with_prompt({"id": ""}, "1")
+        row = with_prompt({"id": ""}, "1")  # any will do
         (ids,) = tokenise([self.render(row)], self.tokenizer)
         return 2 * (self.longest_seeded(row) - len(ids)) + 64
 
@@ -219,7 +222,8 @@ class Encoder:
         keep = len(message)
         while keep > 0:
             text = self.tokenizer.decode(message[len(message) - keep :])
-            shorter = with_prompt(row, text.lstrip("\ufffd"))  # of a character cut in two
+            # of a character that is cut in two a replacement character is left
+            shorter = with_prompt(row, text.lstrip("\ufffd"))
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
             if excess <= 0:
@@ -245,6 +249,7 @@ class CharacterLimit:
         self.tokenizer = tokenizer
         self.longest = max(map(len, tokenizer.get_vocab()))
         self.most = self.JOINED * self.longest * max_tokens  # characters
+        # some special tokens swallow the spaces beside them
         special = tokenizer.added_tokens_decoder.values()
         self.spaces_vanish = any(token.lstrip or token.rstrip for token in special)
         self.counts = {}  # character: whether it counts
@@ -252,8 +257,8 @@ class CharacterLimit:
     def exceeded_by(self, text: str) -> bool:
         if len(text) <= self.most:
             return False
-        total = 0
-        for character, count in Counter(text).most_common():
+        total = 0  # characters that count
+        for character, count in Counter(text).most_common():  # so that it is soon over
             if character not in self.counts:
                 self.counts[character] = self.takes_tokens(character)
             if self.counts[character]:

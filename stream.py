@@ -1,5 +1,5 @@
-"""Which prompts a step takes: a pure function of (seed, step), with an easy pool and a replay buffer
-if wanted.
+"""Which prompts a step takes: a pure function of (seed, step), with an easy pool and a replay
+buffer if wanted.
 
     rows = step_rows(inputs, replay, step, config)      # P rows, the same on every rank
 
@@ -22,10 +22,10 @@ from prompts import prompt_key
 def step_rows(inputs, replay, step: int, c: dict, attempt: int = 0) -> list[dict]:
     """The P rows of a step. inputs: preflight.Inputs; replay: a Replay or None; attempt 1, 2, ...:
     other rows, to replace those of groups that taught nothing."""
-    P = c["prompts_per_step"]
+    P = c["prompts_per_step"]  # over all ranks
     sources = inputs.sources
     weights = inputs.weights
-    if attempt:
+    if attempt:  # a stream of its own, without what may be chosen again and again
         return prompts_for_step(sources, weights, step, P, f"{c['seed']}/again/{attempt}")
     rows = prompts_for_step(sources, weights, step, P, c["seed"])
     share = scheduled(entries(c, "easy_dataset")["share"], step)
@@ -40,13 +40,13 @@ def step_rows(inputs, replay, step: int, c: dict, attempt: int = 0) -> list[dict
 
 def prompts_for_step(sources: list[list], weights: list, step: int, count: int, seed) -> list[dict]:
     """Prompts step * count, step * count + 1, ... of the stream."""
-    first = step * count
+    first = step * count  # so a resumed run needs no cursor
     return [pick(sources, weights, i, seed) for i in range(first, first + count)]
 
 
 def pick(sources: list[list], weights: list, i: int, seed) -> dict:
     """The i-th prompt of the stream: a shuffled pass over all rows of its source, then the next."""
-    if len(sources) == 1:
+    if len(sources) == 1:  # the seed alone, so that a mixture of one is no other run
         return row_of_passes(sources[0], i, seed)
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_sources(tuple(weights), seed, block)
@@ -63,6 +63,7 @@ def row_of_passes(rows: list, i: int, seed) -> dict:
 
 @lru_cache(maxsize=64)
 def epoch_order(count: int, seed, epoch: int) -> list[int]:
+    # of its own for every use, so that nothing else that draws shifts it
     return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)
 
 
@@ -71,11 +72,11 @@ def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[
     """A mixture's choice for the prompts from block * BLOCK on: (the source of each, how often that
     source has come earlier in the block, how often each source comes in every block)."""
     quota = quotas(weights)
-    chosen = []
+    chosen = []  # BLOCK sources
     for source, count in enumerate(quota):
         chosen += [source] * count
     random.Random(f"mixture/{seed}/{block}").shuffle(chosen)
-    counts = [0] * len(weights)
+    counts = [0] * len(weights)  # of each source, so far
     earlier = []
     for source in chosen:
         earlier.append(counts[source])
@@ -84,8 +85,8 @@ def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[
 
 
 def quotas(weights: tuple) -> list[int]:
-    """How many of BLOCK prompts come from each source: its share, to the row. The largest remainders
-    are rounded up."""
+    """How many of BLOCK prompts come from each source: its share, to the row. The largest
+    remainders are rounded up."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     quota = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])
@@ -129,11 +130,11 @@ class Replay:
         self.ucb = ucb
         self.rows = {}
         for row in rows:
-            self.rows.setdefault(prompt_key(row), row)
+            self.rows.setdefault(prompt_key(row), row)  # of the same prompt twice the first
         kept = {}
         for key, numbers in state.get("prompts", {}).items():
             if key in self.rows:
-                kept[key] = tuple(numbers)
+                kept[key] = tuple(numbers)  # JSON made lists of them
         self.state = {"total": state.get("total", 0), "prompts": kept}
 
     def score(self, key: str) -> float:
@@ -153,6 +154,7 @@ class Replay:
         # also those that give way: they may stay, if too few are remembered
         present = {prompt_key(row) for row in batch}
         candidates = [key for key in self.state["prompts"] if key not in present]
+        # equal scores in the order of their keys, the same after a restart
         candidates.sort(key=lambda key: (-self.score(key), key))
         remembered = [self.rows[key] for key in candidates[:wanted]]
         first = len(batch) - wanted
@@ -160,7 +162,7 @@ class Replay:
 
     def update(self, batch: list[dict], rewards) -> None:
         """Takes in rewards (P, G) of the step's rows; then the least promising go."""
-        prompts = dict(self.state["prompts"])
+        prompts = dict(self.state["prompts"])  # a checkpoint may hold the old ones
         gaps = rewards.amax(1) - rewards.mean(1)  # (P,)
         for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
@@ -181,6 +183,6 @@ def visited(numbers: tuple, gap: float) -> tuple:
 
 
 def promise(numbers: tuple) -> float:
-    """Mean gap plus its standard deviation: lowest for a prompt that has reliably taught nothing."""
+    """Mean gap plus standard deviation: lowest for a prompt that has reliably taught nothing."""
     visits, mean, squares = numbers
     return mean + math.sqrt(squares / visits)

@@ -107,7 +107,7 @@ def rows_of(*answers, name: str = "q") -> list[dict]:
         {"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer}
         for i, answer in enumerate(answers)
     ]
-    return prompts.encode_prompts(rows, TOKENIZER, "", 99, "error")
+    return prompts.encode_prompts(rows, TOKENIZER, load_config([]))
 
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
@@ -185,7 +185,7 @@ def texts(rollouts: list[dict]) -> list[str]:
 def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_line():
     c = config()
     (got,) = collect(c, step=3)
-    assert got.rows == stream.prompts_for_step(MIXED.sources[0], 3, P, 42, 0, 1)
+    assert got.rows == stream.prompts_for_step(MIXED.sources, [1.0], 3, P, 42)
     assert [r["prompt_ids"] for r in got.rollouts] == [
         row["prompt_ids"] for row in got.rows for _ in range(G)
     ]
@@ -249,7 +249,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
         ours, theirs = got.rollouts[i * G : (i + 1) * G], before.rollouts[i * G : (i + 1) * G]
         assert (got.rows[i] == before.rows[i]) == (ours == theirs) == (not old)
     again = got.engine.calls[1]
-    fresh = stream.prompts_for_step(MIXED.sources, step, P, "42/again/1", 0, 1, [1.0])
+    fresh = stream.prompts_for_step(MIXED.sources, [1.0], step, P, "42/again/1")
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
     assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(
@@ -352,8 +352,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.sources[1]}}
     buffer = Replay(inputs.sources[0] + inputs.sources[1], 99, 0.5, state)
     plain = {
-        step: stream.prompts_for_step(inputs.sources, step, P, 42, 0, 1, [3.0, 1.0])
-        for step in range(5)
+        step: stream.prompts_for_step(inputs.sources, [3.0, 1.0], step, P, 42) for step in range(5)
     }
     assert (
         experience.step_rows(inputs, None, 1, c) == plain[1]
@@ -371,7 +370,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
         assert again == stream.prompts_for_step(
-            inputs.sources, 2, P, f"42/again/{attempt}", 0, 1, [3.0, 1.0]
+            inputs.sources, [3.0, 1.0], 2, P, f"42/again/{attempt}"
         )
 
 

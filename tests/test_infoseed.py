@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
 import infoseed
 import prompts
 import sft
@@ -174,7 +173,8 @@ def fitting(rule: str, limit: int) -> list[dict]:
         f"--max_prompt_length={limit}",
         f"--long_prompts={rule}",
     ]
-    return data.encode(LONG, sft.tiny_tokenizer(), load_config(flags))
+    c = load_config(flags)
+    return prompts.encode_prompts(LONG, sft.tiny_tokenizer(), c, seeds=True)
 
 
 def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():

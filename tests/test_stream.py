@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stream
-from common import scheduled
 
 few_examples = settings(derandomize=True, deadline=None, max_examples=40)
 fewer_examples = settings(derandomize=True, deadline=None, max_examples=25)
@@ -207,10 +206,3 @@ def test_a_larger_share_keeps_the_easy_prompts_of_a_smaller_one():
     for step in range(20):
         for few, many in zip(mixed(step, 0.2), mixed(step, 0.6)):
             assert few == many or few not in EASY
-
-
-def test_a_share_that_changes_is_a_line_through_its_points():
-    share = {100: 0.1, 5: 0.5, 200: 0.0}  # in no order
-    steps = [0, 5, 100, 150, 200, 10**9]
-    assert [scheduled(share, step) for step in steps] == [0.5, 0.5, 0.1, 0.05, 0.0, 0.0]
-    assert scheduled(0.7, 3) == 0.7
