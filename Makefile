@@ -12,7 +12,7 @@ TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://downl
 # one thread a rank: two that share a busy core wait for each other for seconds
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all bench env clean
+.PHONY: demo test test-all bench check-gpu env clean
 
 # the stamp holds the hash of what was installed: a changed pin installs again; on a machine with a GPU what was made for CPUs is made anew
 STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
@@ -54,6 +54,10 @@ test-all: $(STAMP)-dev
 
 bench: $(STAMP)-dev
 	$(BIN)/python -m bench
+
+# status 3 without a GPU
+check-gpu: $(STAMP)
+	$(BIN)/python -m bench.gpu
 
 clean:
 	rm -rf $(VENV) runs

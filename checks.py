@@ -14,9 +14,10 @@ class Objective(NamedTuple):
     """All that is true of an objective but its formula, which is in loss.py. The defaults are those of dr_grpo."""
 
     tokens: str = "constant"  # how terms of tokens are summed: "constant", "row_mean", "token_mean"
-    scale: str = "none"  # its own scale_rewards
+    advantage: str = "centred"  # of a row in its group: "centred", "pass_at_k"
+    scale: str = "none"  # its own scale_rewards: what centred advantages are divided by
     ratio: str = "token"  # "token" and "sequence" are clipped, "cispo" is capped
-    group_loss: str = ""  # its loss over the scores of a whole group: "listwise"; "" it has none
+    group_loss: str = ""  # a loss over the scores of a group: "listwise", "balance"; "" it has none
     weights: str = ""  # what w by tau are: the "target" of the policy, or those of the "rows"
     beta: str = "loss"  # where the reference acts: a KL in the "loss", or it tilts the "weights"
     term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"
@@ -32,6 +33,9 @@ OBJECTIVES = {
     "cispo": Objective(tokens="token_mean", scale="group", ratio="cispo"),
     "seed_grpo": Objective(term="answer_entropy"),
     "token_entropy": Objective(term="token_entropy"),
+    "maxrl": Objective(scale="mean"),
+    "pkpo": Objective(advantage="pass_at_k"),
+    "flow": Objective(group_loss="balance", beta="weights"),
 }
 
 
@@ -59,6 +63,7 @@ STEPS = (
     "easy_dataset.share",
     "maxent_target_weight_entropy",
     "maxent_target_excess_entropy",
+    "pkpo_k",
 )
 # The entries of a source of rows, and what one means that is left out.
 SOURCE = {
@@ -151,7 +156,7 @@ CHOICES = {
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
     "objective": tuple(OBJECTIVES),
-    "scale_rewards": ("", "group", "batch", "none"),
+    "scale_rewards": ("", "group", "batch", "mean", "none"),
     "importance_sampling": (
         "token_truncate",
         "token_mask",
@@ -167,6 +172,7 @@ CHOICES = {
     "xdr_utility": ("advantage", "surrogate"),
     "maxent_skip_equal_groups": ("all", "wrong", "none"),
     "controller_meta_method": ("", "analytic", "first_order", "truncated_backprop"),
+    "maxent_group_weight": ("equal", "spread"),
     "controller_meta_optimizer": ("sgd", "adam"),
     "info_seed_loss_type": ("infonce", "ce"),
     "info_seed_pooling": ("mean", "last"),
@@ -180,8 +186,8 @@ RANGES = {
     # run
     "seed": (">= 0", "< 4294967296"),
     # data
-    "max_prompt_length": ("> 0", None),
     "easy_dataset.share": (">= 0", "<= 1"),
+    "max_prompt_length": ("> 0", None),
     "replay.size": (">= 0", None),
     "replay.fraction": (">= 0", "<= 1"),
     "replay.ucb": (">= 0", None),
@@ -214,9 +220,12 @@ RANGES = {
     "policy_entropy_bonus_coef": (">= 0", None),
     "token_entropy_coef": (">= 0", None),
     "seed_grpo_alpha": (">= 0", None),
+    "unlikeliness_coef": (">= 0", "<= 1"),
+    "pkpo_k": ("> 0", None),
     "maxent_tau": (">= 0", "<= inf"),
     "maxent_q_temperature": ("> 0", None),
     "maxent_q_epsilon": (">= 0", None),
+    "maxent_score_scale": ("> 0", None),
     "mode_entropy_coef": (">= 0", None),
     # controllers
     "maxent_target_weight_entropy": ("-1 or >= 0", None),
@@ -474,6 +483,15 @@ def objective_claims(c: dict):
         f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}",
     )
     objective = OBJECTIVES[c["objective"]]
+    G = c["num_generations"]
+    yield (
+        objective.advantage != "pass_at_k" or max(values_of(c["pkpo_k"])) <= G,
+        f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
+    )
+    yield (
+        objective.group_loss != "balance" or c["maxent_tau"] > 0,
+        f"objective={c['objective']!r} divides by maxent_tau={c['maxent_tau']}: it must be above 0",
+    )
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
         f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: set it to 0, "
@@ -554,22 +572,70 @@ def controller_claims(c: dict):
     )
 
 
+def tau_limit(c: dict, vocabulary: int) -> float:
+    """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its target is right at least half of the time.
+
+    Rewards 0 and 1, beta = 0: at the target the scores of right and wrong rows differ by 1 / tau, so the log-probs of strings of T
+    tokens differ by T / (scale * tau) where scores are means, by 1 / (scale * tau) where they are sums. There are V^T wrong strings:
+    the difference must be at least T * ln V. For sums T is taken as max_completion_length."""
+    per_token = c["maxent_score_scale"]
+    if c["maxent_score_norm"] == "sum":
+        per_token *= c["max_completion_length"]
+    return 1 / (per_token * math.log(vocabulary))
+
+
+def tau_of_excess(excess: float, G: int, right: int) -> float:
+    """The maxent_q_temperature * maxent_tau at which w has this excess entropy in a group with `right` of G at reward 1, the others at 0."""
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        tau = math.sqrt(low * high)
+        wrong = math.exp(-1 / tau) / (right + (G - right) * math.exp(-1 / tau))
+        best = (1 - (G - right) * wrong) / right
+        entropy = -right * best * math.log(best)
+        entropy -= (G - right) * wrong * math.log(wrong) if wrong > 0 else 0.0
+        reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))
+        low, high = (tau, high) if reached < excess else (low, tau)
+    return low
+
+
+def tau_warnings(c: dict, vocabulary: int) -> list[str]:
+    """Temperatures so high that wrong answers win, set or to be reached by a controller."""
+    warnings = []
+    product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
+    if c["maxent_score_norm"] == "sum":
+        because = f"1/(max_completion_length * ln(vocabulary {vocabulary})), as scores are sums,"
+    else:
+        because = f"1/ln(vocabulary {vocabulary})"
+    if c["maxent_score_scale"] != 1:
+        because += f" over maxent_score_scale={c['maxent_score_scale']}"
+    if product > limit * 1.001:
+        warnings.append(
+            f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: the "
+            f"wrong answers of a group outnumber the right ones and a target this flat feeds them; "
+            f"expect a policy that gets worse"
+        )
+    targets = values_of(c["maxent_target_excess_entropy"])
+    if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
+        G = rows_of_a_group(c)
+        needed = tau_of_excess(max(targets), G, max(1, G // 4))
+        needed = min(needed, c["maxent_q_temperature"] * c["maxent_tau_max"])
+        if needed > limit * 1.001:
+            warnings.append(
+                f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
+                f"about {needed:.3g} (a quarter of a group right), above {because} = {limit:.3g}: "
+                f"lower the target, or set maxent_tau_max={limit / c['maxent_q_temperature']:.3g}"
+            )
+    return warnings
+
+
 def warn_config(c: dict, vocabulary: int) -> list[str]:
     """Settings that run but are known to hurt, a sentence each."""
-    warnings = []
-    product, limit = c["maxent_q_temperature"] * c["maxent_tau"], 1 / math.log(vocabulary)
-    if c["objective"] == "maxent" and product > limit * 1.001:
+    objective = OBJECTIVES[c["objective"]]
+    warnings = tau_warnings(c, vocabulary) if objective.group_loss else []
+    if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:
         warnings.append(
-            f"maxent_q_temperature * maxent_tau = {product:.3f} is above 1/ln(vocabulary {vocabulary}) = {limit:.3f}: the wrong answers "
-            f"of a group outnumber the right ones and a target this flat feeds them; expect a policy that gets worse"
-        )
-    if (
-        c["objective"] == "maxent"
-        and c["maxent_loss"] == "listwise"
-        and c["maxent_score_norm"] == "sum"
-    ):
-        warnings.append(
-            "maxent_score_norm='sum' has destroyed policies (held-out accuracy to 0 in 50 steps); 'length' is the safe choice"
+            f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio is a "
+            f"mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(
@@ -587,7 +653,6 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
             "maxent_target_weight_entropy counts every active group, and here those whose answers are all equally good are active, with flat weights at "
             "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
         )
-    objective = OBJECTIVES[c["objective"]]
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:
         warnings.append(

@@ -370,7 +370,41 @@ def modern(settings: dict) -> dict:
         translated["info_seed_num_seeds"] = 0
     if settings.get("controller_meta_enabled") is False:
         translated["controller_meta_method"] = ""
-    return translated
+    if settings.get("dataset_mixture"):
+        translated["dataset"] = [modern_source(source) for source in settings["dataset_mixture"]]
+    return translated | modern_schedules(settings, translated.get("easy_dataset", {}))
+
+
+def modern_source(source: dict) -> dict:
+    """A source of an older mixture: {"id", "columns": {"prompt", ...}, ...}."""
+    rest = {key: value for key, value in source.items() if key not in ("id", "columns")}
+    return {"name": source["id"], **source.get("columns", {}), **rest}
+
+
+def modern_schedules(settings: dict, easy: dict) -> dict:
+    """What changed over time in a run of an older version, as lines through points."""
+    changing = {}
+    if settings.get("easy_schedule"):
+        changing["easy_dataset"] = {**easy, "share": stairs(settings["easy_schedule"], 0.0)}
+    if settings.get("temperature_schedule"):
+        start = settings["temperature"]
+        changing["temperature"] = stairs(settings["temperature_schedule"], start)
+    if settings.get("maxent_target_final", -1) >= 0:
+        for key in ("maxent_target_weight_entropy", "maxent_target_excess_entropy"):
+            if settings.get(key, -1) >= 0:
+                last = settings["maxent_target_horizon"]
+                changing[key] = {0: settings[key], last: settings["maxent_target_final"]}
+    return changing
+
+
+def stairs(schedule: dict, value: float) -> dict:
+    """{first step: value}, each until the next one, `value` before, as a line through points."""
+    points = {0: value}
+    for first, following in sorted((int(first), value) for first, value in schedule.items()):
+        if first > 0:
+            points[first - 1] = value
+        points[first] = value = following
+    return points
 
 
 def read_flag(argument: str, defaults: dict) -> dict:

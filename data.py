@@ -1,107 +1,117 @@
-"""Rows to train and evaluate on, from tasks/, files, Hugging Face datasets or a weighted mixture of them, and which of them a step takes.
+"""Rows to train and evaluate on: of a task, a file, a Hugging Face dataset, or several of them.
 
-A row is a dict {"id", "task", "prompt", "answer", ...}; prompts.py adds "prompt_ids". Which rows a step takes is a pure
-function of (seed, step, rank, world): there is no cursor to save, and another number of ranks sees the same prompts.
+    rows = load_rows({"name": "countdown", "config": "tiny"}, seed=42)
+    sources, weights = training_sources(config, tokenizer)      # with "prompt_ids"
+
+A source is a dict like checks.SOURCE, of which only "name" must be given. A row is a dict {"id",
+"task", "prompt", "answer", ...} with whatever else its source holds; prompts.py adds "prompt_ids".
+Which rows a step takes is decided in stream.py.
 """
 
 import inspect
 import json
 import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import huggingface_hub.constants
 
 import tasks
-from checks import entries, sources
+from checks import SOURCE, entries, sources
 from common import UserError, quoted, shown
-from prompts import encode_prompts, seed_prompts, use_cache_without_hub
+from prompts import encode_prompts, prompt_text
 
-OURS = (
-    "id",
-    "task",
-    "solutions",
-    "num_modes",
-    "enumeration",
-)  # columns that mean something here, read where a dataset has them
+# columns that mean something here, read wherever a dataset has them
+OURS = ("id", "task", "solutions", "num_modes", "enumeration")
 BLOCK = 1000  # prompts over which a mixture keeps its weights to the row
 
 
-# --- where rows come from
+# --- the rows of a source
 
 
-def load_rows(
-    name: str,
-    config: str,
-    split: str,
-    prompt_column: str,
-    answer_column: str,
-    seed: int,
-    task: str = "",
-    more: tuple = (),
-    also: tuple = (),
-) -> list[dict]:
-    """All rows of a task, a .jsonl or .parquet file, a folder of save_to_disk or a Hugging Face dataset; never an empty list. Rows without
-    prompt or answer are left out with a printed count. What can't be found or read is a UserError that names it.
+def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
+    """All rows of a source, at least one. Rows without prompt or answer are left out with a printed
+    count. What can't be found or read is a UserError that names it.
 
-    task: of rows without one; a row may name a reward of rewards.REWARDS there, not a function. more: further columns of a dataset that rewards
-    want to see; also: the same, where it has them (a .jsonl file brings all of its own)."""
+    seed: of tasks that draw their rows. also: further columns of a dataset, where it has them;
+    those of source["more"] it must have. A .jsonl file brings all of its own."""
+    source = SOURCE | source
+    name = source["name"]
     if not name:
         raise UserError(
-            f"dataset.name is empty: name a task ({', '.join(tasks.NAMES)}), a .jsonl or .parquet file, a folder or a Hugging Face dataset"
+            f"dataset.name is empty: name a task ({', '.join(tasks.NAMES)}), "
+            f"a .jsonl or .parquet file, a folder or a Hugging Face dataset"
         )
     if name in tasks.NAMES:
-        rows = tasks.module(name).rows
-        if config and "config" not in inspect.signature(rows).parameters:
-            raise UserError(f"dataset.config={config!r}: the task {name!r} has no variants")
-        try:
-            return rows(split, -1, seed, **({"config": config} if config else {}))
-        except ValueError as error:
-            raise UserError(f"dataset.name={name!r}: {error}") from None
-    in_lines = name.endswith(".jsonl")
-    if in_lines:
-        found = read_jsonl(name)
-    else:
-        columns = (prompt_column, answer_column, *more)
-        found = dict(enumerate(read_dataset(name, config, split, columns, also)))
+        return task_rows(source, seed)
+    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
+    return usable_rows(found, source)
+
+
+def task_rows(source: dict, seed: int) -> list[dict]:
+    """What rows() of tasks/<name>.py makes."""
+    name = source["name"]
+    rows = tasks.module(name).rows
+    variant = {"config": source["config"]} if source["config"] else {}
+    if variant and "config" not in inspect.signature(rows).parameters:
+        raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
+    try:
+        return rows(source["split"], -1, seed, **variant)
+    except ValueError as error:
+        raise UserError(f"dataset.name={name!r}: {error}") from None
+
+
+def usable_rows(found: dict[str, dict], source: dict) -> list[dict]:
+    """found: {place: row as its source has it}. The rows with prompt and answer, as they are
+    meant here."""
     rows = []
-    for i, (number, row) in enumerate(found.items()):
-        if not row.get(prompt_column) or row.get(answer_column) in (None, ""):
+    for i, (place, raw) in enumerate(found.items()):
+        if not raw.get(source["prompt"]) or raw.get(source["answer"]) in (None, ""):
             continue
-        where = f"{name}:{number}" if in_lines else f"dataset.name={name!r}, row {number}"
-        check_row(row, prompt_column, where)
-        own = {
-            "id": str(i if row.get("id") is None else row["id"]),
-            "task": own_task(row) or task,
-            "prompt": row[prompt_column],
-            "answer": row[answer_column],
-        }
-        rows.append({**row, **own})
-        rows[-1].pop("completion", None)  # a reward's own argument
+        check_row(raw, source["prompt"], place)
+        row = dict(raw)
+        row["id"] = str(i if raw.get("id") is None else raw["id"])
+        row["task"] = own_task(raw) or source["task"]
+        row["prompt"] = raw[source["prompt"]]
+        row["answer"] = raw[source["answer"]]
+        row.pop("completion", None)  # a reward's own argument
+        rows.append(row)
+
+    name = source["name"]
     if not rows:
-        columns = ", ".join(found[min(found)]) if found else "none"
+        first = next(iter(found.values()), {})
         raise UserError(
-            f"dataset.name={name!r} split {split!r}: none of its {len(found)} rows has both a prompt (column {prompt_column!r}) "
-            f"and an answer (column {answer_column!r}); its columns are: {columns}"
+            f"dataset.name={name!r} split {source['split']!r}: none of its {len(found)} rows has "
+            f"both a prompt (column {source['prompt']!r}) and an answer (column "
+            f"{source['answer']!r}); its columns are: {', '.join(first) or 'none'}"
         )
     if len(rows) < len(found):
         print(
-            f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer and are left out"
+            f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
+            f"and are left out"
         )
     return rows
 
 
-def is_count(value) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**31
-
-
-def is_texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+# --- what a row's fields must be
 
 
 def is_name(value) -> bool:
     return type(value) in (str, int, float)
 
 
-# What a row's field must be where the row has it, and that in words. "task" may be anything: a
-# column of that name is often a class label.
+def is_texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def is_count(value) -> bool:
+    return type(value) in (int, float) and 0 <= value < 2**31
+
+
+# Field: what it must be where a row has it, and that in words. "task" may be anything: a column of
+# that name is often a class label.
 FIELDS = {
     "id": (is_name, "text or a number"),
     "solutions": (is_texts, "a list of texts"),
@@ -114,7 +124,8 @@ def check_row(row: dict, prompt_column: str, where: str) -> None:
     if not isinstance(row[prompt_column], str):
         raise UserError(
             f"{where}: the prompt (column {prompt_column!r}) must be text, "
-            f"not a {type(row[prompt_column]).__name__}"
+            f"not a {type(row[prompt_column]).__name__}: name a column that holds the question "
+            f"alone; the chat template is put around it here"
         )
     for field, (fits, words) in FIELDS.items():
         if row.get(field) is not None and not fits(row[field]):
@@ -122,19 +133,28 @@ def check_row(row: dict, prompt_column: str, where: str) -> None:
 
 
 def own_task(row: dict) -> str:
-    """A row's own task; "" for a number, as a class label is, and for "module:function": data names no code."""
-    found = row.get("task")
-    return found if isinstance(found, str) and ":" not in found else ""
+    """A row's own task; "" for a number, as a class label is, and for "module:function": data
+    names no code."""
+    task = row.get("task")
+    return task if isinstance(task, str) and ":" not in task else ""
 
 
-def read_jsonl(path: str) -> dict[int, dict]:
-    """{number of a line: the row in it}; a UserError names file and line of one that can't be used."""
+# --- .jsonl files
+
+
+def read_jsonl(path: str) -> dict[str, dict]:
+    """{"path:number" of a line: the row in it}; UserError with file and line of one that can't be
+    used."""
     rows = {}
+    number = 0
     try:
         with open(path, "rb") as file:  # as text it would be decoded ahead of its lines
             for number, line in enumerate(file, 1):
-                if line := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    rows[number] = read_row(line, f"{path}:{number}")
+                # a byte order mark, as Windows puts it at the beginning
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    where = f"{path}:{number}"
+                    rows[where] = read_row(text, where)
     except OSError as error:
         raise UserError(f"dataset.name={path!r} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -158,88 +178,130 @@ def read_row(line: str, where: str) -> dict:
     return row
 
 
-def read_dataset(
-    name: str, config: str, split: str, columns: tuple, also: tuple = ()
-) -> list[dict]:
-    """Rows, with `columns` and as many of `also` and OURS as there are, of a .parquet file, a folder written by save_to_disk, or a dataset of the hub,
-    which huggingface_hub asks again after 1, 2, 4, 8 and 8 seconds when it is busy."""
-    import datasets
+# --- datasets: .parquet files, folders of save_to_disk, the hub
 
-    here = name.endswith(".parquet") or os.path.isdir(name)
-    if not here and use_cache_without_hub(datasets.config.HF_ENDPOINT):
-        datasets.config.HF_HUB_OFFLINE = True
-    known = (
-        ""
-        if here
-        else f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file or a folder of save_to_disk, and "
-    )
-    try:
-        if name.endswith(".parquet"):
-            dataset = datasets.load_dataset("parquet", data_files=name, split="train")
-        elif os.path.isdir(name) and any(
-            (Path(name) / file).exists() for file in ("dataset_info.json", "dataset_dict.json")
-        ):
-            dataset = datasets.load_from_disk(name)
-        else:
-            dataset = datasets.load_dataset(name, config or None, split=split)
-    except ConnectionError as error:
-        raise UserError(
-            f"dataset.name={name!r} {known}the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set) and has left "
-            f"no copy of it in the cache: {quoted(error)}"
-        ) from None
-    except (
-        Exception
-    ) as error:  # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
-        reason = error.__cause__ or error
-        raise UserError(
-            f"dataset.name={name!r} (dataset.config={config!r}, dataset.split={split!r}) {known}can't be loaded as a "
-            f"dataset: {type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
-        ) from None
+
+def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
+    """{place: row}, the columns of `source` and as many of OURS and `also` as there are."""
+    name = source["name"]
+    split = source["split"]
+    dataset = open_dataset(source)
     if isinstance(dataset, dict):
         if split not in dataset:
-            raise UserError(
-                f"dataset.name={name!r} has no split {split!r}; it has {', '.join(dataset)}"
-            )
+            splits = ", ".join(dataset)
+            raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
         dataset = dataset[split]
-    missing = [c for c in columns if c not in dataset.column_names]
-    if missing:
-        raise UserError(
-            f"dataset.name={name!r} has no column {missing[0]!r}; its columns are {', '.join(dataset.column_names)}"
-        )
-    wanted = dict.fromkeys(
-        [*columns, *(column for column in (*OURS, *also) if column in dataset.column_names)]
-    )
-    try:  # the other columns may be gigabytes of other people's rollouts
-        return dataset.select_columns(list(wanted)).to_list()
+
+    wanted = [source["prompt"], source["answer"], *source["more"]]
+    for column in wanted:
+        if column not in dataset.column_names:
+            raise UserError(
+                f"dataset.name={name!r} has no column {column!r}; "
+                f"its columns are {', '.join(dataset.column_names)}"
+            )
+    for column in (*OURS, *also):
+        if column in dataset.column_names:
+            wanted.append(column)
+    # the other columns may be gigabytes of other people's rollouts
+    dataset = dataset.select_columns(list(dict.fromkeys(wanted)))
+    try:
+        rows = dataset.to_list()
     except UnicodeDecodeError as error:
         raise UserError(f"dataset.name={name!r} holds text that is not UTF-8: {error}") from None
+    return {f"dataset.name={name!r}, row {i}": row for i, row in enumerate(rows)}
 
 
-def load_source(source: dict, seed: int, also: tuple = ()) -> list[dict]:
-    """The rows of one source, a dict with all entries of checks.SOURCE."""
-    return load_rows(
-        source["name"],
-        source["config"],
-        source["split"],
-        source["prompt"],
-        source["answer"],
-        seed,
-        source["task"],
-        tuple(source["more"]),
-        also,
-    )
+def open_dataset(source: dict):
+    """A dataset, or a dict of its splits; UserError if there is none that can be loaded.
+
+    huggingface_hub asks a busy hub again after 1, 2, 4, 8 and 8 seconds."""
+    import datasets
+
+    name = source["name"]
+    unknown = ""
+    if not (name.endswith(".parquet") or os.path.isdir(name)):
+        if use_cache_without_hub(datasets.config.HF_ENDPOINT):
+            datasets.config.HF_HUB_OFFLINE = True
+        unknown = (
+            f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file "
+            f"or a folder of save_to_disk, and "
+        )
+    try:
+        if name.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=name, split="train")
+        if is_saved_to_disk(Path(name)):
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name, source["config"] or None, split=source["split"])
+    except ConnectionError as error:
+        raise UserError(
+            f"dataset.name={name!r} {unknown}the Hugging Face hub can't be reached (no network, or "
+            f"HF_HUB_OFFLINE is set) and has left no copy of it in the cache: {quoted(error)}"
+        ) from None
+    # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
+    except Exception as error:
+        reason = error.__cause__ or error
+        words = quoted(" ".join(str(reason).split()), 300)
+        raise UserError(
+            f"dataset.name={name!r} (dataset.config={source['config']!r}, "
+            f"dataset.split={source['split']!r}) {unknown}can't be loaded as a dataset: "
+            f"{type(reason).__name__}: {words}"
+        ) from None
+
+
+def is_saved_to_disk(folder: Path) -> bool:
+    """Whether save_to_disk of datasets wrote it: one split, or several."""
+    return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def use_cache_without_hub(endpoint: str) -> bool:
+    """Whether the hub can't be reached. Its library is then told to look into its cache alone, or
+    it would ask again and again for half a minute. Behind a proxy that is left to the library."""
+    hub = huggingface_hub.constants
+    proxies = {"http", "https", "all"} & set(getproxies())
+    if hub.HF_HUB_OFFLINE or proxies:
+        return hub.HF_HUB_OFFLINE
+    address = urlsplit(endpoint)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname, port), timeout=10).close()
+    except OSError as error:
+        print(f"{endpoint} can't be reached ({error}): only its cache is used", flush=True)
+        hub.HF_HUB_OFFLINE = True
+    return hub.HF_HUB_OFFLINE
+
+
+# --- the sources that a config names
+
+
+def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
+    """Encoded rows and weight of every source of the training data: what stream.py draws from."""
+    loaded, weights = load_mixture(c)
+    return [encode_prompts(rows, tokenizer, c, seeds=True) for rows in loaded], weights
 
 
 def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
-    """Rows and weight of every source of `dataset`."""
-    rows = [load_source(source, c["seed"]) for source in sources(c)]
-    weights = [source["weight"] for source in sources(c)]
-    if (least := min(weights)) * BLOCK < sum(weights):
+    """Rows and weight of every source of the training data."""
+    loaded = []
+    weights = []
+    for source in sources(c):
+        loaded.append(load_rows(source, c["seed"]))
+        weights.append(source["weight"])
+    least = min(weights)
+    if least * BLOCK < sum(weights):
         raise UserError(
-            f"dataset: source {weights.index(least)}: weight={least} is less than one in {BLOCK} of "
-            f"all weights together: it would never be drawn"
+            f"dataset: source {weights.index(least)}: weight={least} is less than one in {BLOCK} "
+            f"of all weights together: it would never be drawn"
         )
-    return rows, weights
+    return loaded, weights
+
+
+def easy_rows(c: dict, tokenizer) -> list[dict]:
+    """The encoded rows of the easy pool; an empty list without one."""
+    source = entries(c, "easy_dataset")
+    if not source["name"]:
+        return []
+    rows = load_rows(source, c["seed"], also=more_columns(c))
+    return encode_prompts(rows, tokenizer, c, seeds=True)
 
 
 def names(c: dict) -> str:
@@ -247,44 +309,29 @@ def names(c: dict) -> str:
     return ", ".join(source["name"] for source in sources(c))
 
 
-def more_columns(c: dict) -> tuple:
-    """The further columns of the training sources: other sources bring them where they have them."""
-    return tuple(column for source in sources(c) for column in source["more"])
+def more_columns(c: dict) -> list[str]:
+    """The further columns of the training data, which other sources bring where they have them:
+    the same rewards judge their rows."""
+    columns = []
+    for source in sources(c):
+        columns += source["more"]
+    return columns
 
 
 def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
-    """A UserError, or if `allowed` a printed count, where an evaluation prompt is also a training prompt."""
-    trained = {row["prompt"] for row in rows}
-    leaked = [row for row in eval_rows if row["prompt"] in trained]
-    if leaked:
-        sentence = f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, such as row {quoted(leaked[0]['id'])}"
-        if not allowed:
-            raise UserError(
-                f"{sentence}: their score would be one of memory; choose another eval_dataset, or set --allow_leakage=True"
-            )
-        print(f"warning: {sentence} (allow_leakage=True)")
-
-
-def encode(rows: list[dict], tokenizer, c: dict) -> list[dict]:
-    """Training rows with "prompt_ids", none too long with any of InfoSeed's seeds either."""
-    seeded = (lambda row: seed_prompts(row, tokenizer, c)) if c["info_seed_num_seeds"] else None
-    return encode_prompts(
-        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"], seeded
+    """UserError where an evaluation prompt is also a training prompt; if `allowed`, a printed
+    count."""
+    trained = {prompt_text(row) for row in rows}
+    leaked = [row for row in eval_rows if prompt_text(row) in trained]
+    if not leaked:
+        return
+    sentence = (
+        f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, "
+        f"such as row {quoted(leaked[0]['id'])}"
     )
-
-
-def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
-    """Encoded rows and weight of every source of the training data: what prompts_for_step draws from."""
-    loaded, weights = load_mixture(c)
-    return [encode(rows, tokenizer, c) for rows in loaded], weights
-
-
-def easy_rows(c: dict, tokenizer) -> list[dict]:
-    """The encoded rows of easy_dataset; an empty list without one."""
-    source = entries(c, "easy_dataset")
-    if not source["name"]:
-        return []
-    return encode(load_source(source, c["seed"], also=more_columns(c)), tokenizer, c)
-
-
-# --- which rows a step takes
+    if not allowed:
+        raise UserError(
+            f"{sentence}: their score would be one of memory; choose another eval_dataset, or set "
+            f"--allow_leakage=True"
+        )
+    print(f"warning: {sentence} (allow_leakage=True)")

@@ -57,7 +57,9 @@ class Experience:
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
-            rows = [row for source in inputs.sources for row in source]
+            rows = []
+            for source in inputs.sources:
+                rows += source
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:
@@ -65,16 +67,17 @@ class Experience:
         rewards failed (RunStopped)."""
         c = self.config
         G = c["num_generations"]
-        rows = step_rows(self.inputs, self.replay, step, c)  # P
+        rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
         groups, values, failed = self.sample(rows, self.places, step, 0, timer)
-        rewards, metrics = self.combine(values)
-        worst = metrics
+        rewards, metrics = self.combine(values)  # (P, G + S)
+        worst = metrics  # of all attempts, the one in which most rewards failed
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             stale = L.equal_groups(rewards[:, :G])  # (P,) bool
             if not stale.any():
                 break
             places = self.replace_rows(rows, stale, rewards, step, attempt)
+            # also by a rank without places: all must come to the collectives in combine
             new_groups, new_values, new_failed = self.sample(rows, places, step, attempt, timer)
             groups |= new_groups
             values |= new_values
@@ -83,7 +86,7 @@ class Experience:
             rewards, metrics = self.combine(values)
             # a group that failed and was replaced counts all the same
             worst = max(worst, metrics, key=lambda found: found["reward/failures"])
-        self.sampler.sleep()
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
             tqdm.write(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
         scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
@@ -99,7 +102,9 @@ class Experience:
 
         own_rows = [rows[place] for place in self.places]
         own_values = torch.stack([values[place] for place in self.places])
-        rollouts = [r for place in self.places for r in groups[place]]
+        rollouts = []
+        for place in self.places:
+            rollouts += groups[place]
         right = scoring.correct(own_values, self.inputs.columns)
         temperature = self.temperature(step)
         return Lived(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
@@ -108,7 +113,8 @@ class Experience:
         return scheduled(self.config["temperature"], step)
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple:
-        """Completions {place: group}, reward values {place: (G + S, F)}, and which rewards failed."""
+        """Completions {place: group}, reward values {place: (G + S, F)}, and which rewards
+        failed."""
         asked = [rows[place] for place in places]
         tokenizer = self.inputs.tokenizer
         with timer("rollout"):
@@ -120,8 +126,10 @@ class Experience:
             )
         with timer("reward"):
             values, failed = scoring.measure(rollouts, asked, self.inputs.columns, self.config)
-        size = len(rollouts) // max(1, len(asked))
-        groups = {place: rollouts[n * size : (n + 1) * size] for n, place in enumerate(places)}
+        size = len(rollouts) // max(1, len(asked))  # G + S
+        groups = {}
+        for n, place in enumerate(places):
+            groups[place] = rollouts[n * size : (n + 1) * size]
         return groups, dict(zip(places, values)), failed
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
@@ -130,18 +138,22 @@ class Experience:
         c = self.config
         suffix = f"-r{attempt}" if attempt else ""
         seeds = []
+        names = []
         for place in places:
+            # of the place and not of the rank: any number of ranks samples the same
             parts = (c["seed"], step, place, attempt) if attempt else (c["seed"], step, place)
             seeds.append(rollout.prompt_seed(*parts))
+            names.append(f"s{step + 1}-p{place}{suffix}")
         sampling = {
             "temperature": self.temperature(step),
             "max_tokens": c["max_completion_length"],
             "stop_token_ids": self.inputs.stop_ids,
             "seeds": seeds,
-            "names": [f"s{step + 1}-p{place}{suffix}" for place in places],
+            "names": names,  # as a server's log calls them
         }
 
         def group_done(i: int, group: list[dict]) -> None:
+            # rewards are computed while other groups are still being sampled
             scoring.begin(group, rows[i], self.inputs.columns, c)
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
@@ -155,7 +167,7 @@ class Experience:
         """Other rows, in place, for the groups (P,) that taught nothing; which places of this rank
         are to be sampled again."""
         G = self.config["num_generations"]
-        replaced = stale.nonzero().flatten().tolist()
+        replaced = stale.nonzero().flatten().tolist()  # of all ranks
         if self.replay is not None:
             # or a remembered prompt that has nothing left to teach would be chosen again and again
             self.replay.update([rows[place] for place in replaced], rewards[stale, :G])

@@ -42,14 +42,17 @@ def number_of_seeds(c: dict) -> int:
 def add_completions(
     sampler, tokenizer, rows: list[dict], rollouts: list[dict], sampling: dict, c: dict
 ) -> list[dict]:
-    """Groups of G + S, prompt-major: each row's G ordinary completions, then its S seeded ones, with
-    a "seed_id". Their "prompt_ids" are those of the base prompt, under which they are scored, or
-    with a seed reward those of the prompt they were asked with."""
+    """Groups of G + S, prompt-major: each row's G ordinary completions, then its S seeded ones,
+    with a "seed_id". Their "prompt_ids" are those of the base prompt, under which they are scored,
+    or with a seed reward those of the prompt they were asked with."""
     S = number_of_seeds(c)
     if S == 0:
         return rollouts
-    asked = [ids for row in rows for ids in seed_prompts(row, tokenizer, c)]  # p * S
-    seeds, names = [], []
+    asked = []  # p * S prompts
+    for row in rows:
+        asked += seed_prompts(row, tokenizer, c)
+    seeds = []
+    names = []
     for seed, name in zip(sampling["seeds"], sampling["names"]):
         seeds += [rollout.prompt_seed(seed, "seed", z) for z in range(S)]
         names += [f"{name}-z{z}" for z in range(S)]
@@ -57,7 +60,9 @@ def add_completions(
     seeded = rollout.generate(sampler, tokenizer, asked, 1, own_sampling)
     for i, r in enumerate(seeded):
         r["seed_id"] = i % S
-        r["prompt_ids"] = asked[i] if c["info_seed_reward"] > 0 else rows[i // S]["prompt_ids"]
+        r["prompt_ids"] = rows[i // S]["prompt_ids"]
+        if c["info_seed_reward"] > 0:  # what a seed is paid for must be learnt where it is seen
+            r["prompt_ids"] = asked[i]
 
     G = len(rollouts) // max(1, len(rows))
     joined = []
@@ -72,18 +77,21 @@ def add_completions(
 
 def info_nce(h, S: int, temperature: float):
     """The infonce loss of h (P * S, H), P >= 2. Khosla et al. 2020, arXiv:2004.11362"""
-    rows = torch.arange(len(h))
-    seed, prompt = rows % S, rows // S
+    rows = torch.arange(len(h))  # prompt-major
+    seed = rows % S
+    prompt = rows // S
     itself = torch.eye(len(h), dtype=torch.bool)
     unit = torch.nn.functional.normalize(h, dim=1)
     logits = (unit @ unit.T / temperature).masked_fill(itself, -math.inf)  # k != i
-    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)
+    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)  # (P * S, P * S): j in P(i)
+    # filled and not multiplied: that of a row with itself is -inf
     log_p = logits.log_softmax(1).masked_fill(~positive, 0.0)
     return -(log_p.sum(1) / positive.sum(1)).mean()
 
 
 def log_q(h, S: int, temperature: float):
-    """log q(seed | completion), (P * S, S), without a head: softmax of cos(h_i, a seed's mean h) / T.
+    """log q(seed | completion), (P * S, S), without a head: softmax of cos(h_i, a seed's mean h)
+    over T.
 
     The means leave out all rows of i's own prompt: with only i left out, its own seed would be the
     one mean without that prompt, and guessing would score below chance."""
@@ -98,7 +106,8 @@ def add_rewards(rewards, log_q, S: int, coef: float):
     nothing for a completion that tells nothing."""
     seed = torch.arange(len(log_q)) % S
     own = log_q.gather(1, seed[:, None]).view(-1, S)  # (P, S)
-    return torch.cat([rewards[:, :-S], rewards[:, -S:] + coef * (own + math.log(S))], 1)
+    information = own + math.log(S)  # nats; 0 at a guess
+    return torch.cat([rewards[:, :-S], rewards[:, -S:] + coef * information], 1)
 
 
 # --- on all ranks
@@ -109,15 +118,16 @@ def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, under the weights as they are."""
     S = c["info_seed_num_seeds"]
     plan, _ = learner.agree_on_plan(batch, 1, c)
-    h, logits = None, None
+    h = None
+    logits = None
     for rows in plan:
         part = rollout.take(batch, rows)
-        found, scores = engine(
+        pooled, scores = engine(
             part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
         )
-        if h is None:
-            h = found.new_zeros(len(batch["ids"]), found.shape[1])
-        h[rows] = found
+        if h is None:  # its width is known now
+            h = pooled.new_zeros(len(batch["ids"]), pooled.shape[1])  # (p * S, H)
+        h[rows] = pooled
         if scores is not None:  # of the trained head ("ce")
             if logits is None:
                 logits = scores.new_zeros(len(h), S)
@@ -131,7 +141,10 @@ def features(engine, batch: dict, c: dict) -> tuple:
 def under_base_prompt(lived, S: int) -> list[dict]:
     """This rank's seed rows as the auxiliary loss sees them: under the prompt without the seed."""
     seeded = [r for r in lived.rollouts if "seed_id" in r]
-    return [{**r, "prompt_ids": lived.rows[i // S]["prompt_ids"]} for i, r in enumerate(seeded)]
+    rows = []
+    for i, r in enumerate(seeded):
+        rows.append({**r, "prompt_ids": lived.rows[i // S]["prompt_ids"]})
+    return rows
 
 
 class Seeds:
@@ -140,14 +153,16 @@ class Seeds:
     def __init__(self, engine, lived, config: dict, device):
         self.engine = engine
         self.config = config
-        self.count = S = number_of_seeds(config)
+        self.count = number_of_seeds(config)
         self.task_rewards = lived.rewards  # (P, G + S)
         self.rewards = lived.rewards
-        if S == 0:
+        if self.count == 0:
             return
-        self.batch = rollout.to_batch(under_base_prompt(lived, S), device)
+        self.batch = rollout.to_batch(under_base_prompt(lived, self.count), device)
+        # h (P * S, H), log_q (P * S, S): of all ranks, before the update
         self.h, self.log_q = features(engine, self.batch, config)
-        self.rewards = add_rewards(lived.rewards, self.log_q, S, config["info_seed_reward"])
+        coef = config["info_seed_reward"]  # at 0 the rewards stay as they are
+        self.rewards = add_rewards(lived.rewards, self.log_q, self.count, coef)
 
     def accumulate_gradients(self, update: int) -> dict:
         """Backward of info_seed_lambda * L_seed over this rank's seed rows; {"seed/loss"}.
@@ -157,7 +172,7 @@ class Seeds:
         if self.config["info_seed_loss_type"] == "ce":
             return self.classify()
         h = self.h
-        if update > 0:
+        if update > 0:  # the weights have moved since
             h, _ = features(self.engine, self.batch, self.config)
         return self.contrast(h)
 
@@ -168,10 +183,12 @@ class Seeds:
         with torch.enable_grad():
             loss = info_nce(leaf, self.count, self.config["info_seed_temperature"])
         slope = torch.autograd.grad(loss, leaf)[0]  # (P * S, H)
-        first = dist.get_rank() * len(self.batch["ids"])
-        own_slope = slope[first : first + len(self.batch["ids"])].to(self.batch["ids"].device)
+        ids = self.batch["ids"]
+        first = dist.get_rank() * len(ids)
+        own_slope = slope[first : first + len(ids)].to(ids.device)  # (p * S, H)
 
         def surrogate(rows, h, logits):
+            # another number than the loss, with the same gradient
             return (own_slope[rows] * h).sum()
 
         self.backward(surrogate)
@@ -183,6 +200,7 @@ class Seeds:
 
         def cross_entropy(rows, h, logits):
             seed = (rows % self.count).to(logits.device)
+            # over the rows of all ranks, so that micro-batches add up to the mean
             loss = torch.nn.functional.cross_entropy(logits, seed, reduction="sum") / len(self.h)
             total.add_(loss.item())
             return loss
@@ -219,7 +237,7 @@ def measure(h, log_q, seed_rewards, weights, active) -> dict:
     S = seed_rewards.shape[1]
     right = log_q.argmax(1) == torch.arange(len(h)) % S
     means = h.view(-1, S, h.shape[1]).mean(0)  # (S, H)
-    found = {
+    metrics = {
         "seed/pred_acc": right.float().mean().item(),
         "seed/diversity_l2": torch.nn.functional.pdist(means).mean().item(),
         "seed/reward": seed_rewards.mean().item(),
@@ -227,8 +245,8 @@ def measure(h, log_q, seed_rewards, weights, active) -> dict:
     if weights is not None and active.any():
         ordinary = entropy_within(weights[active, :-S])
         seeded = entropy_within(weights[active, -S:])
-        found["seed/entropy_gap"] = (ordinary - seeded).mean().item()
-    return found
+        metrics["seed/entropy_gap"] = (ordinary - seeded).mean().item()
+    return metrics
 
 
 def entropy_within(w):

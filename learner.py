@@ -1,10 +1,14 @@
-"""The learner: from a batch of rollouts and their rewards to accumulated gradients, the same on one rank and on many.
+"""The learner: from a step's completions and rewards to accumulated gradients, the same on one rank
+and on many.
 
-    group = measure_groups(engine, reference, batch, rollouts, rows, rewards, right, config)       # rewards and what else the objective asks for, (P, G)
-    targets = group_targets(group, tau, beta, config)                       # (P, G): weights, advantages, active groups
-    metrics = accumulate_gradients(engine, batch, targets, beta, config, norm)      # then engine.step()
+    group = measure_groups(engine, reference, batch, lived, rewards, config)   # (P, G), all ranks
+    targets = group_targets(group, tau, beta, config)       # weights, advantages, active groups
+    norm = step_counts(targets, group["lengths"])
+    metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, norm)
+    engine.step()
 
-P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a micro-batch; T tokens of a completion.
+P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a
+micro-batch; T tokens of a completion. What is true of an objective stands in checks.OBJECTIVES.
 """
 
 import math
@@ -25,77 +29,106 @@ from ranks import across_ranks, gather_groups
 
 
 def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
-    """Of every `unit` neighbouring rows: the tokens they cost alone, padded or packed, and how many fewer, packed, behind the unit before them:
-    those of a prompt that both have."""
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)
+    """Token cost of each unit (`unit` neighbouring rows): on its own, and what it saves when packed
+    right behind the unit before, because both begin with the same prompt."""
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)  # (units, unit)
     if not pack:
-        return (total.amax(1) * unit).tolist(), [0] * len(total)
-    again = (
-        (batch["prompt_lengths"] * packing.continues(batch["ids"], batch["prompt_lengths"]))
-        .cpu()
-        .view(-1, unit)
-    )
-    return (total.sum(1) - again[:, 1:].sum(1)).tolist(), again[:, 0].tolist()
+        padded = total.amax(1) * unit
+        return padded.tolist(), [0] * len(total)
+    repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
+    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)  # 0 where it is new
+    # within a unit every repeated prompt is saved; that of its first row depends on its neighbour
+    packed = total.sum(1) - prompt[:, 1:].sum(1)
+    return packed.tolist(), prompt[:, 0].tolist()
+
+
+def fill_packed(cost: list[int], saved: list[int], rests: list[bool], budget: int) -> list:
+    """Units of each micro-batch, in their own order, for neighbours share prompts; resting units
+    first, in micro-batches of their own."""
+    bins = []
+    used = 0  # tokens of the last of them
+    order = sorted(range(len(cost)), key=lambda u: not rests[u])  # stable: False sorts first
+    for u in order:
+        behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
+        added = cost[u] - saved[u] if behind_neighbour else cost[u]
+        if bins and used + added <= budget and rests[u] == rests[bins[-1][0]]:
+            bins[-1].append(u)
+            used += added
+        else:
+            bins.append([u])
+            used = cost[u]
+    return bins
+
+
+def fill_padded(cost: list[int], rests: list[bool], budget: int) -> list:
+    """Units of each micro-batch, longest first, for all are padded to the first one's length;
+    resting units before the others, in micro-batches of their own."""
+    bins = []
+    order = sorted(range(len(cost)), key=lambda u: (not rests[u], -cost[u]))
+    for u in order:
+        longest = cost[bins[-1][0]] if bins else 0
+        if bins and longest * (len(bins[-1]) + 1) <= budget and rests[u] == rests[bins[-1][0]]:
+            bins[-1].append(u)
+        else:
+            bins.append([u])
+    return bins
 
 
 def plan_micro_batches(
     batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None
 ) -> list:
-    """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart. Packed rows keep
-    their order, for neighbours share prompts; padded ones stand longest first. Then halved until there are `at_least`: ranks must agree on the number.
-    idle (N,) bool: rows without a gradient; they get micro-batches of their own, the first ones."""
-    alone, saved = unit_tokens(batch, unit, pack)
-    rests = [False] * len(alone) if idle is None else idle.cpu().view(-1, unit).all(1).tolist()
-    bins, used = [], 0
-    for u in sorted(range(len(alone)), key=lambda u: (not rests[u], 0 if pack else -alone[u])):
-        if pack:
-            more = alone[u] - saved[u] * (
-                bool(bins) and bins[-1][-1] == u - 1
-            )  # the prompt is shared with its neighbour only
-        else:
-            more = alone[bins[-1][0]] if bins else 0  # padded to the longest, which came first
-        if bins and used + more <= budget and rests[u] == rests[bins[-1][0]]:
-            bins[-1].append(u)
-            used += more
-        else:
-            bins.append([u])
-            used = alone[u]
+    """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows
+    (a group) never torn apart; then halved until there are `at_least`, for ranks must agree on the
+    number. idle (N,) bool: rows without a gradient; they come first, in micro-batches of their
+    own."""
+    cost, saved = unit_tokens(batch, unit, pack)
+    rests = [False] * len(cost)
+    if idle is not None:
+        rests = idle.cpu().view(-1, unit).all(1).tolist()
+    bins = fill_packed(cost, saved, rests, budget) if pack else fill_padded(cost, rests, budget)
     while len(bins) < at_least:
+        # the one of most units; ranks have as many rows, so there is one to halve
         i = max(range(len(bins)), key=lambda i: len(bins[i]))
         half = len(bins[i]) // 2
         bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
-    return [(torch.tensor(b)[:, None] * unit + torch.arange(unit)).flatten() for b in bins]
+    inside = torch.arange(unit)
+    return [(torch.tensor(units)[:, None] * unit + inside).flatten() for units in bins]
 
 
 def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, bool]:
-    """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had to be cut because one of them,
-    on any rank, exceeds the budget."""
-    budget, pack = c["max_tokens_per_micro_batch"], c["pack_sequences"]
-    cut = max(unit_tokens(batch, unit, pack)[0]) > budget
-    mine = torch.tensor(
-        [cut, *(len(plan_micro_batches(batch, budget, u, pack, idle=idle)) for u in (unit, 1))]
-    )
-    agreed = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    cut = unit > 1 and bool(agreed[0])
-    return plan_micro_batches(
-        batch, budget, 1 if cut else unit, pack, agreed[2 if cut else 1], idle
-    ), cut
+    """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had
+    to be cut because one of them, on any rank, exceeds the budget."""
+    budget = c["max_tokens_per_micro_batch"]
+    pack = c["pack_sequences"]
+
+    def plan(unit: int, at_least: int = 1) -> list:
+        return plan_micro_batches(batch, budget, unit, pack, at_least, idle)
+
+    too_large = max(unit_tokens(batch, unit, pack)[0]) > budget
+    # both plans are counted, for a rank does not know yet which one the others need
+    mine = torch.tensor([too_large, len(plan(unit)), len(plan(1))])
+    too_large, whole, single = across_ranks(mine, dist.ReduceOp.MAX).tolist()
+    if unit > 1 and too_large:
+        return plan(1, at_least=single), True
+    return plan(unit, at_least=whole), False
 
 
 @torch.no_grad()
 def score_rows(model, batch: dict, plan: list, entropy: bool = False):
-    """Log-probs (N, T) of all rows under `model`, or the entropies of its next-token distributions; 0 outside completions."""
-    found = torch.zeros_like(batch["sampler_logps"])
+    """Log-probs (N, T) of all rows under `model`, or the entropies of its next-token
+    distributions; 0 outside completions."""
+    scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
     for rows in plan:
         part = rollout.take(batch, rows)
-        values = model(part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy)[
-            int(entropy)
-        ]
-        found[rows, : values.shape[1]] = values
-    return found
+        logps, entropies = model(
+            part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
+        )
+        values = entropies if entropy else logps  # (n, T of the micro-batch)
+        scores[rows, : values.shape[1]] = values
+    return scores
 
 
-# --- the step's loss
+# --- what the groups of a step ask of the policy
 
 
 def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> dict:
@@ -103,7 +136,9 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
     and what this config asks for. Sets batch["ref_logps"].
 
     lived: experience.Lived; rewards (P, G): its rewards, with what InfoSeed adds to them."""
-    rows, rollouts, right = lived.rows, lived.rollouts, lived.right
+    rows = lived.rows
+    rollouts = lived.rollouts
+    right = lived.right
 
     def gather(values):
         return gather_groups(values.view(len(rows), -1))  # (P, G)
@@ -113,11 +148,15 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
         "task_rewards": lived.rewards,
         "lengths": gather(batch["lengths"]),
     }
+    # passes without gradient may tear groups apart, so rows are placed one by one
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan, _ = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
         group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
+    # the sampler's log-probs stand for the policy's, which are not known before the first forward
+    if c["unlikeliness_coef"] > 0:
+        group["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
         group["entropies"] = gather(entropies.sum(1) / batch["lengths"])
@@ -136,85 +175,131 @@ def score_by_reference(reference, batch: dict, plan: list, c: dict):
         return score_rows(reference, batch, plan)
     reference.to(batch["ids"].device)
     logps = score_rows(reference, batch, plan)
-    reference.to("cpu")
+    reference.to("cpu")  # its memory on the device is the policy's from here on
     return logps
 
 
 def group_scores(logps, batch: dict, c: dict):
     """The sequence scores (N,) that maxent compares within a group."""
-    norm, longest = c["maxent_score_norm"], c["max_completion_length"]
-    return L.sequence_scores(logps, batch["lengths"], norm, longest)
+    return L.sequence_scores(
+        logps,
+        batch["lengths"],
+        c["maxent_score_norm"],
+        c["max_completion_length"],
+        c["maxent_score_scale"],
+    )
 
 
 def own_targets(targets: dict, world) -> dict:
     """This rank's groups (p, G) of the whole step's (P, G)."""
     own = {}
     for name, value in targets.items():
-        share = len(value) // world.size
+        share = len(value) // world.size  # groups of a rank
         own[name] = value[world.rank * share : (world.rank + 1) * share]
     return own
 
 
 def step_counts(targets: dict, lengths) -> dict:
-    """The normalisers of the step, all ranks: rows, prompts, completion tokens, active groups (at least 1)."""
+    """The normalisers of the step, all ranks: rows, prompts, completion tokens, active groups (at
+    least 1)."""
     return {
         "rows": lengths.numel(),
         "prompts": len(lengths),
         "tokens": int(lengths.sum()),
-        "active": max(1, int(targets["active"].sum())),
+        "active": max(1, int(targets["active"].sum())),  # it divides
     }
 
 
-def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
-    """What the whole step asks of the policy: weights and active groups (maxent, xdr), advantages, all (P, G).
+def shaped_rewards(group: dict, c: dict):
+    """The rewards, (P, G), with what the config makes of a row's rarity and of its entropy."""
+    rewards = group["rewards"]
+    if "seq_logps" in group:
+        rewards = L.unlikely_rewards(rewards, group["seq_logps"], c["unlikeliness_coef"])
+    if "entropies" in group:
+        bonus = L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
+        rewards = rewards + bonus
+    return rewards
 
-    group: "rewards" and "lengths" (P, G); where InfoSeed has added something to the rewards "task_rewards" (P, G), by which rows are best or correct;
-    where the config needs them "ref_scores", "entropies" (mean over a row's tokens), "clusters", "mean_logps" (P, G) and "correct_modes" (P,)."""
-    rewards, (P, G) = group["rewards"], group["rewards"].shape
+
+def row_advantages(group: dict, c: dict):
+    """The advantage of each row, (P, G), as the table of objectives says."""
     objective = OBJECTIVES[c["objective"]]
-    task_rewards = group.get("task_rewards", rewards)
-    shaped = (
-        rewards + L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
-        if "entropies" in group
-        else rewards
+    rewards = shaped_rewards(group, c)
+    scale = c["scale_rewards"] or objective.scale  # "": as the paper has it
+    return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
+
+
+def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+    """group_targets of an objective whose loss is over the scores of a group. Its "advantages" say
+    what it asks of each row; they are trained on under maxent_loss="policy_gradient" only."""
+    rewards = group["rewards"]
+    ref_scores = group.get("ref_scores")
+    utilities = L.log_reward_targets(
+        shaped_rewards(group, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
-    if objective.weights == "target":
-        utilities = L.log_reward_targets(shaped, c["maxent_q_temperature"], c["maxent_q_epsilon"])
-        weights = L.maxent_weights(utilities, group.get("ref_scores"), tau, beta)
-        active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
-        # (w - 1/G) summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0 at w = 1/G
-        advantages = (G * (weights - 1 / G)).masked_fill(~active[:, None], 0.0)
-        return {
-            "rewards": task_rewards,
-            "weights": weights,
-            "active": active,
-            "advantages": advantages,
-            "utilities": utilities,
-        }
-    advantages = L.group_advantages(shaped, c["scale_rewards"] or objective.scale)
+    # by the rewards as they were given: a bonus would make equal rewards differ
+    active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
     targets = {
-        "rewards": task_rewards,
+        "rewards": group.get("task_rewards", rewards),
+        "active": active,
+        "utilities": utilities,
+    }
+    if OBJECTIVES[c["objective"]].group_loss == "listwise":
+        G = rewards.shape[1]
+        targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
+        # w - 1/G summed over the group, then a mean over prompts; G * w - 1 would not be exactly 0
+        # at w = 1/G
+        advantages = G * (targets["weights"] - 1 / G)
+    else:
+        targets["goals"] = L.balance_goals(utilities, ref_scores, tau, beta)
+        advantages = targets["goals"] - targets["goals"].mean(1, keepdim=True)
+    if c["maxent_group_weight"] == "spread":
+        targets["share"] = L.reward_spread(rewards)
+        advantages = advantages * targets["share"][:, None]
+    targets["advantages"] = advantages.masked_fill(~active[:, None], 0.0)
+    return targets
+
+
+def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+    """What the whole step asks of the policy, all (P, G): weights and active groups, advantages.
+
+    group: "rewards" and "lengths" (P, G); where InfoSeed has added something to the rewards,
+    "task_rewards" (P, G), by which rows are best or correct; where the config needs them
+    "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters", "mean_logps"
+    (P, G), "correct_modes" (P,) and "pass_k"."""
+    objective = OBJECTIVES[c["objective"]]
+    if objective.group_loss:
+        return score_targets(group, tau, beta, c)
+    rewards = group["rewards"]
+    G = rewards.shape[1]
+    advantages = row_advantages(group, c)  # (P, G)
+    targets = {
+        "rewards": group.get("task_rewards", rewards),
         "active": ~L.equal_groups(rewards),
         "advantages": advantages,
     }
     if objective.weights == "rows":
-        utilities = L.xdr_utilities(
-            advantages, group["lengths"], c["xdr_utility"], c["max_completion_length"]
-        )
-        taus = (
-            L.mode_adaptive_tau(tau, group["correct_modes"])
-            if c["xdr_mode_adaptive_tau"]
-            else [tau] * P
-        )
-        targets["weights"] = L.xdr_weights(
-            utilities, group.get("ref_scores"), taus, beta if c["xdr_ref_tilt"] else 0.0
-        )
+        targets["weights"] = row_weights(advantages, group, tau, beta, c)
         if not math.isinf(tau):  # infinite: the dr_grpo path, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
     if objective.term == "answer_entropy":
-        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])
+        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])  # (P,)
         targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     return targets
+
+
+def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
+    """xdr's weights of the rows within their groups, (P, G)."""
+    longest = c["max_completion_length"]
+    utilities = L.xdr_utilities(advantages, group["lengths"], c["xdr_utility"], longest)
+    taus = [tau] * len(advantages)
+    if c["xdr_mode_adaptive_tau"]:
+        taus = L.mode_adaptive_tau(tau, group["correct_modes"])
+    tilt = beta if c["xdr_ref_tilt"] else 0.0  # else beta acts as a KL term of the loss
+    return L.xdr_weights(utilities, group.get("ref_scores"), taus, tilt)
+
+
+# --- the loss of a micro-batch
 
 
 def couples_rows(c: dict) -> bool:
@@ -223,66 +308,75 @@ def couples_rows(c: dict) -> bool:
 
 
 def policy_gradient(c: dict) -> bool:
-    """Whether advantages act on the log-probs of tokens; otherwise the whole loss is over the scores of groups."""
-    return not OBJECTIVES[c["objective"]].group_loss or c["maxent_loss"] == "policy_gradient"
+    """Whether advantages act on the log-probs of tokens; otherwise the whole loss is over the
+    scores of groups."""
+    group_loss = OBJECTIVES[c["objective"]].group_loss
+    return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
 
 
 def scores_of(logps, lengths, c: dict):
     """Sequence scores (n,) for group_loss, in the norm that its loss asks for."""
-    maxent_norm = "length" if c["maxent_loss"] == "mle" else c["maxent_score_norm"]
-    return L.sequence_scores(
-        logps,
-        lengths,
-        maxent_norm if OBJECTIVES[c["objective"]].group_loss else c["mode_entropy_score_norm"],
-        c["max_completion_length"],
-    )
+    kind = OBJECTIVES[c["objective"]].group_loss
+    scale = 1.0  # mle is likelihood, and the mode-entropy term counts nats: neither is scaled
+    if kind == "listwise" and c["maxent_loss"] == "mle":
+        norm = "length"
+    elif kind:
+        norm, scale = c["maxent_score_norm"], c["maxent_score_scale"]
+    else:
+        norm = c["mode_entropy_score_norm"]
+    return L.sequence_scores(logps, lengths, norm, c["max_completion_length"], scale)
 
 
 def group_loss(scores, targets: dict, c: dict, norm: dict):
-    """The part of the loss that takes the rows of a group together, from their scores (p, G): maxent or the mode-entropy term."""
-    if OBJECTIVES[c["objective"]].group_loss:
+    """The part of the loss that takes the rows of a group together, from their scores (p, G): that
+    of the objective, or the mode-entropy term."""
+    kind = OBJECTIVES[c["objective"]].group_loss
+    active = targets["active"]  # (p,) bool
+    share = targets.get("share")  # (p,) or None
+    if kind == "balance":
+        return L.balance_loss(scores, targets["goals"], active, norm["active"], share)
+    if kind == "listwise":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
-        return loss(scores, targets["weights"], targets["active"], norm["active"])
-    longest = (
-        c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
-    )  # the other scores are per token already
-    return c["mode_entropy_coef"] * L.mode_entropy_loss(
-        scores, targets["rewards"], norm["prompts"] * longest
-    )
+        return loss(scores, targets["weights"], active, norm["active"], share)
+    # sums of log-probs are compared per token of the longest completion, the others are already
+    longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
+    loss = L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * longest)
+    return c["mode_entropy_coef"] * loss
 
 
-def surrogate(logps, part: dict, advantages, c: dict) -> tuple:
-    """What a policy gradient maximises, per token, and the tokens clipped below and above: each (n, T), or (n, 1) for gspo."""
+def surrogate(logps, part: dict, c: dict) -> tuple:
+    """What a policy gradient maximises, per token, and the tokens clipped below and above: each
+    (n, T), or (n, 1) for gspo."""
     log_ratio = logps - part["old_logps"]
     ratio = OBJECTIVES[c["objective"]].ratio
     if ratio == "cispo":
-        return L.cispo_surrogate(logps, log_ratio, advantages, c["cispo_epsilon_max"])
+        return L.cispo_surrogate(logps, log_ratio, part["advantages"], c["cispo_epsilon_max"])
     if ratio == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]
-    high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]
-    return L.clipped_surrogate(log_ratio, advantages, c["epsilon"], high, c["delta"])
+        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]  # (n, 1)
+    high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: as below
+    return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
 
 
 def adds_kl(c: dict) -> bool:
-    """Whether beta * KL is a term of the loss; maxent and a tilted xdr have beta in their weights instead."""
+    """Whether beta * KL is a term of the loss; maxent and a tilted xdr have beta in the weights."""
     if OBJECTIVES[c["objective"]].beta == "weights":
         return c["maxent_kl"]
     return not c["xdr_ref_tilt"]
 
 
-def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, norm: dict) -> tuple:
-    """The part of the loss that is a sum over tokens: surrogate, KL, entropy. (loss, clipped below, clipped above, KL sum)."""
-    mask = completion_mask(part["lengths"])
+def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> tuple:
+    """The part of the loss that is a sum over tokens: surrogate, KL, entropy. (loss, how many
+    tokens were clipped below, how many above, the sum of their KL)."""
+    objective = OBJECTIVES[c["objective"]]
+    mask = completion_mask(part["lengths"])  # (n, T)
     share = L.token_weights(
-        OBJECTIVES[c["objective"]].tokens,
-        mask,
-        norm["rows"],
-        norm["tokens"],
-        c["max_completion_length"],
+        objective.tokens, mask, norm["rows"], norm["tokens"], c["max_completion_length"]
     )  # (n, T)
-    total, low, high, kl_sum = logps.new_zeros(()), mask & False, mask & False, logps.new_zeros(())
+    total = logps.new_zeros(())
+    kl_sum = logps.new_zeros(())
+    low = high = mask & False  # nothing is clipped
     if policy_gradient(c):
-        gain, low, high = surrogate(logps, part, advantages, c)
+        gain, low, high = surrogate(logps, part, c)
         correction = L.importance_ratio(
             part["old_logps"],
             part["sampler_logps"],
@@ -291,104 +385,137 @@ def token_loss(logps, entropy, part: dict, advantages, beta: float, c: dict, nor
             c["importance_sampling_cap"],
         )
         total = total - (share * correction * gain).sum()
-    if OBJECTIVES[c["objective"]].term == "token_entropy":
+    if objective.term == "token_entropy":
         total = total - c["token_entropy_coef"] * (share * entropy).sum()
     if "ref_logps" in part:
+        # measured also where it is no term of the loss: beta may follow it
         kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
         if adds_kl(c):
-            total = (
-                total
-                + beta
-                * (
-                    share
-                    * {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]](logps, part["ref_logps"])
-                ).sum()
-            )
+            estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
+            kl = estimator(logps, part["ref_logps"])  # (n, T)
+            total = total + beta * (share * kl).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
 def idle_rows(targets: dict, beta: float, c: dict):
-    """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal rewards. They need no backward."""
+    """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal
+    rewards. They need no backward."""
     entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
+    # terms that act whatever the rewards are
     if c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
-    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)
+    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
     return idle.repeat_interleave(targets["rewards"].shape[1])
+
+
+# --- gradients
+
+
+def agree_on_backwards(plan: list, idle) -> int:
+    """How many of the micro-batches, the last ones, go backward: as many on every rank, and one at
+    least, for the optimizer to step on."""
+    mine = sum(not idle[rows].all() for rows in plan)
+    most = across_ranks(torch.tensor(mine), dist.ReduceOp.MAX)
+    return max(1, int(most))
+
+
+def score_gradients(engine, batch: dict, plan: list, targets: dict, c: dict, norm: dict) -> tuple:
+    """Where a group does not fit in a micro-batch: its rows' scores come from a pass of their own,
+    and each row gets d loss / d score, (N,); and the loss."""
+    G = targets["rewards"].shape[1]
+    logps = score_rows(engine, batch, plan)
+    scores = scores_of(logps, batch["lengths"], c).requires_grad_()
+    loss = group_loss(scores.view(-1, G), targets, c, norm)
+    return torch.autograd.grad(loss, scores)[0], loss.item()
+
+
+def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) -> tuple:
+    """The group part of a micro-batch's loss, to go backward from, and what it adds to the loss
+    that is reported: nothing where groups are cut, whose loss score_gradients has reported."""
+    scores = scores_of(logps, part["lengths"], c)
+    if "score_gradients" in targets:
+        return (targets["score_gradients"][rows] * scores).sum(), 0.0
+    G = targets["rewards"].shape[1]
+    groups = rows[::G] // G
+    own = {name: value[groups] for name, value in targets.items()}  # of this micro-batch
+    loss = group_loss(scores.view(-1, G), own, c, norm)
+    return loss, loss.item()
 
 
 def accumulate_gradients(
     engine, batch: dict, targets: dict, beta: float, c: dict, norm: dict
 ) -> dict:
-    """Forward over all micro-batches of one update, backward where there is a gradient; the metrics of the step, over all ranks.
+    """Forward over all micro-batches of one update, backward where there is a gradient; the
+    metrics of the step, over all ranks.
 
-    targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in the first update of a batch."""
-    G, world = targets["rewards"].shape[1], dist.get_world_size()
-    targets = {key: value.to(batch["ids"].device) for key, value in targets.items()}
-    idle = idle_rows(targets, beta, c)
-    plan, cut = agree_on_plan(batch, G if couples_rows(c) else 1, c, idle)
-    # The last ones go backward: as many on every rank, and one at least, for the optimizer to step on
-    backwards = max(
-        1,
-        int(
-            across_ranks(
-                torch.tensor(sum(not idle[rows].all() for rows in plan)), dist.ReduceOp.MAX
-            )
-        ),
-    )
-    coefficients, value, first, finite = None, 0.0, "old_logps" not in batch, True
-    if cut:  # a group does not fit: its members' scores come from a pass of their own, and each row gets d loss / d score
-        scores = scores_of(score_rows(engine, batch, plan), batch["lengths"], c).requires_grad_()
-        value = group_loss(scores.view(-1, G), targets, c, norm)
-        coefficients, value = torch.autograd.grad(value, scores)[0], value.item()
+    targets: this rank's groups (p, G); norm: counts of the whole step. Sets batch["old_logps"] in
+    the first update of a batch."""
+    G = targets["rewards"].shape[1]
+    world = dist.get_world_size()
+    device = batch["ids"].device
+    targets = {name: value.to(device) for name, value in targets.items()}
+    coupled = couples_rows(c)
+    idle = idle_rows(targets, beta, c)  # (p * G,)
+    plan, cut = agree_on_plan(batch, G if coupled else 1, c, idle)
+    first_backward = len(plan) - agree_on_backwards(plan, idle)
+    advantages = targets["advantages"].flatten()  # (p * G,)
+    sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
+    if cut:
+        targets["score_gradients"], sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
+    # in the first update the policy is the one that sampled: its own log-probs are the old ones
+    first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
-    sums = torch.zeros(5, dtype=torch.float64)
-    sums[0] = value
+    finite = True
     for i, rows in enumerate(plan):
         part = rollout.take(batch, rows)
-        learns = i >= len(plan) - backwards
+        part["advantages"] = advantages[rows]
+        learns = i >= first_backward
         with torch.set_grad_enabled(learns):
             logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
-        if first:
+        if first_update:
             part["old_logps"] = logps.detach()
             old_logps[rows, : logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(
-            logps, entropy, part, targets["advantages"].flatten()[rows], beta, c, norm
-        )
+        loss, low, high, kl = token_loss(logps, entropy, part, beta, c, norm)
         reported = loss.item()
-        if couples_rows(c):
-            scores = scores_of(logps, part["lengths"], c)
-            if cut:
-                loss = loss + (coefficients[rows] * scores).sum()
-            else:
-                whole = {k: v[rows[::G] // G] for k, v in targets.items()}
-                coupled = group_loss(scores.view(-1, G), whole, c, norm)
-                loss, reported = loss + coupled, reported + coupled.item()
-        logps_sum, *measured = torch.stack(
-            [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
-        ).tolist()  # one wait for the device
-        finite = finite and math.isfinite(
-            reported + logps_sum
-        )  # a group without a gradient may not be in the loss
+        if coupled:
+            loss_of_groups, value = coupled_loss(logps, part, rows, targets, c, norm)
+            loss = loss + loss_of_groups
+            reported += value
+        measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
+        logps_sum, *measured = torch.stack(measured).tolist()  # one wait for the device
+        # the log-probs too: a group without a gradient may not be in the loss
+        finite = finite and math.isfinite(reported + logps_sum)
         if learns:
-            # A NaN loss can have a finite gradient, or none: make sure it has not, then the optimizer skips the step on every rank.
-            # Times world, because DeepSpeed averages over ranks what is meant to be a sum.
+            # A NaN loss can have a finite gradient, or none: make sure it has not, then the
+            # optimizer skips the step on every rank. Times world, because DeepSpeed averages over
+            # ranks what is meant to be a sum.
             engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
         sums += torch.tensor([reported, *measured])
-    if first:
+    if first_update:
         batch["old_logps"] = old_logps
+    return update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+
+
+# --- metrics
+
+
+def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
+    """What an update did, over all ranks: its loss, and means over the completion tokens."""
     total, entropy, kl, low, high = across_ranks(sums).tolist()
-    tokens = norm["tokens"]
     metrics = {
         "loss": total,
         "entropy": entropy / tokens,
         "clip_ratio/low": low / tokens,
         "clip_ratio/high": high / tokens,
     }
-    return metrics | ({"kl": kl / tokens} if "ref_logps" in batch else {})
+    if has_reference:
+        metrics["kl"] = kl / tokens
+    return metrics
 
 
 def group_metrics(rewards, lengths) -> dict:
-    """What the groups of the step were worth and how long their completions were; rewards and lengths (P, G)."""
+    """What the groups of the step were worth and how long their completions were; rewards and
+    lengths (P, G)."""
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(1).mean().item(),
@@ -399,27 +526,30 @@ def group_metrics(rewards, lengths) -> dict:
 
 
 def sampler_mismatch(batch: dict, limit: float) -> dict:
-    """How far the sampler's log-probs are from the trainer's before the update, over all ranks. They should be the same policy: a mean
-    difference above `limit` (nats, -1 off) means that weights did not arrive, and stops the run."""
-    mask = completion_mask(batch["lengths"])
+    """How far the sampler's log-probs are from the trainer's before the update, over all ranks.
+    They should be the same policy: a mean difference above `limit` (nats, -1 off) means that
+    weights did not arrive, and stops the run."""
+    mask = completion_mask(batch["lengths"])  # (N, T)
+    # one entry a completion token of this rank
     d = (batch["old_logps"] - batch["sampler_logps"])[mask]
     ratio = d.clamp(max=20).exp()
     sums = across_ranks(torch.stack([d.abs().sum(), ratio.sum(), mask.sum()]))
     mean, ratio_mean = (sums[:2] / sums[2]).tolist()
-    largest, ratio_max, ratio_min = across_ranks(
-        torch.stack([d.abs().max(), ratio.max(), -ratio.min()]), dist.ReduceOp.MAX
-    ).tolist()
+    # the smallest ratio as the largest of its negatives: one collective for all three
+    extremes = torch.stack([d.abs().max(), ratio.max(), -ratio.min()])
+    largest, ratio_max, negative_min = across_ranks(extremes, dist.ReduceOp.MAX).tolist()
+    # from here on all ranks know the same numbers, so all stop or none
     if limit >= 0 and mean > limit:
         raise RunStopped(
-            f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on average (at most {largest:.1f}), "
-            f"over max_logp_difference={limit}: the rollout engine does not hold the policy's weights, or the limit is too low for this dtype "
+            f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on "
+            f"average (at most {largest:.1f}), over max_logp_difference={limit}: the rollout "
+            f"engine does not hold the policy's weights, or the limit is too low for this dtype "
             f"(bfloat16 alone makes about 0.01)"
         )
-    found = {
-        "sampling_logp_difference/mean": mean,
-        "sampling_logp_difference/max": largest,
-        "importance_sampling_ratio/mean": ratio_mean,
-        "importance_sampling_ratio/min": -ratio_min,
-        "importance_sampling_ratio/max": ratio_max,
+    return {
+        "sampling/sampling_logp_difference/mean": mean,
+        "sampling/sampling_logp_difference/max": largest,
+        "sampling/importance_sampling_ratio/mean": ratio_mean,
+        "sampling/importance_sampling_ratio/min": -negative_min,
+        "sampling/importance_sampling_ratio/max": ratio_max,
     }
-    return {f"sampling/{name}": value for name, value in found.items()}

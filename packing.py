@@ -25,10 +25,12 @@ from transformers import AttentionInterface
 
 from common import UserError
 
-# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has shapes of its own
+# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has its own shapes
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-NAME = "packed"
+NAME = "packed"  # of this attention among those of transformers
+
+# What models hand to attention besides; anything else is more than causal order.
 HARMLESS = {
     "is_causal",
     "use_cache",
@@ -36,7 +38,7 @@ HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "cache_position",
-}  # what models hand to attention besides
+}
 
 
 class Block(NamedTuple):
@@ -97,6 +99,7 @@ def map_tensors(change, plan):
     if not isinstance(plan, (list, tuple)):
         return plan
     parts = [map_tensors(change, part) for part in plan]
+    # a NamedTuple takes its fields one by one
     return type(plan)(*parts) if hasattr(plan, "_fields") else type(plan)(parts)
 
 
@@ -108,7 +111,7 @@ def to_device(plan, device: torch.device):
     map_tensors(tensors.append, plan)
     flat = torch.cat([x.flatten().long() for x in tensors])
     if device.type == "cuda":
-        flat = flat.pin_memory()
+        flat = flat.pin_memory()  # else the copy makes the host wait
     flat = flat.to(device, non_blocking=True)
     pieces = iter(flat.split([x.numel() for x in tensors]))
     return map_tensors(lambda x: next(pieces).view(x.shape).to(x.dtype), plan)
@@ -118,39 +121,40 @@ def to_device(plan, device: torch.device):
 
 
 def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
-    """(n,) bool: whether a row's prompt is that of the row before it. ids (n, S), prompt_lengths (n,)."""
+    """(n,) bool: whether a row's prompt is that of the row before it. ids (n, S), prompt_lengths
+    (n,)."""
     longest = int(prompt_lengths.max())
-    outside = torch.arange(longest, device=ids.device) >= prompt_lengths[1:, None]
-    same = ((ids[1:, :longest] == ids[:-1, :longest]) | outside).all(1) & (
-        prompt_lengths[1:] == prompt_lengths[:-1]
-    )
-    return torch.cat([same.new_zeros(1), same])
+    steps = torch.arange(longest, device=ids.device)
+    outside = steps >= prompt_lengths[1:, None]  # (n - 1, longest)
+    same_tokens = ((ids[1:, :longest] == ids[:-1, :longest]) | outside).all(1)
+    same = same_tokens & (prompt_lengths[1:] == prompt_lengths[:-1])  # (n - 1,)
+    return torch.cat([same.new_zeros(1), same])  # the first row has none before it
 
 
 def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
     """(lead (n,), row, begin, size (s,)): the row that brings each row's prompt; and of every
     segment its row, the index of its first token in it (above 0: a shared prompt stands before)
     and its number of tokens. Neighbours are of one kind."""
-    everyone = torch.arange(len(ids))
+    rows = torch.arange(len(ids))
     repeats = continues(ids, prompt_lengths)
-    lead = everyone.masked_fill(repeats, 0).cummax(0).values
-    shared = lead.bincount(minlength=len(ids))[lead] > 1
-    leads = everyone[shared & (lead == everyone)]
-    alone = everyone[~shared]
-    follow = everyone[shared]
+    lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row that did not repeat
+    shared = lead.bincount(minlength=len(ids))[lead] > 1  # (n,)
+    leads = rows[shared & (lead == rows)]  # their prompts are segments of their own,
+    follow = rows[shared]  # and so are the completions of all that share them
+    alone = rows[~shared]  # whole rows
     row = torch.cat([leads, alone, follow])
     begin = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
     whole = prompt_lengths + lengths
     size = torch.cat([prompt_lengths[leads], whole[alone], lengths[follow]])
     kind = kind_of(begin, size)
-    order = kind.argsort(stable=True)
+    order = kind.argsort(stable=True)  # blocks are slices
     return lead, row[order], begin[order], size[order]
 
 
 def kind_of(begin: Tensor, size: Tensor) -> Tensor:
     """Segments of one kind are padded to one block: the longest is less than twice as long as the
     shortest, and all have a prompt before them or none has."""
-    return size.log2().ceil().long() + 64 * (begin > 0)
+    return size.log2().ceil().long() + 64 * (begin > 0)  # no segment has 2^64 tokens
 
 
 def each(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,46 +166,53 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     """ids (n, S): prompt and completion, right-padded; prompt_lengths, lengths (n,). On the host.
     varlen: for one varlen_attn a layer, else for blocks."""
     lead, row, begin, size = segments(ids, prompt_lengths, lengths)
-    place = size.cumsum(0) - size  # of a segment's first token
-    segment, t = each(size)  # (M,)
-    at = begin[segment] + t
-    starts = begin == 0  # segments that bring a prompt
+    place = size.cumsum(0) - size  # (s,) of a segment's first token, among all M
+    segment, t = each(size)  # (M,) each token's segment, and its index there
+    at = begin[segment] + t  # (M,) its index in its row
+    starts = begin == 0  # (s,) segments that bring a prompt
     last = torch.zeros_like(lengths)
     last[row[starts]] = (place + prompt_lengths[row] - 1)[starts]
-    last = last[lead]
-    first = last + 1
-    first[row[~starts]] = place[~starts]
+    last = last[lead]  # (n,) also for rows whose prompt another row brings
+    first = last + 1  # right behind the prompt, or
+    first[row[~starts]] = place[~starts]  # at the beginning of a segment of its own
     made = (place, size, begin, last[row])
     return Packed(
-        ids[row[segment], at][None],
-        at[None],
-        last,
-        first,
-        int((prompt_lengths + lengths).max()),
-        [] if varlen else blocks_of(*made),
-        varlen_of(*made) if varlen else None,
+        ids=ids[row[segment], at][None],
+        positions=at[None],
+        last=last,
+        first=first,
+        longest=int((prompt_lengths + lengths).max()),
+        blocks=[] if varlen else blocks_of(*made),
+        varlen=varlen_of(*made) if varlen else None,
     )
 
 
 def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varlen:
     """place, size (s,) of the segments; before (s,): tokens of the prompt that stands before each,
     0 for none; last (s,): where it ends."""
-    width = before + size  # keys of each
-    i, s = each(width)
+    width = before + size  # (s,) keys of each
+    i, s = each(width)  # of every key its segment, and its index there
+    of_prompt = (last - before + 1)[i] + s
     own = place[i] + s - before[i]
-    keys = torch.where(s < before[i], (last - before + 1)[i] + s, own)
+    keys = torch.where(s < before[i], of_prompt, own)
 
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
-    some = bool(before.any())
-    longest_q, longest_k = int(size.max()), int(width.max())
-    return Varlen(keys if some else None, ends(size), ends(width), longest_q, longest_k)
+    shares_prompts = bool(before.any())  # if none does, the keys stand where the queries do
+    return Varlen(
+        keys=keys if shares_prompts else None,
+        ends_q=ends(size),
+        ends_k=ends(width),
+        longest_q=int(size.max()),
+        longest_k=int(width.max()),
+    )
 
 
 def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list[Block]:
     """The segments of varlen_of, those of one kind together."""
-    blocks, i = [], 0
+    blocks = []
+    i = 0
     counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
     for count in counts.tolist():
         part = slice(i, i + count)
@@ -212,38 +223,46 @@ def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list
 
 def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
     """One block of neighbouring segments of one kind."""
-    longest, start, m = int(size.max()), int(place[0]), int(size.sum())
+    longest = int(size.max())  # Q
+    start = int(place[0])
+    m = int(size.sum())  # tokens of the block without padding
     steps = torch.arange(longest)
     real = steps < size[:, None]  # (b, Q)
     queries = keys = None
-    even = m == real.numel()
+    even = m == real.numel()  # all segments are as long: nothing to pad
     if not even:  # padding is the segment's first token again
         queries = (place - start)[:, None] + steps * real
     if before.any():
         s = torch.arange(int(before.max()) + longest)  # (K,)
         own = (s - before[:, None]).clamp(min=0)  # (b, K)
-        own = place[:, None] + own * (own < size[:, None])
-        keys = torch.where(s < before[:, None], (last - before + 1)[:, None] + s, own)
-        same = bool((before == before[0]).all())
-        before = before[:1] if same else before
+        own = place[:, None] + own * (own < size[:, None])  # padding: its first token again
+        of_prompt = (last - before + 1)[:, None] + s  # (b, K)
+        keys = torch.where(s < before[:, None], of_prompt, own)
+        if (before == before[0]).all():  # one mask serves all
+            before = before[:1]
     return Block(
-        slice(start, start + m),
-        len(size),
-        queries,
-        None if even else real.flatten().nonzero()[:, 0],
-        keys,
-        None if keys is None else before,
+        tokens=slice(start, start + m),
+        count=len(size),
+        queries=queries,
+        real=None if even else real.flatten().nonzero()[:, 0],
+        keys=keys,
+        before=None if keys is None else before,
     )
 
 
 # --- attention, on the device
 
 
+def with_masks(packed: Packed) -> Packed:
+    """Its blocks with what their queries see: once, not in every layer."""
+    return packed._replace(blocks=[b._replace(seen=seen_keys(b)) for b in packed.blocks])
+
+
 def seen_keys(b: Block) -> Tensor | None:
     """(b or 1, 1, Q, K) bool: which keys the queries of a block see; None: causal order."""
     if b.keys is None:
         return None
-    longest = (b.tokens.stop - b.tokens.start) // b.count
+    longest = (b.tokens.stop - b.tokens.start) // b.count  # Q
     if b.queries is not None:
         longest = b.queries.shape[1]
     steps = torch.arange(longest, device=b.keys.device)
@@ -258,29 +277,46 @@ def attention(
     value: Tensor,
     attention_mask,
     packed: Packed | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **more,
+    **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d); (1, M, heads, d) out. A model whose attention wants more than
-    causal order is a UserError."""
+    """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d);
+    (1, M, heads, d) out. A model whose attention wants more than causal order is a UserError."""
     if packed is None:
         raise ValueError(
-            f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or lm.set_attn_implementation('sdpa') first"
+            f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or "
+            f"lm.set_attn_implementation('sdpa') first"
         )
-    wants = [name for name, value in more.items() if value is not None and name not in HARMLESS]
-    wants += ["a mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
-    wants += ["a sliding window"] * (sliding_window is not None and sliding_window < packed.longest)
+    scaling = kwargs.pop("scaling", None)
+    wants = beyond_causal(attention_mask, packed.longest, kwargs)
     if wants:
         raise UserError(
-            f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does not support: set pack_sequences=False"
+            f"{type(module).__name__} uses {', '.join(wants)} in its attention, which packing does "
+            f"not support: set pack_sequences=False"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (M, heads, d)
     if packed.varlen is not None:
         return attend_at_once(q, k, v, packed.varlen, scaling)[None], None
     parts = [attend_block(q, k, v, b, scaling) for b in packed.blocks]
     return torch.cat(parts)[None], None
+
+
+def beyond_causal(attention_mask, longest: int, kwargs: dict) -> list[str]:
+    """What a model's attention asks for that packing does not do, in words. longest: tokens of
+    the longest row, which a sliding window may hold."""
+    kwargs = dict(kwargs)
+    dropout = kwargs.pop("dropout", 0.0)
+    window = kwargs.pop("sliding_window", None)
+    wants = []
+    for name, value in kwargs.items():
+        if value is not None and name not in HARMLESS:
+            wants.append(name)
+    if attention_mask is not None:
+        wants.append("a mask")
+    if dropout > 0:
+        wants.append("dropout")
+    if window is not None and window < longest:
+        wants.append("a sliding window")
+    return wants
 
 
 def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Tensor:
@@ -307,9 +343,11 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
     """(m, heads, d), of the tokens of one block."""
     queries = fold(q, b)  # (b, heads, Q, d)
     if b.keys is None:
-        keys, values = fold(k, b), fold(v, b)
+        keys = fold(k, b)
+        values = fold(v, b)
     else:
-        keys, values = spread(k, b.keys), spread(v, b.keys)  # (b, kv heads, K, d)
+        keys = spread(k, b.keys)  # (b, kv heads, K, d)
+        values = spread(v, b.keys)
     groups = queries.shape[1] // keys.shape[1]
     if b.seen is not None and groups > 1:  # no fast kernel takes a mask and fewer heads of keys
         keys = keys.repeat_interleave(groups, 1)
@@ -345,11 +383,10 @@ AttentionInterface.register(NAME, attention)
 
 def states(lm, packed: Packed) -> Tensor:
     """Final hidden states (M, H) of the packed tokens; `packed` is on the model's device."""
-    blocks = [b._replace(seen=seen_keys(b)) for b in packed.blocks]  # once, not in every layer
     out = lm.base_model(
         input_ids=packed.ids,
         position_ids=packed.positions,
-        packed=packed._replace(blocks=blocks),
+        packed=with_masks(packed),
         use_cache=False,
     )
     return out.last_hidden_state[0]
@@ -365,12 +402,14 @@ def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, T
 
 
 def check_window(config, longest: int) -> None:
-    """Rows of `longest` tokens must fit into whatever window the model's attention has: some models have it in their masks only, which nobody asks for here."""
+    """Rows of `longest` tokens must fit into whatever window the model's attention has: some
+    models have it in their masks only, which nobody asks for here."""
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
         if window is not None and window < longest:
             raise UserError(
-                f"model {config.model_type!r} has {name}={window} and rows may have {longest} tokens, which packed sequences do not do: set "
+                f"model {config.model_type!r} has {name}={window} and rows may have {longest} "
+                f"tokens, which packed sequences do not do: set "
                 f"pack_sequences=False, or shorten max_prompt_length + max_completion_length"
             )
 
@@ -390,10 +429,11 @@ def prepare(lm) -> None:
     usual = lm.config._attn_implementation
     if usual == NAME:
         return
-    trains = lm.training
+    was_training = lm.training
     lm.eval()
     try:
         leak, gap = try_packing(lm)
+        # rounding of the model's type: padded rows add up in another order, one text's do not
         exact = lm.dtype == torch.float32
         if leak > (2e-5 if exact else 0.02) or gap > (1e-3 if exact else 0.1):
             raise UserError(
@@ -404,24 +444,21 @@ def prepare(lm) -> None:
     except UserError:
         lm.set_attn_implementation(usual)
         raise
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # its layers do not hand the packing on
+    # its layers do not hand `packed` on to attention
+    except (TypeError, ValueError, AttributeError) as error:
         lm.set_attn_implementation(usual)
         raise UserError(
             f"model {lm.config.model_type!r} can't have its sequences packed ({error}): set "
             f"pack_sequences=False"
         ) from None
     finally:
-        lm.train(trains)
+        lm.train(was_training)
 
 
 def try_packing(lm) -> tuple[float, float]:
     """(leak, gap), relative to the largest hidden state: how much a row's states change with the
     text of another row, and how far they are from those of padded rows. Sets the attention."""
-    ids, prompt_lengths, lengths = small_rows(lm.config.vocab_size)
+    ids, prompt_lengths, lengths = small_rows(lm.config.vocab_size)  # on the host
     changed_ids = ids.clone()
     changed_ids[2, :5] += 1  # a row in the middle says something else
     changed_ids %= lm.config.vocab_size
@@ -437,8 +474,10 @@ def try_packing(lm) -> tuple[float, float]:
         packed, own = to_device((packed, own), lm.device)
         return states(lm, packed)[own].float()
 
-    found, changed = packed_states(ids), packed_states(changed_ids)
+    packed = packed_states(ids)  # (k, H), as plain
+    changed = packed_states(changed_ids)
     size = plain.abs().max()
-    leak = (found - changed)[others].abs().max() / size  # experts round differently: not always 0
-    gap = (found - plain).abs().max() / size
+    # experts round differently with other tokens beside them: not always 0
+    leak = (packed - changed)[others].abs().max() / size
+    gap = (packed - plain).abs().max() / size
     return leak.item(), gap.item()

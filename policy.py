@@ -1,4 +1,5 @@
-"""The policy: a language model that answers with log-probs of its completions, its optimizer at ZeRO stage 0, its weights by name.
+"""The policy: a language model that answers with log-probs of its completions, its optimizer at
+ZeRO stage 0, its weights by name.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
@@ -31,50 +32,58 @@ class Plan(NamedTuple):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward answers with log-probs of the completion's tokens, never with logits."""
+    """A causal language model whose forward answers with log-probs of the completion's tokens,
+    never with logits."""
 
     def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
-        head = lm.get_output_embeddings()
-        if lm.config._attn_implementation != packing.NAME:  # else it is in a Policy already
+        self.lm = lm
+        self.temperature = temperature
+        self.chunk = chunk
+        self.pack = pack
+        # a model whose attention is packed is in a Policy already, which has looked at its head
+        if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
-        self.lm, self.temperature, self.chunk, self.pack = lm, temperature, chunk, pack
-        self.seed_head = (
-            torch.nn.Linear(head.weight.shape[1], seeds, dtype=head.weight.dtype) if seeds else None
-        )  # InfoSeed, "ce"
+        self.seed_head = None
+        if seeds:  # InfoSeed's "ce": hidden state -> which seed
+            head = lm.get_output_embeddings().weight  # (V, H)
+            self.seed_head = torch.nn.Linear(head.shape[1], seeds, dtype=head.dtype)
         if pack:
             packing.prepare(lm)
 
     def plan(self, ids, prompt_lengths, lengths) -> Plan:
         """What forward needs to know of where tokens stand. On the host."""
-        row, t = completion_mask(lengths).nonzero(as_tuple=True)
+        row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
         packed = None
         if self.pack:
             packed = packing.pack(ids, prompt_lengths, lengths, packing.uses_varlen(self.lm))
             before, own = packing.completion_places(packed, row, t)
         else:
+            # rows of S tokens one behind the other, their padding included
             own = row * ids.shape[1] + prompt_lengths[row] + t
             before = own - 1
         targets = ids[row, prompt_lengths[row] + t]
-        return Plan(row, t, targets, before, own, own[t == lengths[row] - 1], packed)
+        ends = own[t == lengths[row] - 1]  # (n,)
+        return Plan(row, t, targets, before, own, ends, packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not
         wanted. ids (n, S), lengths (n,).
         With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed
         head's logits on them or None)."""
+        # planned on the host: every size that depends on data would make the host wait for a GPU
         host = packing.on_host(ids, prompt_lengths, lengths)
-        shape = len(ids), int(host[2].max())
+        longest = int(host[2].max())  # T
         plan = packing.to_device(self.plan(*host), ids.device)
         if self.pack:
             hidden = packing.states(self.lm, plan.packed)  # (M, H)
         else:
             out = self.lm.base_model(input_ids=ids, use_cache=False)
-            hidden = out.last_hidden_state.flatten(0, 1)
+            hidden = out.last_hidden_state.flatten(0, 1)  # (n * S, H)
         if pool:
             return self.pooled(hidden, plan, lengths, pool)
         logps, entropy = L.token_logps(
-            hidden.index_select(0, plan.before),
+            hidden.index_select(0, plan.before),  # (k, H): prompts need no logits
             self.lm.get_output_embeddings().weight,
             plan.targets,
             self.temperature,
@@ -87,56 +96,65 @@ class Policy(torch.nn.Module):
             logps = logps + 0.0 * self.seed_head(hidden[:1]).sum()
 
         def table(x):  # (k,) to (n, T)
-            return None if x is None else x.new_zeros(shape).index_put((plan.row, plan.t), x)
+            if x is None:
+                return None
+            return x.new_zeros(len(ids), longest).index_put((plan.row, plan.t), x)
 
         return table(logps), table(entropy)
 
     def pooled(self, hidden, plan: Plan, lengths, pool: str) -> tuple:
         """forward's results with pool."""
-        pooled = hidden[plan.ends].float()  # (n, H)
+        pooled = hidden[plan.ends].float()  # (n, H); float32, for it will be summed and compared
         if pool == "mean":
+            # (k, H) to (n, H)
             sums = torch.zeros_like(pooled).index_add(0, plan.row, hidden[plan.own].float())
             pooled = sums / lengths[:, None]
         if self.seed_head is None:
             return pooled, None
-        return pooled, self.seed_head(pooled.to(self.seed_head.weight.dtype)).float()
+        scores = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
+        return pooled, scores.float()
 
 
 @torch.no_grad()
 def check_head(lm) -> None:
-    """UserError if the model's logits are more than its hidden states times its vocabulary head: biased, capped or scaled, as the log-probs here are not."""
-    head, trains = lm.get_output_embeddings(), lm.training
-    ids = torch.arange(5, 13, device=lm.device)[None] % lm.config.get_text_config().vocab_size
+    """Tries the model on eight tokens. UserError if its logits are not finite, change while it
+    trains, or are more than its hidden states times its vocabulary head: biased, capped or scaled,
+    as the log-probs here are not."""
+    name = lm.config.model_type
+    head = lm.get_output_embeddings()
+    ids = torch.arange(5, 13, device=lm.device)[None]  # (1, 8)
+    ids = ids % lm.config.get_text_config().vocab_size
+
+    was_training = lm.training
     lm.eval()
-    plain, logits = (
-        (lm.base_model(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T).float(),
-        lm(input_ids=ids, use_cache=False).logits.float(),
-    )
-    lm.train(trains)
+    hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (1, 8, H)
+    plain = (hidden @ head.weight.T).float()  # (1, 8, V)
+    logits = lm(input_ids=ids, use_cache=False).logits.float()
+    lm.train(was_training)
+
     if not logits.isfinite().all():
         raise UserError(
-            f"model {lm.config.model_type!r} answers with logits that are no numbers (NaN or "
+            f"model {name!r} answers with logits that are no numbers (NaN or "
             f"infinite): its weights are broken; take an earlier checkpoint"
         )
-    gap, most = (
-        (logits - plain).abs().max() / plain.abs().max(),
-        1e-3 if lm.dtype == torch.float32 else 0.02,
-    )
-    if trains and (lm(input_ids=ids, use_cache=False).logits.float() - logits).abs().max() > (
-        most * logits.abs().max()
-    ):
+    # rounding of the model's type, far below what dropout, a cap or a scale would do
+    tolerance = 1e-3 if lm.dtype == torch.float32 else 0.02
+    if was_training:
+        training_logits = lm(input_ids=ids, use_cache=False).logits.float()
+        if (training_logits - logits).abs().max() > tolerance * logits.abs().max():
+            raise UserError(
+                f"model {name!r} computes something else while it trains (dropout, or noise in its "
+                f"routing) than while it samples, which is not supported"
+            )
+    gap = (logits - plain).abs().max() / plain.abs().max()
+    # these two are looked up besides: a small bias does not show among eight tokens, nor does a cap
+    # at small logits
+    has_bias = getattr(head, "bias", None) is not None
+    has_cap = bool(getattr(lm.config, "final_logit_softcapping", None))
+    if gap > tolerance or has_bias or has_cap:
         raise UserError(
-            f"model {lm.config.model_type!r} computes something else while it trains (dropout, or "
-            f"noise in its routing) than while it samples, which is not supported"
-        )
-    # a small bias does not show among eight tokens, nor does a cap at small logits
-    if (
-        gap > most
-        or getattr(head, "bias", None) is not None
-        or getattr(lm.config, "final_logit_softcapping", None)
-    ):
-        raise UserError(
-            f"model {lm.config.model_type!r} has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not supported"
+            f"model {name!r} has a bias, a cap or a scale on the logits of its vocabulary head "
+            f"(lm_head), which is not supported"
         )
 
 
@@ -154,22 +172,29 @@ def turn_off_dropout(lm) -> float:
 
 
 class CheckedAdamW(torch.optim.AdamW):
-    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses a NaN as its own stages do.
-    DeepSpeed reads the two attributes back in get_global_grad_norm() and was_step_applied()."""
+    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses
+    a NaN as its own stages do. DeepSpeed reads the two attributes back in get_global_grad_norm()
+    and was_step_applied()."""
 
     def __init__(self, params, max_grad_norm: float, **kwargs):
         super().__init__(params, **kwargs)
-        self.max_grad_norm, self._global_grad_norm, self.overflow = max_grad_norm, 0.0, False
+        self.max_grad_norm = max_grad_norm  # 0: the gradient is measured, not clipped
+        self._global_grad_norm = 0.0
+        self.overflow = False  # whether the last step was skipped
 
     @torch.no_grad()
     def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = []
+        for group in self.param_groups:
+            params += [p for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        self._global_grad_norm, self.overflow = norm.item(), not bool(norm.isfinite())
-        if not self.overflow:
-            if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
-            super().step()
+        self._global_grad_norm = norm.item()
+        self.overflow = not bool(norm.isfinite())
+        if self.overflow:  # gradients are summed over ranks by now, so all of them skip
+            return
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
+        super().step()
 
 
 def seed_classes(c: dict) -> int:
@@ -178,9 +203,9 @@ def seed_classes(c: dict) -> int:
 
 
 def dtype_of(c: dict) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
-        c["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    )
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    names["auto"] = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return names[c["dtype"]]
 
 
 def completion_mask(lengths):
@@ -189,13 +214,15 @@ def completion_mask(lengths):
 
 
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's sync and a checkpoint take them.
-    ZeRO-3 parameters are gathered one at a time, by all ranks together. Tied embeddings appear under both names: a vLLM reload
-    without lm_head.weight is silently wrong."""
+    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's
+    sync and a checkpoint take them. ZeRO-3 parameters are gathered one at a time, by all ranks
+    together. Tied embeddings appear under both names: a vLLM reload without lm_head.weight is
+    silently wrong."""
     head = lm.get_output_embeddings().weight
     tied = head is lm.get_input_embeddings().weight
     for name, parameter in lm.named_parameters():
         if zero_stage == 3:
+            # a copy: the gathered tensor is gone again when the context ends
             with deepspeed.zero.GatheredParameters([parameter]):
                 whole = parameter.detach().clone()
         else:
@@ -206,7 +233,9 @@ def named_weights(lm, zero_stage: int):
 
 
 def set_temperature(models, temperature: float) -> None:
-    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies, engines around them, or None."""
+    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies,
+    engines around them, or None."""
     for model in models:
         if model is not None:
-            getattr(model, "module", model).temperature = temperature
+            policy = getattr(model, "module", model)  # DeepSpeed's engine has it inside
+            policy.temperature = temperature

@@ -1,7 +1,8 @@
-"""What a run reads before it loads any weights, and everything about it that can be wrong; --dry_run reads it, says what would run, and stops.
+"""What a run reads before it loads any weights, and everything about it that can be wrong.
 
-inputs = load_inputs(config, world)
-dry_run(config, world, dtype, deepspeed_config)
+files = load_model_files(model)          # every command: config, tokenizer, what ends a completion
+inputs = load_inputs(config, world)      # and rows, rewards
+dry_run(config, world, dtype, deepspeed_config)     # reads it and says what would run
 """
 
 import json
@@ -26,130 +27,18 @@ from common import UserError, check_writable, in_one_line, refuse_missing_folder
 from policy import CHUNK
 from prompts import (
     check_chat_template,
-    check_context,
     encode_prompts,
     end_of_turn,
     render_prompt,
     set_chat_template,
-    use_cache_without_hub,
+    with_prompt,
 )
 from ranks import check_tensor_parallel
 
-
-class Inputs(NamedTuple):
-    """What a run reads before it loads any weights."""
-
-    model: object  # the model's config
-    tokenizer: object
-    stop_ids: list[int]
-    sources: list[list[dict]]  # training rows of every source of the mixture
-    weights: list[float]
-    easy: list[dict]  # rows of the easy pool
-    columns: list  # rewards.Column
-    eval_rows: list[dict]
-
-
-def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
-    """All that can be wrong before weights are loaded."""
-    scoring.check_names(c["reward_funcs"])
-    if c["prompts_per_step"] % world:
-        raise UserError(
-            f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, {world}"
-        )
-    check_tensor_parallel(c, world)
-    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"], dry_run)
-    check_context(model_config, c["model"], c["max_prompt_length"], c["max_completion_length"])
-    if c["pack_sequences"]:
-        packing.check_window(model_config, c["max_prompt_length"] + c["max_completion_length"])
-    sources, weights = data.training_sources(c, tokenizer)
-    easy = data.easy_rows(c, tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]
-    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(columns, rows, data.names(c), c)
-    eval_rows = load_eval_rows(c, tokenizer) if c["eval_steps"] > 0 else []
-    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
-    return Inputs(
-        model_config,
-        tokenizer,
-        stop_ids,
-        sources,
-        weights,
-        easy,
-        columns,
-        eval_rows,
-    )
-
-
-def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
-    """Prints what a run of this config would do. What needs the model's files or the data comes last, they may be out of reach."""
-    N, longest = (
-        c["prompts_per_step"] * rows_of_a_group(c),
-        c["max_prompt_length"] + c["max_completion_length"],
-    )
-    tokens, size = c["max_tokens_per_micro_batch"], dtype.itemsize
-    print("config:", *(f"  {key} = {value!r}" for key, value in c.items()), sep="\n")
-    print(
-        f"\nbatch: {c['prompts_per_step']} prompts x {rows_of_a_group(c)} completions = {N} rows a step, {N // world} on each of {world} rank(s), "
-        f"{c['num_iterations']} update(s); if every row had all {longest} tokens: {math.ceil(N // world * longest / tokens)} micro-batches of {tokens}"
-    )
-    print("deepspeed:", json.dumps(deepspeed_config), flush=True)
-    check_writable("output_dir", c["output_dir"], folder=True)
-
-    inputs = load_inputs(c, world, dry_run=True)
-    model, tokenizer, rows = (
-        inputs.model,
-        inputs.tokenizer,
-        [row for source in inputs.sources for row in source],
-    )
-    n = sum(p.numel() for p in empty_model(c["model"], model).parameters())
-    share = [
-        world if c["zero_stage"] >= stage else 1 for stage in range(4)
-    ]  # ranks that split what a ZeRO stage splits
-    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
-    inner = (
-        getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    )  # GPT-2 has no name for it
-    gib = {
-        "weights": n * size / share[3],
-        "gradients": n * size / share[2],
-        "optimizer" + (" (in CPU memory)" if c["offload_optimizer"] else ""): n
-        * (12 if size == 2 else 8)
-        / share[1],
-        "reference": 0
-        if c["beta"] == 0
-        else n * size / (world if c["reference_placement"] == "sharded" else 1),
-        "rollout engine's weights": n * size / entries(c, "vllm_options")["tensor_parallel_size"],
-        "activations of a micro-batch": tokens
-        * layers
-        * (18 * model.hidden_size + 4 * inner)
-        * size,
-        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
-    }
-    print(
-        f"data: {len(rows)} prompts, {c['max_steps'] * c['prompts_per_step'] / len(rows):.2f} passes over them in {c['max_steps']} steps"
-    )
-    print(
-        f"a completion ends with: {', '.join(f'{i} {tokenizer.decode([i])!r}' for i in inputs.stop_ids)}; {end_of_turn(tokenizer, inputs.stop_ids)}"
-    )
-    print(
-        f"first prompt ({len(rows[0]['prompt_ids'])} tokens): {tokenizer.decode(rows[0]['prompt_ids'])!r}"
-    )
-    print(
-        f"memory per rank, estimated, {n / 1e6:.1f}M parameters in {str(dtype).removeprefix('torch.')}:"
-    )
-    print(*(f"  {value / 2**30:8.2f} GiB  {what}" for what, value in gib.items()), sep="\n")
-    print(
-        f"  {sum(gib.values()) / 2**30:8.2f} GiB  together (vLLM's KV cache comes on top)",
-        f"  {n * size / 2**30:8.2f} GiB  of weights on every rank while it loads",
-        *(f"warning: {warning}" for warning in warn_config(c, model.vocab_size)),
-        sep="\n",
-    )
-
-
-# --- A model's files, looked at before anything loads them: every script asks this first. What would
-
-
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
+GIB = 2**30
+
+# --- a model's files
 
 
 class ModelFiles(NamedTuple):
@@ -170,7 +59,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         )
     refuse_missing_folder(model)
     if not Path(model).is_dir():
-        use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
+        data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
         config = load_part(model, "config.json", AutoConfig)
         tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
@@ -255,7 +144,7 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"model={model!r} has no chat template: its prompts are plain text "
             f"(a base model; --chat_template gives it one)"
         )
-    text = render_prompt({"id": "", "prompt": "1"}, tokenizer, "")
+    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(
@@ -415,21 +304,175 @@ def refuse_nan(model: str, path: Path) -> None:
                 )
 
 
+def check_context(model_config, c: dict) -> None:
+    """UserError if the model has fewer positions than a prompt and its completion need. Stretched
+    ones (YaRN and so on) are left to vLLM."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    stretched = rope.get("rope_type", "default") != "default"
+    if limit and not stretched and longest_row(c) > limit:
+        raise UserError(
+            f"max_prompt_length={c['max_prompt_length']} + "
+            f"max_completion_length={c['max_completion_length']} is more than the {limit} "
+            f"positions of model={c['model']!r}"
+        )
+
+
+def longest_row(c: dict) -> int:
+    """Tokens of a prompt and its completion at most."""
+    return c["max_prompt_length"] + c["max_completion_length"]
+
+
+# --- what a run reads
+
+
+class Inputs(NamedTuple):
+    """What a run reads before it loads any weights."""
+
+    model: object  # the model's config
+    tokenizer: object
+    stop_ids: list[int]  # the tokens that end a completion
+    sources: list[list[dict]]  # training rows of every source of the mixture
+    weights: list[float]
+    easy: list[dict]  # rows of the easy pool
+    columns: list  # scoring.Column
+    eval_rows: list[dict]
+
+
+def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
+    """All that can be wrong before weights are loaded; a dry run downloads none to look at them."""
+    scoring.check_names(c["reward_funcs"])
+    if c["prompts_per_step"] % world:
+        raise UserError(
+            f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
+            f"{world}"
+        )
+    check_tensor_parallel(c, world)
+    files = load_model_files(c["model"], c["chat_template"], dry_run)
+    check_context(files.config, c)
+    if c["pack_sequences"]:
+        packing.check_window(files.config, longest_row(c))
+
+    sources, weights = data.training_sources(c, files.tokenizer)
+    easy = data.easy_rows(c, files.tokenizer)
+    rows = [row for source in (*sources, easy) for row in source]
+    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    scoring.check_answers(columns, rows, data.names(c), c)
+    eval_rows = load_eval_rows(c, files.tokenizer) if c["eval_steps"] > 0 else []
+    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    return Inputs(
+        model=files.config,
+        tokenizer=files.tokenizer,
+        stop_ids=files.stop_ids,
+        sources=sources,
+        weights=weights,
+        easy=easy,
+        columns=columns,
+        eval_rows=eval_rows,
+    )
+
+
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """The first eval_max_prompts rows of the evaluation dataset."""
+    """The first eval_max_prompts rows of the evaluation data, encoded."""
     source = eval_source(c)
     if source is None:
         raise UserError(
             "dataset is a mixture, which has no evaluation split of its own: name an "
             "eval_dataset, or set eval_steps=0"
         )
-    rows = data.load_source(source, seed=0, also=data.more_columns(c))[: c["eval_max_prompts"]]
+    rows = data.load_rows(source, seed=0, also=data.more_columns(c))
+    rows = rows[: c["eval_max_prompts"]]
     scoring.check_answers(deciding(rows, c), rows, source["name"], c)
-    return encode_prompts(
-        rows, tokenizer, c["system_prompt"], c["max_prompt_length"], c["long_prompts"]
-    )
+    return encode_prompts(rows, tokenizer, c)
 
 
 def deciding(rows: list[dict], c: dict) -> list:
     """The reward columns that say what is correct: those of the first of reward_funcs."""
     return scoring.columns_of(c["reward_funcs"][:1], [1.0], rows)
+
+
+# --- dry run
+
+
+def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
+    """Prints what a run of this config would do. What needs the model's files or the data comes
+    last, they may be out of reach."""
+    print("config:")
+    for key, value in c.items():
+        print(f"  {key} = {value!r}")
+    print(f"\n{batch_sentence(c, world)}")
+    print("deepspeed:", json.dumps(deepspeed_config), flush=True)
+    check_writable("output_dir", c["output_dir"], folder=True)
+
+    inputs = load_inputs(c, world, dry_run=True)
+    show_data(inputs, c)
+    parameters = sum(p.numel() for p in empty_model(c["model"], inputs.model).parameters())
+    show_memory(c, inputs.model, parameters, dtype, world)
+    for warning in warn_config(c, inputs.model.vocab_size):
+        print(f"warning: {warning}")
+
+
+def batch_sentence(c: dict, world: int) -> str:
+    group = rows_of_a_group(c)
+    rows = c["prompts_per_step"] * group
+    budget = c["max_tokens_per_micro_batch"]
+    micro_batches = math.ceil(rows // world * longest_row(c) / budget)
+    return (
+        f"batch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
+        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s); if every "
+        f"row had all {longest_row(c)} tokens: {micro_batches} micro-batches of {budget}"
+    )
+
+
+def show_data(inputs: Inputs, c: dict) -> None:
+    """How much there is, what a prompt looks like and what ends a completion."""
+    tokenizer = inputs.tokenizer
+    count = sum(len(source) for source in inputs.sources)
+    passes = c["max_steps"] * c["prompts_per_step"] / count
+    print(f"data: {count} prompts, {passes:.2f} passes over them in {c['max_steps']} steps")
+    ends = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in inputs.stop_ids)
+    print(f"a completion ends with: {ends}; {end_of_turn(tokenizer, inputs.stop_ids)}")
+    first = inputs.sources[0][0]["prompt_ids"]
+    print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
+
+
+def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
+    """The estimate of a rank's memory as a table. model: its config."""
+    name = str(dtype).removeprefix("torch.")
+    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
+    table = memory_estimate(c, model, parameters, dtype.itemsize, world)
+    table["together (vLLM's KV cache comes on top)"] = sum(table.values())
+    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
+    for what, size in table.items():
+        print(f"  {size / GIB:8.2f} GiB  {what}")
+
+
+def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
+    """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
+    model: its config; itemsize: bytes of a number."""
+    weights = parameters * itemsize
+    # two moments, and in 16 bits a float32 copy of the weights
+    optimizer = parameters * (12 if itemsize == 2 else 8)
+    place = " (in CPU memory)" if c["offload_optimizer"] else ""
+    reference = 0 if c["beta"] == 0 else weights
+    if c["reference_placement"] == "sharded":
+        reference /= world
+    # GPT-2 has no name for the width of its feed-forward layers
+    inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
+    per_token = layers * (18 * model.hidden_size + 4 * inner) * itemsize  # kept for the backward
+
+    def share(stage: int) -> int:
+        """Ranks that split what this ZeRO stage splits."""
+        return world if c["zero_stage"] >= stage else 1
+
+    return {
+        "weights": weights / share(3),
+        "gradients": weights / share(2),
+        "optimizer" + place: optimizer / share(1),
+        "reference": reference,
+        "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],
+        "activations of a micro-batch": c["max_tokens_per_micro_batch"] * per_token,
+        # four float32 tensors of that size at a time
+        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
+    }

@@ -1,33 +1,64 @@
 """Prompts as the model sees them: its chat template, and rows turned into token ids once.
 
-rows = encode_prompts(rows, tokenizer, system_prompt="", max_length=512, long_prompts="error")     # with "prompt_ids"
+    rows = encode_prompts(rows, tokenizer, config)     # with "prompt_ids"
+
+What a prompt is stands in one place (prompt_text, prompt_key, with_prompt, messages_of): all else
+asks these four.
 """
 
+import hashlib
 import math
-import socket
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
-
-import huggingface_hub.constants
 
 from common import UserError, in_one_line
 
+# --- what a prompt is: a text that the user says
 
-def use_cache_without_hub(endpoint: str) -> bool:
-    """Whether the hub can't be reached. Its library is then told to look into its cache alone, or
-    it would ask again and again for half a minute. Behind a proxy that is left to the library."""
-    hub = huggingface_hub.constants
-    address = urlsplit(endpoint)
-    if not hub.HF_HUB_OFFLINE and not {"http", "https", "all"} & set(getproxies()):
-        port = address.port or (443 if address.scheme == "https" else 80)
-        try:
-            socket.create_connection((address.hostname, port), timeout=10).close()
-        except OSError as error:
-            print(f"{endpoint} can't be reached ({error}): only its cache is used", flush=True)
-            hub.HF_HUB_OFFLINE = True
-    return hub.HF_HUB_OFFLINE
+
+def prompt_text(row: dict) -> str:
+    """The text by which a prompt is known, and of which the beginning is cut where it is too long."""
+    return row["prompt"]
+
+
+def with_prompt(row: dict, text: str) -> dict:
+    """The row with another text in the place of prompt_text: cut, or with an InfoSeed seed."""
+    return {**row, "prompt": text}
+
+
+def prompt_key(row: dict) -> str:
+    """The same for prompts that differ in spaces and case only: how replay knows them again."""
+    words = prompt_text(row).lower().split()
+    # JSON can hold half a character, which is no UTF-8
+    return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def messages_of(row: dict, system_prompt: str) -> list[dict]:
+    """The conversation that the assistant continues."""
+    messages = [{"role": "user", "content": prompt_text(row)}]
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+# --- chat templates
+
+
+def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
+    """The prompt as the model sees it: its chat template with the assistant's turn opened, or the
+    bare text for a base model."""
+    if not tokenizer.chat_template:
+        return system_prompt + prompt_text(row)
+    try:
+        return tokenizer.apply_chat_template(
+            messages_of(row, system_prompt), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # some refuse a system prompt; a template is a program
+        raise UserError(
+            f"the chat template can't render row {row['id']!r} with "
+            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error)}"
+        ) from None
 
 
 def set_chat_template(tokenizer, template: str) -> None:
@@ -46,10 +77,9 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 def check_chat_template(tokenizer, what: str) -> None:
     """UserError, beginning with `what`, for a template that fails or leaves the user out."""
+    user = [{"role": "user", "content": "\0"}]
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
-        )
+        text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
         raise UserError(
             f"{what} can't be used: {type(error).__name__}: {in_one_line(error)}"
@@ -61,53 +91,142 @@ def check_chat_template(tokenizer, what: str) -> None:
 
 
 def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
-    """A sentence on whether the chat template ends the assistant's turn with a token that ends completions."""
+    """A sentence on whether the chat template ends the assistant's turn with a token that ends
+    completions."""
     if not tokenizer.chat_template:
         return "a base model: no chat template"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}], tokenize=False
-    )
-    if "\0" not in text:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    _, found, rest = text.rpartition("\0")
+    if not found:
         return "the chat template leaves the assistant's message out"
-    end = tokenizer(text.rpartition("\0")[2], add_special_tokens=False)["input_ids"][:1]
-    if not end or end[0] in stop_ids:
-        return "the chat template ends a turn with " + (
-            repr(tokenizer.decode(end)) if end else "nothing"
-        )
-    return f"warning: the chat template ends a turn with {tokenizer.decode(end)!r}, which does not end a completion"
+    end = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
+    if not end:
+        return "the chat template ends a turn with nothing"
+    sentence = f"the chat template ends a turn with {tokenizer.decode(end)!r}"
+    if end[0] in stop_ids:
+        return sentence
+    return f"warning: {sentence}, which does not end a completion"
 
 
-def check_context(
-    model_config, model: str, max_prompt_length: int, max_completion_length: int
-) -> None:
-    """A UserError if the model has fewer positions than a prompt and its completion need. Stretched ones (YaRN and so on) are left to vLLM."""
-    stretched = (getattr(model_config, "rope_parameters", None) or {}).get(
-        "rope_type", "default"
-    ) != "default"
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit and not stretched and max_prompt_length + max_completion_length > limit:
+# --- token ids
+
+
+def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
+    """A chat template writes its special tokens itself; a base model's tokenizer adds them."""
+    return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+
+
+def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) -> list[dict]:
+    """New rows with "prompt_ids". Prompts over max_prompt_length tokens are a UserError
+    (long_prompts="error"), are left out ("drop"), or lose the beginning of the user's message,
+    never the system prompt or the assistant's header ("truncate"); the last two are counted on the
+    console.
+
+    seeds: the prompts with an InfoSeed seed in them must fit as well."""
+    encoder = Encoder(tokenizer, c, seeds)
+    encoded, sizes = encoder.encode_all(rows)
+    if max(sizes) <= encoder.limit:
+        return encoded
+
+    sentence = encoder.sentence(rows, sizes)
+    if c["long_prompts"] == "error":
         raise UserError(
-            f"max_prompt_length={max_prompt_length} + max_completion_length={max_completion_length} is more than "
-            f"the {limit} positions of model={model!r}"
+            f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or "
+            f"shorten them with --long_prompts=truncate"
         )
+    kept = []
+    cut = 0
+    for row, size in zip(encoded, sizes):
+        if size <= encoder.limit:
+            kept.append(row)
+        elif c["long_prompts"] == "truncate":
+            shorter = encoder.cut_left(row)
+            if shorter:
+                kept.append(shorter)
+                cut += 1
+    if not kept:
+        without = " even without the users' messages" if c["long_prompts"] == "truncate" else ""
+        raise UserError(f"{sentence}: nothing is left{without}")
+    print(
+        f"{sentence}: {cut} have lost the beginning of the user's message, "
+        f"{len(rows) - len(kept)} are left out"
+    )
+    return kept
 
 
-def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
-    """The prompt as the model sees it: its chat template with the assistant's turn opened, or the bare text for a base model."""
-    if not tokenizer.chat_template:
-        return system_prompt + row["prompt"]
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    try:
-        return tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": row["prompt"]}],
-            tokenize=False,
-            add_generation_prompt=True,
+class Encoder:
+    """Rows to token ids, and how many tokens a row needs at most."""
+
+    def __init__(self, tokenizer, c: dict, seeds: bool):
+        self.tokenizer = tokenizer
+        self.config = c
+        self.limit = c["max_prompt_length"]
+        self.characters = CharacterLimit(tokenizer, self.limit)
+        self.seeds = seeds and c["info_seed_num_seeds"] > 0
+
+    def render(self, row: dict) -> str:
+        return render_prompt(row, self.tokenizer, self.config["system_prompt"])
+
+    def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[float]]:
+        """Rows with "prompt_ids", and the tokens that each needs: math.inf, and no ids, where a
+        prompt's characters alone are too many."""
+        texts = [self.render(row) for row in rows]
+        endless = [self.characters.exceeded_by(text) for text in texts]
+        short = ["" if long else text for text, long in zip(texts, endless)]
+        encoded = []
+        sizes = []
+        for row, long, ids in zip(rows, endless, tokenise(short, self.tokenizer)):
+            encoded.append({**row, "prompt_ids": ids})
+            sizes.append(math.inf if long else self.size(row, ids))
+        return encoded, sizes
+
+    def size(self, row: dict, ids: list[int]) -> int:
+        """Tokens of the prompt, or of its longest version with a seed. ids: without one."""
+        if not self.seeds or len(ids) + self.seed_room <= self.limit:
+            return len(ids)  # it need not be rendered again with every seed
+        return max(len(ids), self.longest_seeded(row))
+
+    def longest_seeded(self, row: dict) -> int:
+        return max(map(len, seed_prompts(row, self.tokenizer, self.config)))
+
+    @cached_property
+    def seed_room(self) -> int:
+        """Tokens that a seed adds to a prompt, and as much again: text splits otherwise there."""
+        row = with_prompt({"id": ""}, "1")
+        (ids,) = tokenise([self.render(row)], self.tokenizer)
+        return 2 * (self.longest_seeded(row) - len(ids)) + 64
+
+    def sentence(self, rows: list[dict], sizes: list[float]) -> str:
+        """How many rows are too long, and the worst of them. sizes: as of encode_all."""
+        too_long = [size for size in sizes if size > self.limit]
+        most = max(sizes)
+        places = [i for i, size in enumerate(sizes) if size == most]
+        worst = rows[places[0]]
+        length = f"{most} tokens" + (" with its seed" if self.seeds else "")
+        if most == math.inf:
+            worst = max((rows[i] for i in places), key=lambda row: len(prompt_text(row)))
+            length = f"{len(self.render(worst))} characters, which are more tokens than that"
+        return (
+            f"max_prompt_length={self.limit}: {len(too_long)} of {len(rows)} prompts are longer, "
+            f"row {worst['id']!r} has {length}"
         )
-    except Exception as error:  # some refuse a system prompt; a template is a program
-        raise UserError(
-            f"the chat template can't render row {row['id']!r} with "
-            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error)}"
-        ) from None
+
+    def cut_left(self, row: dict) -> dict | None:
+        """The row with as much of the end of its prompt as fits; None if not even a token does."""
+        text = self.characters.end_of(prompt_text(row))
+        message = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        keep = len(message)
+        while keep > 0:
+            text = self.tokenizer.decode(message[len(message) - keep :])
+            shorter = with_prompt(row, text.lstrip("\ufffd"))  # of a character cut in two
+            (ids,) = tokenise([self.render(shorter)], self.tokenizer)
+            excess = self.size(shorter, ids) - self.limit
+            if excess <= 0:
+                return {**shorter, "prompt_ids": ids} if prompt_text(shorter) else None
+            # once more: joined with its surroundings the text may be split into other tokens
+            keep -= max(1, excess)
+        return None
 
 
 class CharacterLimit:
@@ -157,105 +276,21 @@ class CharacterLimit:
         return text[-size:]
 
 
-def encode_prompts(
-    rows: list[dict], tokenizer, system_prompt: str, max_length: int, long_prompts: str, seeded=None
-) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over `max_length` tokens are a UserError ("error"), are
-    left out ("drop"), or lose the beginning of the user's message, never the system prompt or the
-    assistant's header ("truncate"); the last two are counted on the console.
-    seeded: row -> its prompts with an InfoSeed seed, token ids that must fit as well."""
-
-    def tokenise(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-
-    def encode(rows: list[dict]) -> list[list[int]]:
-        return tokenise([render_prompt(row, tokenizer, system_prompt) for row in rows])
-
-    def size(row: dict, prompt: list[int]) -> int:
-        if not seeded or len(prompt) + room <= max_length:
-            return len(prompt)  # it need not be rendered again with every seed
-        return max(len(prompt), *map(len, seeded(row)))
-
-    room = seed_room(rows[0], seeded, encode) if seeded else 0
-    limit = CharacterLimit(tokenizer, max_length)
-    texts = [render_prompt(row, tokenizer, system_prompt) for row in rows]
-    endless = {i: len(text) for i, text in enumerate(texts) if limit.exceeded_by(text)}
-    ids = tokenise(["" if i in endless else text for i, text in enumerate(texts)])
-    sizes = [math.inf if i in endless else size(rows[i], ids[i]) for i in range(len(rows))]
-    too_long = [i for i, tokens in enumerate(sizes) if tokens > max_length]
-    if not too_long:
-        return [{**row, "prompt_ids": prompt} for row, prompt in zip(rows, ids)]
-
-    worst = max(too_long, key=lambda i: (sizes[i], endless.get(i, 0)))
-    length = f"{sizes[worst]} tokens" + (" with its seed" if seeded else "")
-    if worst in endless:
-        length = f"{endless[worst]} characters, which are more tokens than that"
-    sentence = (
-        f"max_prompt_length={max_length}: {len(too_long)} of {len(rows)} prompts are longer, "
-        f"row {rows[worst]['id']!r} has {length}"
-    )
-    if long_prompts == "error":
-        raise UserError(
-            f"{sentence}; raise max_prompt_length, leave them out with --long_prompts=drop or "
-            f"shorten them with --long_prompts=truncate"
-        )
-    kept = {i: {**rows[i], "prompt_ids": ids[i]} for i in set(range(len(rows))) - set(too_long)}
-    fitting = len(kept)
-    if long_prompts == "truncate":
-        for i in too_long:
-            row = rows[i] | {"prompt": limit.end_of(rows[i]["prompt"])}
-            if shorter := cut_left(row, tokenizer, max_length, encode, size):
-                kept[i] = shorter
-    if not kept:
-        without = " even without the users' messages" if long_prompts == "truncate" else ""
-        raise UserError(f"{sentence}: nothing is left{without}")
-    print(
-        f"{sentence}: {len(kept) - fitting} have lost the beginning of the user's message, "
-        f"{len(rows) - len(kept)} are left out"
-    )
-    return [kept[i] for i in sorted(kept)]
-
-
-def seed_room(row: dict, seeded, encode) -> int:
-    """Tokens that InfoSeed's seeds add to a prompt, and as much again: text splits otherwise there."""
-    row = row | {"prompt": "1"}
-    (ids,) = encode([row])
-    return 2 * max(map(len, seeded(row))) - 2 * len(ids) + 64
-
-
-def cut_left(row: dict, tokenizer, max_length: int, encode, size) -> dict | None:
-    """The row with as much of the end of its prompt as fits into `max_length` tokens by size(row, ids), None if not even one token of it does."""
-    message = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-    keep = len(message)
-    while keep > 0:
-        shorter = row | {
-            "prompt": tokenizer.decode(message[len(message) - keep :]).lstrip("\ufffd")
-        }  # of a character cut in two
-        (ids,) = encode([shorter])
-        if (tokens := size(shorter, ids)) <= max_length:
-            return shorter | {"prompt_ids": ids} if shorter["prompt"] else None
-        keep -= max(
-            1, tokens - max_length
-        )  # joined with its surroundings the text may be split into other tokens
-    return None
+# --- InfoSeed
 
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
-    """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with {seed} and {prompt} filled in, or added to the
-    prompt where it doesn't hold {prompt}."""
-    template = (
-        c["info_seed_prompt_template"]
-        if "{prompt}" in c["info_seed_prompt_template"]
-        else "{prompt}\n" + c["info_seed_prompt_template"]
-    )
-    before, after = template.replace("{seed}", "\0").split(
-        "{prompt}", 1
-    )  # in this order: a prompt may hold braces itself
-    prompts = [
-        before.replace("\0", str(z)) + row["prompt"] + after.replace("\0", str(z))
-        for z in range(c["info_seed_num_seeds"])
-    ]
-    texts = [
-        render_prompt(row | {"prompt": prompt}, tokenizer, c["system_prompt"]) for prompt in prompts
-    ]
-    return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with
+    {seed} and {prompt} filled in, or added below the prompt where it doesn't hold {prompt}."""
+    template = c["info_seed_prompt_template"]
+    if "{prompt}" not in template:
+        template = "{prompt}\n" + template
+    # in two, not by str.format: a prompt may hold braces itself
+    before, after = template.split("{prompt}", 1)
+    texts = []
+    for z in range(c["info_seed_num_seeds"]):
+        head = before.replace("{seed}", str(z))
+        tail = after.replace("{seed}", str(z))
+        seeded = with_prompt(row, head + prompt_text(row) + tail)
+        texts.append(render_prompt(seeded, tokenizer, c["system_prompt"]))
+    return tokenise(texts, tokenizer)

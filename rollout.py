@@ -1,13 +1,25 @@
 """Rollouts: everything that knows vLLM, and the way from sampled tokens to tensors.
 
-    engine = ENGINES["vllm"](model, config, dtype, device)
-    engine.sync(named_weights(lm, zero_stage))        # after every update of the policy
-    rollouts = generate(engine, tokenizer, prompts_ids, n=G, sampling={"temperature", "max_tokens", "stop_token_ids", "seeds"})
+    engine = start_engine(config, device)
+    engine.sync(named_weights(lm, zero_stage))      # after every update of the policy
+    sampling = {"temperature": 1.0, "max_tokens": L, "stop_token_ids": ids, "seeds": one a prompt}
+    rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
-An engine has generate(prompts_ids, n, sampling, finished), sync(named_parameters), sleep(), wake() and close(). Token ids go in, token ids
-come out, with the log-prob the sampler itself gave to every token; text is decoded for the rewards and never encoded again.
-A rollout is {"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
+An engine, of this process or a server, has seven methods:
+
+    generate(prompts_ids, n, sampling, finished)  n rollouts of each prompt, prompt-major
+    begin(prompts_ids, n, sampling, finished)     servers only: the same in the background, kept
+                                                  for the generate() that asks for the same
+    sync(named_parameters)  takes over the weights of an iterator of (name, tensor)
+    sleep(), wake()         its GPU memory goes to the learner, and comes back
+    take_counts()           metrics of its own since the last call
+    close()                 before the process group goes
+
+finished(i, group), if given, is called with the n rollouts of prompt i as soon as they are there.
+Token ids go in, token ids come out, with the log-prob the sampler itself gave to every token; text
+is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", "completion_ids",
+"text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
 
 import gc
@@ -28,11 +40,14 @@ from checks import entries
 from common import DEADLINE, UserError
 from policy import dtype_of
 
+# --- vLLM in this process
+
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
     eager = config["vllm_options"].get("enforce_eager", not on_gpu)
-    if not eager and not on_gpu and not shutil.which(os.environ.get("CXX", "g++")):
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    if not eager and not on_gpu and not shutil.which(compiler):
         raise UserError(
             "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
             "names): install it, or leave the option out"
@@ -41,186 +56,209 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
 
 
 def kv_cache_bytes(config: dict) -> int:
-    """vllm_options.kv_cache_memory_bytes, on a CPU. vLLM's own variable would go before it: that is said. UserError for more than this machine has."""
+    """vllm_options.kv_cache_memory_bytes, on a CPU. vLLM's own variable would go before it: that is
+    said. UserError for more than this machine has."""
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
-    own = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if own:
+    what = f"vllm_options.kv_cache_memory_bytes={size}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    from_environment = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if from_environment:
         print(
-            f"vllm_options.kv_cache_memory_bytes={size} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={own} (GiB), which takes precedence in vLLM",
+            f"{what} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={from_environment} "
+            f"(GiB), which takes precedence in vLLM",
             flush=True,
         )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not own and size > memory:
+    elif size > memory:
         raise UserError(
-            f"vllm_options.kv_cache_memory_bytes={size} is more than the "
-            f"{memory / 2**30:.0f} GiB of memory of this machine"
+            f"{what} is more than the {memory / 2**30:.0f} GiB of memory of this machine"
         )
     return size
 
 
-def memory_options(config: dict, on_gpu: bool) -> dict:
-    """How much memory vLLM takes: on a GPU a share of it, or the bytes that are asked for; on a CPU
-    bytes alone."""
-    if not on_gpu:
-        return {"kv_cache_memory_bytes": kv_cache_bytes(config)}
-    options = entries(config, "vllm_options")
-    memory = {"gpu_memory_utilization": options["gpu_memory_utilization"]}
-    if "kv_cache_memory_bytes" in config["vllm_options"]:
-        memory["kv_cache_memory_bytes"] = options["kv_cache_memory_bytes"]
-    return memory
+def longest_sequence(config: dict) -> int:
+    """Tokens of a prompt and its completion."""
+    return config["max_prompt_length"] + config["max_completion_length"]
+
+
+def largest_prefill(config: dict) -> int:
+    """vLLM's max_num_batched_tokens: its CPU sampler fails on a seeded prompt that is cut."""
+    return max(8192, longest_sequence(config))
+
+
+def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) -> dict:
+    """Arguments of vllm.LLM for a config."""
+    settings = {
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": config["seed"],
+        "max_model_len": longest_sequence(config),
+        # the ranks of torchrun are vLLM's workers
+        "distributed_executor_backend": "external_launcher",
+        # of the distribution that is sampled from: at the temperature
+        "logprobs_mode": "processed_logprobs",
+        # not the model's own top_p and repetition penalty, which the loss knows nothing of
+        "generation_config": "vllm",
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": largest_prefill(config),
+        "disable_log_stats": True,
+    }
+    # what the user says goes before what stands above; checks.py refuses what must not
+    settings |= entries(config, "vllm_options")
+    settings["enforce_eager"] = enforce_eager(config, on_gpu)
+    if not on_gpu:  # there is no GPU memory to share or to give back
+        settings["enable_sleep_mode"] = False
+        settings["kv_cache_memory_bytes"] = kv_cache_bytes(config)
+        del settings["gpu_memory_utilization"]
+    elif "kv_cache_memory_bytes" not in config["vllm_options"]:
+        del settings["kv_cache_memory_bytes"]  # a share of the memory is enough
+    return settings
+
+
+def import_vllm():
+    """The module; UserError if it is not there."""
+    # vLLM reads these from the environment only. Its worker must share our memory and our
+    # torch.distributed, so it is no process of its own
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # ranks share the cores: the kernel places them
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU "
+            f"machine, requirements-cpu.txt on others, or choose the slow rollout_engine='hf'"
+        ) from None
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    return vllm
+
+
+def tell(text: str) -> None:
+    """Says on rank 0 how the start goes on."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 class VllmEngine:
-    """vLLM inside this process, one engine per rank or one per vllm_options.tensor_parallel_size ranks, started under torchrun."""
+    """vLLM inside this process, one engine per rank or one per tensor_parallel_size ranks, started
+    under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
-        options = entries(config, "vllm_options")
-        memory = memory_options(config, device.type == "cuda")
-        # vLLM reads these from the environment only. In-process: its worker must share our memory and our torch.distributed.
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault(
-            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-        )  # ranks share the cores: the kernel places them
-        rank, begin = dist.get_rank(), time.perf_counter()
-
-        def say(text: str) -> None:
-            if rank == 0:
-                print(text, file=sys.stderr, flush=True)
-
-        say("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
-        gc.freeze()  # or the collector looks at all modules again and again while vLLM is imported and set up: two seconds
+        began = time.perf_counter()
+        on_gpu = device.type == "cuda"
+        settings = vllm_settings(model, config, dtype, on_gpu)
+        # or the collector looks at all modules again and again while vLLM is imported and set up:
+        # two seconds
+        gc.freeze()
         gc.disable()
-        try:
-            import vllm
-        except ImportError as error:
-            raise UserError(
-                f"rollout_engine='vllm' can't be imported ({error}): install requirements.txt on a GPU machine, requirements-cpu.txt "
-                f"on others, or choose the slow rollout_engine='hf'"
-            ) from None
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        self.vllm, self.on_gpu, self.tp = (
-            vllm,
-            device.type == "cuda",
-            options["tensor_parallel_size"],
-        )
-        eager = enforce_eager(config, self.on_gpu)
-        if (
-            eager and not self.on_gpu
-        ):  # vLLM compiles one small function of its sampler even so: needs g++, costs 2 s, gains nothing
+        tell("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
+        self.vllm = import_vllm()
+        if settings["enforce_eager"] and not on_gpu:
+            # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
+            # nothing
             torch._dynamo.config.disable = True
-        self.sleeps = self.on_gpu and options["enable_sleep_mode"]
-        longest = config["max_prompt_length"] + config["max_completion_length"]
-        compiles = "" if eager else ", and compiling it, which takes a minute or two"
-        say(f"starting vLLM: loading {model} as {str(dtype).removeprefix('torch.')}{compiles}")
-        settings = dict(
-            model=model,
-            dtype=str(dtype).removeprefix("torch."),
-            seed=config["seed"],
-            max_model_len=longest,
-            tensor_parallel_size=self.tp,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: at the temperature
-            generation_config="vllm",  # not the model's own top_p and repetition penalty, which the loss knows nothing of
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(
-                8192, longest
-            ),  # vLLM's CPU sampler fails on a seeded prompt that is cut
-            enforce_eager=eager,
-            enable_sleep_mode=self.sleeps,
-            disable_log_stats=True,
+        self.llm = self.load(settings)
+        gc.enable()
+        tell(f"vLLM {self.vllm.__version__} is ready after {time.perf_counter() - began:.0f} s")
+        self.sleeps = settings["enable_sleep_mode"]
+        self.size = settings["tensor_parallel_size"]  # ranks that share this engine
+        self.group = None
+        if self.size > 1:  # they must ask for the same work: they pool their prompts
+            self.group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
+
+    def load(self, settings: dict):
+        """The vllm.LLM; UserError if its cache is too small for one sequence."""
+        wait = (
+            "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
-        settings = {**settings, **config["vllm_options"], **memory}
-        settings["enable_sleep_mode"] = self.sleeps  # never on a CPU
-        if not self.on_gpu:
-            settings.pop("gpu_memory_utilization", None)  # there its bytes are given
+        tell(f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}")
         try:
-            self.llm = vllm.LLM(**settings)
+            return self.vllm.LLM(**settings)
         except ValueError as error:
-            if "cache" not in str(error):
+            if "cache" not in str(error):  # another problem than the one we know a cure for
                 raise
-            given = ", ".join(f"vllm_options.{key}={value}" for key, value in memory.items())
+            given = []
+            for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
+                if key in settings:
+                    given.append(f"vllm_options.{key}={settings[key]}")
             reason = str(error).split(". ")[0]
             raise UserError(
-                f"{given} is too little for vLLM with max_prompt_length + "
-                f"max_completion_length = {longest} tokens: {reason}"
+                f"{', '.join(given)} is too little for vLLM with max_prompt_length + "
+                f"max_completion_length = {settings['max_model_len']} tokens: {reason}"
             ) from None
-        gc.enable()
-        say(f"vLLM {vllm.__version__} is ready after {time.perf_counter() - begin:.0f} s")
-        # ranks of one tensor-parallel engine must ask for the same work: they pool their prompts
-        self.group = dist.new_subgroups(self.tp, timeout=DEADLINE)[0] if self.tp > 1 else None
 
-    def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
-    ) -> list[dict]:
-        requests = list(zip(prompts_ids, sampling["seeds"]))
-        everyone, first = self.pool(requests)
-        params = [
-            self.vllm.SamplingParams(
-                n=n,
-                temperature=sampling["temperature"],
-                max_tokens=sampling["max_tokens"],
-                stop_token_ids=sampling["stop_token_ids"],
-                seed=seed,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for _, seed in everyone
-        ]
-        groups, start = (
-            {},
-            next(self.llm.request_counter) + 1 + first,
-        )  # vLLM numbers its requests; ours begin here
-        self.llm.enqueue([{"prompt_token_ids": ids} for ids, _ in everyone], params, use_tqdm=False)
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
+        own_requests = list(zip(prompts_ids, sampling["seeds"]))
+        requests, first = self.pool(own_requests)
+        prompts = []
+        params = []
+        for prompt_ids, seed in requests:
+            prompts.append({"prompt_token_ids": prompt_ids})
+            params.append(self.sampling_params(n, seed, sampling))
+        # vLLM numbers its requests; ours begin here
+        start = next(self.llm.request_counter) + 1 + first
+        self.llm.enqueue(prompts, params, use_tqdm=False)
+        groups = {}
         while self.llm.llm_engine.has_unfinished_requests():
-            for out in self.llm.llm_engine.step():
-                i = int(out.request_id) - start
-                if out.finished and 0 <= i < len(requests):
-                    groups[i] = [
-                        {
-                            "prompt_ids": out.prompt_token_ids,
-                            "completion_ids": list(one.token_ids),
-                            "logprobs": one.logprobs.logprobs,
-                            "finish_reason": one.finish_reason,
-                        }
-                        for one in out.outputs
-                    ]
-                    if finished:
-                        finished(i, groups[i])
+            for output in self.llm.llm_engine.step():
+                i = int(output.request_id) - start
+                # the others are of ranks that share this engine, which see the same outputs
+                if not output.finished or not 0 <= i < len(own_requests):
+                    continue
+                groups[i] = self.rollouts_of(output)
+                if finished:
+                    finished(i, groups[i])
         return [r for i in sorted(groups) for r in groups[i]]
+
+    def sampling_params(self, n: int, seed: int, sampling: dict):
+        return self.vllm.SamplingParams(
+            n=n,
+            temperature=sampling["temperature"],
+            max_tokens=sampling["max_tokens"],
+            stop_token_ids=sampling["stop_token_ids"],
+            seed=seed,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,  # plain lists, not an object a token
+            detokenize=False,  # generate() does it, for all engines alike
+        )
+
+    def rollouts_of(self, output) -> list[dict]:
+        """A finished request of vLLM's as rollouts without text."""
+        rollouts = []
+        for completion in output.outputs:
+            rollouts.append(
+                {
+                    "prompt_ids": output.prompt_token_ids,
+                    "completion_ids": list(completion.token_ids),
+                    "logprobs": completion.logprobs.logprobs,
+                    "finish_reason": completion.finish_reason,
+                }
+            )
+        return rollouts
 
     def pool(self, requests: list) -> tuple[list, int]:
         """The requests of all ranks of this engine, and where ours begin."""
-        if self.tp == 1:
+        if self.size == 1:
             return requests, 0
-        shares = [None] * self.tp
+        shares = [None] * self.size
         dist.all_gather_object(shares, requests, group=self.group)
-        return [request for share in shares for request in share], sum(
-            len(share) for share in shares[: dist.get_rank(self.group)]
-        )
+        everyones = []
+        for share in shares:
+            everyones += share
+        before = shares[: dist.get_rank(self.group)]
+        return everyones, sum(map(len, before))
 
     def sync(self, named_parameters) -> None:
-        """Takes over the weights of the iterator of (name, tensor); with tied embeddings it must also carry lm_head.weight."""
         self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(named_parameters)}
         )
         if self.sleeps:
-            self.llm.wake_up(
-                tags=["kv_cache"]
-            )  # after the weights, so that both copies of them never lie beside the cache
+            # after the weights, so that both copies of them never lie beside the cache
+            self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 
-    def take_counts(self) -> dict:
-        """Metrics of the engine's own since the last call; servers have some."""
-        return {}
-
-    def close(self) -> None:
-        """Before the process group goes: vLLM takes its own groups down."""
-        self.llm.llm_engine.engine_core.shutdown()
-
     def sleep(self) -> None:
-        """Gives GPU memory to the learner: weights to CPU memory, KV cache dropped. Nothing to do on a CPU."""
+        """Weights to CPU memory, cache dropped. Nothing to do on a CPU."""
         if self.sleeps:
             self.llm.sleep(level=1)
 
@@ -229,87 +267,107 @@ class VllmEngine:
             torch.cuda.empty_cache()  # vLLM takes its memory beside torch's, which held some back
             self.llm.wake_up(tags=["weights"])
 
+    def take_counts(self) -> dict:
+        return {}
+
+    def close(self) -> None:
+        """Before the process group goes: vLLM takes its own groups down."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+# --- transformers
+
 
 class SampledLogps(LogitsProcessor, StoppingCriteria):
-    """Records the log-prob of every token transformers samples: called with the logits before, and with the token after."""
+    """Records the log-prob of every token transformers samples: called with the logits before, and
+    with the token after."""
 
     def __init__(self, temperature: float):
-        self.temperature, self.logps, self.steps = temperature, None, []
+        self.temperature = temperature
+        self.logps = None  # (n, V), of the next token
+        self.steps = []  # (n, 1) a token, of the one that was sampled
 
     def __call__(self, input_ids, scores):
         if isinstance(scores, torch.Tensor):  # as LogitsProcessor: scores (n, V)
             self.logps = (scores.float() / self.temperature).log_softmax(1)
             return scores
-        self.steps.append(
-            self.logps.gather(1, input_ids[:, -1:])
-        )  # as StoppingCriteria: the new token is the last one
+        # as StoppingCriteria: the new token is the last one
+        self.steps.append(self.logps.gather(1, input_ids[:, -1:]))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class HfEngine:
-    """transformers' own generate on a second copy of the model: slow and plain, the oracle for the fast engines. One prompt at a
-    time, so that nothing is padded and a prompt's completions depend on its own seed only (per prompt, not per completion)."""
+    """transformers' own generate on a second copy of the model: slow and plain, the oracle for the
+    fast engines. One prompt at a time, so that nothing is padded and a prompt's completions depend
+    on its own seed only (per prompt, not per completion)."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-        self.model.generation_config = (
-            GenerationConfig()
-        )  # the model's own would fill in its repetition penalty, which the loss knows nothing of
+        # the model's own would fill in its repetition penalty, which the loss knows nothing of
+        self.model.generation_config = GenerationConfig()
+
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
+        rollouts = []
+        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling["seeds"])):
+            group = self.group(prompt_ids, n, seed, sampling)
+            rollouts += group
+            if finished:
+                finished(i, group)
+        return rollouts
 
     @torch.no_grad()
-    def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None
-    ) -> list[dict]:
-        stop, device, rollouts = sampling["stop_token_ids"], self.model.device, []
+    def group(self, prompt_ids: list[int], n: int, seed: int, sampling: dict) -> list[dict]:
+        """The n rollouts of a prompt."""
+        stop_ids = sampling["stop_token_ids"]
+        device = self.model.device
         plain = GenerationConfig(
             do_sample=True,
             temperature=sampling["temperature"],
             top_k=0,
             top_p=1.0,
             max_new_tokens=sampling["max_tokens"],
-            eos_token_id=stop,
-            pad_token_id=stop[0],
+            eos_token_id=stop_ids,
+            pad_token_id=stop_ids[0],
         )
-        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling["seeds"])):
-            recorder = SampledLogps(sampling["temperature"])
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                ids = torch.tensor([prompt_ids] * n, device=device)
-                out = self.model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=plain,
-                    logits_processor=[recorder],
-                    stopping_criteria=[recorder],
-                )
-            completions, logps = (
-                out[:, len(prompt_ids) :].tolist(),
-                torch.cat(recorder.steps, 1).tolist(),
+        recorder = SampledLogps(sampling["temperature"])
+        # a prompt's seed is its own affair: the generator of the process stays where it was
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt_ids] * n, device=device)
+            sequences = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=plain,
+                logits_processor=[recorder],
+                stopping_criteria=[recorder],
             )
-            for tokens, values in zip(completions, logps):
-                end = next(
-                    (i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens)
-                )  # what follows an EOS is padding
-                rollouts.append(
-                    {
-                        "prompt_ids": prompt_ids,
-                        "completion_ids": tokens[:end],
-                        "logprobs": values[:end],
-                        "finish_reason": "stop" if tokens[end - 1] in stop else "length",
-                    }
-                )
-            if finished:
-                finished(i, rollouts[-n:])
+        completions = sequences[:, len(prompt_ids) :].tolist()  # (n, T)
+        logps = torch.cat(recorder.steps, 1).tolist()  # (n, T)
+        rollouts = []
+        for tokens, token_logps in zip(completions, logps):
+            length = self.length(tokens, stop_ids)
+            rollouts.append(
+                {
+                    "prompt_ids": prompt_ids,
+                    "completion_ids": tokens[:length],
+                    "logprobs": token_logps[:length],
+                    "finish_reason": "stop" if tokens[length - 1] in stop_ids else "length",
+                }
+            )
         return rollouts
+
+    def length(self, tokens: list[int], stop_ids: list[int]) -> int:
+        """Tokens up to the first EOS, with it: what follows is padding."""
+        for i, token in enumerate(tokens):
+            if token in stop_ids:
+                return i + 1
+        return len(tokens)
 
     @torch.no_grad()
     def sync(self, named_parameters) -> None:
-        own = self.model.state_dict()
+        weights = self.model.state_dict()
         for name, tensor in named_parameters:
-            own[name].copy_(tensor)
-
-    def take_counts(self) -> dict:
-        return {}
+            weights[name].copy_(tensor)
 
     def sleep(self) -> None:
         pass  # its memory is too small a part to move
@@ -317,35 +375,46 @@ class HfEngine:
     def wake(self) -> None:
         pass
 
+    def take_counts(self) -> dict:
+        return {}
+
     def close(self) -> None:
         pass
+
+
+# --- which engine
 
 
 def server_engine(model: str, config: dict, dtype: torch.dtype, device: torch.device):
     from server.engine import ServerEngine  # a wing of its own, for who wants it
 
-    return ServerEngine(model, config, dtype, device)
+    return ServerEngine(model, config, dtype)
 
 
 ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": server_engine}
 
 
 def start_engine(config: dict, device: torch.device):
-    """The rollout engine of a config, with the weights of config["model"]."""
+    """The rollout engine of a config, with the weights of config["model"]; servers may hold others
+    until the first sync()."""
     make = ENGINES[config["rollout_engine"]]
     return make(config["model"], config, dtype_of(config), device)
 
 
+# --- from prompts to rollouts with text
+
+
 def prompt_seed(*parts) -> int:
-    """A 62-bit seed from (seed, step, prompt index, ...); sample i of the prompt adds i. The same in every process and Python."""
+    """A 62-bit seed from (seed, step, prompt index, ...); sample i of the prompt adds i. The same
+    in every process and Python."""
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
 def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
-    for r, text in zip(
-        rollouts,
-        tokenizer.batch_decode([r["completion_ids"] for r in rollouts], skip_special_tokens=True),
-    ):
+    """The same rollouts, now with their "text", without special tokens."""
+    completions_ids = [r["completion_ids"] for r in rollouts]
+    texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
+    for r, text in zip(rollouts, texts):
         r["text"] = text
     return rollouts
 
@@ -372,16 +441,19 @@ def generate(
         rollouts = add_text(tokenizer, engine.generate(prompts_ids, n, sampling))
     else:
         rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    # below, rows of tensors belong to prompts by their number alone
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
             f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
             f"prompts x {n}"
         )
     for r in rollouts:
-        tokens, logps = len(r["completion_ids"]), len(r["logprobs"])
+        tokens = len(r["completion_ids"])
+        logps = len(r["logprobs"])
         if tokens == 0 or tokens != logps:
             raise RuntimeError(
-                f"the rollout engine returned a completion of {tokens} tokens with {logps} log-probs"
+                f"the rollout engine returned a completion of {tokens} tokens with {logps} "
+                f"log-probs"
             )
     return rollouts
 
@@ -389,85 +461,110 @@ def generate(
 def begin(
     engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done
 ) -> None:
-    """generate() in the background; the engine keeps what comes for the call that asks for the same."""
+    """generate() in the background; the engine keeps what comes for the call that asks for the
+    same."""
     engine.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+
+
+# --- from rollouts to tensors
 
 
 def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
     """(n, longest), zeros on the right. The zeros are never read: masks come from lengths."""
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
-    )
+    rows = [torch.tensor(values, dtype=dtype) for values in lists]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def to_batch(rollouts: list[dict], device) -> dict:
-    """Tensors of N rows: ids (N, S) prompt and completion, right-padded; prompt_lengths, lengths (N,) in tokens, EOS included;
-    sampler_logps (N, T), aligned with the completion's first token. Padding on the right needs no attention mask: attention
-    is causal, so no real token ever sees it."""
-    batch = {
-        "ids": pad([r["prompt_ids"] + r["completion_ids"] for r in rollouts], torch.long),
-        "prompt_lengths": torch.tensor([len(r["prompt_ids"]) for r in rollouts]),
-        "lengths": torch.tensor([len(r["completion_ids"]) for r in rollouts]),
-        "sampler_logps": pad([r["logprobs"] for r in rollouts], torch.float32),
+    """Tensors of N rows: ids (N, S) prompt and completion, right-padded; prompt_lengths, lengths
+    (N,) in tokens, EOS included; sampler_logps (N, T), aligned with the completion's first token.
+    Padding on the right needs no attention mask: attention is causal, so no real token sees it."""
+    ids = []
+    logps = []
+    prompt_lengths = []
+    lengths = []
+    for r in rollouts:
+        ids.append(r["prompt_ids"] + r["completion_ids"])
+        logps.append(r["logprobs"])
+        prompt_lengths.append(len(r["prompt_ids"]))
+        lengths.append(len(r["completion_ids"]))
+    return {
+        "ids": pad(ids, torch.long).to(device),  # (N, S)
+        "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
+        "lengths": torch.tensor(lengths).to(device),  # (N,)
+        "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
     }
-    return {key: value.to(device) for key, value in batch.items()}
 
 
 def take(batch: dict, rows: torch.Tensor) -> dict:
     """The given rows, cut to their own longest sequence and completion."""
-    part = {key: value[rows] for key, value in batch.items()}
-    part["ids"] = part["ids"][:, : int((part["prompt_lengths"] + part["lengths"]).max())]
-    return part | {
-        key: part[key][:, : int(part["lengths"].max())] for key in part if key.endswith("_logps")
-    }
+    part = {key: values[rows] for key, values in batch.items()}
+    longest = int((part["prompt_lengths"] + part["lengths"]).max())
+    longest_completion = int(part["lengths"].max())
+    part["ids"] = part["ids"][:, :longest]
+    for key in part:
+        if key.endswith("_logps"):  # (n, T): of the sampler, of the reference, of the policy
+            part[key] = part[key][:, :longest_completion]
+    return part
+
+
+# --- what is said of them
 
 
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:
-    """Within groups, on tokens: distinct_1 and distinct_2, the share of different tokens and bigrams, and the mean Jaccard overlap
-    of the token sets of two completions; means over groups. Falling distinct and rising jaccard announce a collapse."""
+    """Within groups, on tokens: distinct_1 and distinct_2, the share of different tokens and
+    bigrams, and the mean Jaccard overlap of the token sets of two completions; means over groups.
+    Falling distinct and rising jaccard announce a collapse."""
     sums = torch.zeros(3, dtype=torch.float64)
-    for g in range(0, len(rollouts), n):
-        group = [r["completion_ids"] for r in rollouts[g : g + n]]
-        pairs = [list(pairwise(ids)) for ids in group]
-        for k, grams in enumerate((group, pairs)):
-            sums[k] += len(set().union(*grams)) / max(1, sum(map(len, grams)))
-        _, column = torch.cat([torch.tensor(ids) for ids in group]).unique(return_inverse=True)
-        member = torch.arange(n).repeat_interleave(torch.tensor([len(ids) for ids in group]))
-        present = torch.zeros(n, int(column.max()) + 1).index_put(
-            (member, column), torch.tensor(1.0)
-        )  # (n, different tokens)
-        shared = present @ present.T  # (n, n) sizes of intersections
-        size = present.sum(1)
-        jaccard = shared / (size[:, None] + size - shared)
-        sums[2] += (jaccard.sum() - n) / (n * (n - 1))
-    return dict(
-        zip(
-            ("completions/distinct_1", "completions/distinct_2", "completions/jaccard"),
-            (sums / (len(rollouts) // n)).tolist(),
-        )
-    )
+    for start in range(0, len(rollouts), n):
+        group = [r["completion_ids"] for r in rollouts[start : start + n]]
+        bigrams = [list(pairwise(ids)) for ids in group]
+        sums[0] += distinct(group)
+        sums[1] += distinct(bigrams)
+        sums[2] += jaccard(group)  # a group has at least two completions
+    means = (sums / (len(rollouts) // n)).tolist()
+    names = ("completions/distinct_1", "completions/distinct_2", "completions/jaccard")
+    return dict(zip(names, means))
+
+
+def distinct(group: list[list]) -> float:
+    """Different items in a group of sequences, as a share of all."""
+    return len(set().union(*group)) / max(1, sum(map(len, group)))
+
+
+def jaccard(group: list[list[int]]) -> torch.Tensor:
+    """Mean over pairs of n sequences: tokens in both / tokens in either."""
+    n = len(group)
+    lengths = torch.tensor([len(ids) for ids in group])  # (n,)
+    tokens = torch.cat([torch.tensor(ids) for ids in group])
+    # column: a number for each different token
+    _, column = tokens.unique(return_inverse=True)
+    row = torch.arange(n).repeat_interleave(lengths)
+    present = torch.zeros(n, int(column.max()) + 1)  # (n, different tokens)
+    present[row, column] = 1.0
+    shared = present @ present.T  # (n, n) sizes of intersections
+    size = present.sum(1)  # (n,)
+    overlap = shared / (size[:, None] + size - shared)  # (n, n), ones on the diagonal
+    return (overlap.sum() - n) / (n * (n - 1))
 
 
 def completion_metrics(rollouts: list[dict], n: int) -> dict:
     """Of this rank's completions: the share that was cut off, and diversity_metrics()."""
     cut_off = sum(r["finish_reason"] == "length" for r in rollouts)
-    return {
-        "completions/clipped_ratio": cut_off / len(rollouts),
-        **diversity_metrics(rollouts, n),
-    }
+    return {"completions/clipped_ratio": cut_off / len(rollouts)} | diversity_metrics(rollouts, n)
 
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
-    """The first prompt as the model sees it, and its best and its worst rollout, special tokens visible."""
-    group, scores = rollouts[: rewards.shape[1]], rewards[0].tolist()
-    lines = [
-        f"prompt ({len(group[0]['prompt_ids'])} tokens): {tokenizer.decode(group[0]['prompt_ids'])!r}"
-    ]
-    for i in (scores.index(max(scores)), scores.index(min(scores))):
-        ids = group[i]["completion_ids"]
-        lines.append(
-            f"  reward {scores[i]:.3f}, {len(ids)} tokens ({group[i]['finish_reason']}): {tokenizer.decode(ids)!r}"
-        )
+    """The first prompt as the model sees it, and its best and its worst rollout, special tokens
+    visible. rewards (p, G)."""
+    scores = rewards[0].tolist()
+    prompt_ids = rollouts[0]["prompt_ids"]
+    lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
+    for score in (max(scores), min(scores)):  # of equal ones the first
+        r = rollouts[scores.index(score)]
+        ids = r["completion_ids"]
+        what = f"reward {score:.3f}, {len(ids)} tokens ({r['finish_reason']})"
+        lines.append(f"  {what}: {tokenizer.decode(ids)!r}")
     return "\n".join(lines)
 
 
@@ -475,9 +572,10 @@ def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> 
     """All rollouts of this rank to rollouts/step_N.rank_r.jsonl; rewards (p, G)."""
     path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
+    group_size = rewards.shape[1]
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(lived.rollouts, rewards.flatten().tolist())):
-            row = lived.rows[i // rewards.shape[1]]
+            row = lived.rows[i // group_size]
             line = {
                 "step": step,
                 "id": row["id"],
@@ -488,6 +586,6 @@ def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> 
                 "tokens": len(r["completion_ids"]),
                 "logprob": sum(r["logprobs"]),
             }
-            if "seed_id" in r:
+            if "seed_id" in r:  # of InfoSeed
                 line["seed_id"] = r["seed_id"]
             file.write(json.dumps(line) + "\n")

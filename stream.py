@@ -1,9 +1,12 @@
-"""Which prompts a step takes: a pure function of (seed, step), with an easy pool and a replay buffer if wanted.
+"""Which prompts a step takes: a pure function of (seed, step), with an easy pool and a replay buffer
+if wanted.
 
-There is no cursor to save, and another number of ranks sees the same prompts.
+    rows = step_rows(inputs, replay, step, config)      # P rows, the same on every rank
+
+There is no cursor to save, and any number of ranks sees the same prompts. A source is a list of
+rows; a mixture has several, each with a weight.
 """
 
-import hashlib
 import math
 import random
 from functools import lru_cache
@@ -11,9 +14,51 @@ from functools import lru_cache
 from checks import entries
 from common import scheduled
 from data import BLOCK
-from preflight import Inputs
+from prompts import prompt_key
+
+# --- a step
+
+
+def step_rows(inputs, replay, step: int, c: dict, attempt: int = 0) -> list[dict]:
+    """The P rows of a step. inputs: preflight.Inputs; replay: a Replay or None; attempt 1, 2, ...:
+    other rows, to replace those of groups that taught nothing."""
+    P = c["prompts_per_step"]
+    sources = inputs.sources
+    weights = inputs.weights
+    if attempt:
+        return prompts_for_step(sources, weights, step, P, f"{c['seed']}/again/{attempt}")
+    rows = prompts_for_step(sources, weights, step, P, c["seed"])
+    share = scheduled(entries(c, "easy_dataset")["share"], step)
+    rows = with_easy_prompts(rows, inputs.easy, step, share, c["seed"])
+    if replay is not None:
+        rows = replay.mix(rows, entries(c, "replay")["fraction"])
+    return rows
+
 
 # --- the stream
+
+
+def prompts_for_step(sources: list[list], weights: list, step: int, count: int, seed) -> list[dict]:
+    """Prompts step * count, step * count + 1, ... of the stream."""
+    first = step * count
+    return [pick(sources, weights, i, seed) for i in range(first, first + count)]
+
+
+def pick(sources: list[list], weights: list, i: int, seed) -> dict:
+    """The i-th prompt of the stream: a shuffled pass over all rows of its source, then the next."""
+    if len(sources) == 1:
+        return row_of_passes(sources[0], i, seed)
+    block, slot = divmod(i, BLOCK)
+    chosen, earlier, quota = block_of_sources(tuple(weights), seed, block)
+    source = chosen[slot]
+    place = block * quota[source] + earlier[slot]  # in the source's own stream
+    return row_of_passes(sources[source], place, f"{seed}/{source}")
+
+
+def row_of_passes(rows: list, i: int, seed) -> dict:
+    """The i-th of shuffled passes over the rows."""
+    epoch, place = divmod(i, len(rows))
+    return rows[epoch_order(len(rows), seed, epoch)[place]]
 
 
 @lru_cache(maxsize=64)
@@ -23,134 +68,119 @@ def epoch_order(count: int, seed, epoch: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def block_of_sources(weights: tuple, seed, block: int) -> tuple[list[int], list[int], list[int]]:
-    """A mixture's choice for prompts block * BLOCK and on: the source of each, how often that source has come before within the block, and
-    how often each source comes in every block: its share of the weights, to the row."""
-    exact = [BLOCK * w / sum(weights) for w in weights]
-    quota = [int(x) for x in exact]
-    for s in sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])[: BLOCK - sum(quota)]:
-        quota[s] += 1
-    chosen = [s for s, n in enumerate(quota) for _ in range(n)]
+    """A mixture's choice for the prompts from block * BLOCK on: (the source of each, how often that
+    source has come earlier in the block, how often each source comes in every block)."""
+    quota = quotas(weights)
+    chosen = []
+    for source, count in enumerate(quota):
+        chosen += [source] * count
     random.Random(f"mixture/{seed}/{block}").shuffle(chosen)
     counts = [0] * len(weights)
-    before = []
-    for s in chosen:
-        before.append(counts[s])
-        counts[s] += 1
-    return chosen, before, quota
+    earlier = []
+    for source in chosen:
+        earlier.append(counts[source])
+        counts[source] += 1
+    return chosen, earlier, quota
 
 
-def pick(rows: list, i: int, seed, weights) -> dict:
-    """The i-th prompt of the training stream: a shuffled pass over all rows of its source, then the next."""
-    if weights is not None and len(weights) > 1:
-        block, slot = divmod(i, BLOCK)
-        chosen, before, quota = block_of_sources(tuple(weights), seed, block)
-        source = chosen[slot]
-        rows, i, seed = rows[source], block * quota[source] + before[slot], f"{seed}/{source}"
-    elif weights is not None:
-        rows = rows[0]
-    return rows[epoch_order(len(rows), seed, i // len(rows))[i % len(rows)]]
+def quotas(weights: tuple) -> list[int]:
+    """How many of BLOCK prompts come from each source: its share, to the row. The largest remainders
+    are rounded up."""
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    quota = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])
+    for source in by_remainder[: BLOCK - sum(quota)]:
+        quota[source] += 1
+    return quota
 
 
-def prompts_for_step(
-    rows: list, step: int, prompts_per_step: int, seed, rank: int, world: int, weights=None
-) -> list[dict]:
-    """This rank's share of the step's prompts, prompts_per_step / world rows. rows: a list of rows, or with `weights` a list of such lists,
-    one for each source of a mixture."""
-    share = prompts_per_step // world
-    first = step * prompts_per_step + rank * share
-    return [pick(rows, i, seed, weights) for i in range(first, first + share)]
+# --- the easy pool
 
 
-def with_easy_prompts(
-    batch: list[dict], easy: list[dict], step: int, probability: float, seed
-) -> list[dict]:
-    """The whole step's rows, each replaced by a random one of `easy` with that probability; a pure function, like the stream itself."""
+def with_easy_prompts(rows: list[dict], easy: list[dict], step: int, share: float, seed):
+    """The step's rows, each replaced by a random one of `easy` with probability `share`. A smaller
+    share keeps some of the easy prompts of a larger one, and exchanges none."""
+    if not easy:
+        return rows
     rng = random.Random(f"easy/{seed}/{step}")
-    draws = [(rng.random(), rng.randrange(len(easy))) for _ in batch] if easy else []
-    return (
-        [easy[i] if x < probability else row for row, (x, i) in zip(batch, draws)]
-        if easy
-        else batch
-    )
+    mixed = []
+    for row in rows:
+        luck = rng.random()
+        other = easy[rng.randrange(len(easy))]  # drawn in any case, see above
+        mixed.append(other if luck < share else row)
+    return mixed
 
 
 # --- prompts worth another try
 
 
-def prompt_key(row: dict) -> str:
-    """The same for prompts that differ in spaces and case only."""
-    return hashlib.sha256(
-        " ".join(row["prompt"].lower().split()).encode("utf-8", "surrogatepass")
-    ).hexdigest()[:16]
-
-
 class Replay:
+    """Remembers what each prompt has taught: the gap max r - mean r of its group, which is 0 where
+    all answers were alike. A step takes some of its prompts from the most promising ones.
+
+    state: {"total": visits of all prompts, "prompts": {key: [visits, mean gap, sum of squared
+    deviations]}}, numbers only, for a checkpoint; the rows come from the dataset. It is replaced,
+    never changed."""
+
     def __init__(self, rows: list[dict], size: int, ucb: float, state: dict):
-        """`state` holds numbers only, {"total": visits of all prompts, "prompts": {key: [visits, mean gap, sum of squared deviations]}};
-        the rows come from the dataset. A prompt that is no longer in it is forgotten."""
-        self.size, self.ucb, self.rows = size, ucb, {}
+        """size: prompts remembered; ucb: C of `score`. A prompt of `state` that is not among the
+        rows any more is forgotten."""
+        self.size = size
+        self.ucb = ucb
+        self.rows = {}
         for row in rows:
             self.rows.setdefault(prompt_key(row), row)
-        kept = {
-            key: tuple(value) for key, value in state.get("prompts", {}).items() if key in self.rows
-        }
+        kept = {}
+        for key, numbers in state.get("prompts", {}).items():
+            if key in self.rows:
+                kept[key] = tuple(numbers)
         self.state = {"total": state.get("total", 0), "prompts": kept}
 
     def score(self, key: str) -> float:
+        """Mean gap + C * sqrt(ln total / visits): what is hardly tried comes back too (UCB1, Auer
+        et al. 2002)."""
         visits, mean, _ = self.state["prompts"][key]
         return mean + self.ucb * math.sqrt(math.log(self.state["total"]) / visits)
 
-    def promise(self, key: str) -> float:
-        """Mean gap plus its standard deviation: lowest for a prompt that has reliably taught nothing."""
-        visits, mean, squares = self.state["prompts"][key]
-        return mean + math.sqrt(squares / visits)
-
     def mix(self, batch: list[dict], fraction: float) -> list[dict]:
-        """A copy of the whole step's rows whose last round(fraction * P), but with a fraction between 0 and 1 at least one and not all, are the
-        highest scores of the buffer, as far as there are any that the step does not have already."""
+        """A copy of the step's rows whose last round(fraction * P) are the highest scores of the
+        buffer, as far as there are any that the step does not have already. With a fraction between
+        0 and 1 at least one is replaced, and not all: the same again and again would let nothing
+        new in."""
         wanted = round(fraction * len(batch))
         if 0 < fraction < 1:
-            wanted = min(
-                max(1, wanted), len(batch) - 1
-            )  # all of them again and again would let nothing new in
-        fresh = batch[: len(batch) - wanted]
-        there = {
-            prompt_key(row) for row in batch
-        }  # also those that give way: they may stay if too few are remembered
-        best = sorted(
-            (key for key in self.state["prompts"] if key not in there),
-            key=lambda key: (-self.score(key), key),
-        )[:wanted]
-        return fresh + [self.rows[key] for key in best] + batch[len(fresh) + len(best) :]
+            wanted = min(max(1, wanted), len(batch) - 1)
+        # also those that give way: they may stay, if too few are remembered
+        present = {prompt_key(row) for row in batch}
+        candidates = [key for key in self.state["prompts"] if key not in present]
+        candidates.sort(key=lambda key: (-self.score(key), key))
+        remembered = [self.rows[key] for key in candidates[:wanted]]
+        first = len(batch) - wanted
+        return batch[:first] + remembered + batch[first + len(remembered) :]
 
     def update(self, batch: list[dict], rewards) -> None:
-        """Takes in rewards (P, G) of the whole step's rows. Welford's running mean and variance; then the least promising go."""
+        """Takes in rewards (P, G) of the step's rows; then the least promising go."""
         prompts = dict(self.state["prompts"])
-        gaps = (rewards.amax(1) - rewards.mean(1)).tolist()
-        for row, gap in zip(batch, gaps):
+        gaps = rewards.amax(1) - rewards.mean(1)  # (P,)
+        for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
             if key in self.rows:  # not one of the easy pool
-                visits, mean, squares = prompts.get(key, (0, 0.0, 0.0))
-                change = gap - mean
-                mean += change / (visits + 1)
-                prompts[key] = (visits + 1, mean, squares + change * (gap - mean))
-        self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
-        for key in sorted(prompts, key=lambda key: (self.promise(key), key))[
-            : max(0, len(prompts) - self.size)
-        ]:
+                prompts[key] = visited(prompts.get(key, (0, 0.0, 0.0)), gap)
+        by_promise = sorted(prompts, key=lambda key: (promise(prompts[key]), key))
+        for key in by_promise[: max(0, len(prompts) - self.size)]:
             del prompts[key]
+        self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
 
 
-# --- a step
+def visited(numbers: tuple, gap: float) -> tuple:
+    """(visits, mean gap, sum of squared deviations) after one more visit, by Welford's rule."""
+    visits, mean, squares = numbers
+    change = gap - mean
+    mean += change / (visits + 1)
+    return visits + 1, mean, squares + change * (gap - mean)
 
 
-def step_rows(inputs: Inputs, buffer, step: int, c: dict, attempt: int = 0) -> list[dict]:
-    """The P rows of a step, the same list on every rank; attempt 1, 2, ...: other rows, to replace groups that taught nothing."""
-    seed = f"{c['seed']}/again/{attempt}" if attempt else c["seed"]
-    rows = prompts_for_step(inputs.sources, step, c["prompts_per_step"], seed, 0, 1, inputs.weights)
-    if attempt:
-        return rows
-    rows = with_easy_prompts(
-        rows, inputs.easy, step, scheduled(entries(c, "easy_dataset")["share"], step), c["seed"]
-    )
-    return rows if buffer is None else buffer.mix(rows, entries(c, "replay")["fraction"])
+def promise(numbers: tuple) -> float:
+    """Mean gap plus its standard deviation: lowest for a prompt that has reliably taught nothing."""
+    visits, mean, squares = numbers
+    return mean + math.sqrt(squares / visits)

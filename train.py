@@ -452,6 +452,7 @@ def train(run: Run) -> None:
             group = learner.measure_groups(
                 run.engine, run.reference, batch, lived, seeds.rewards, c
             )
+            group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # of pkpo
             targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
             norm = learner.step_counts(targets, group["lengths"])
 

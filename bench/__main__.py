@@ -1,14 +1,23 @@
-"""Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model, prompts, reward, group, lengths; float32, CPU, 2 threads.
+"""Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model,
+prompts, reward, group, lengths; float32, CPU, 2 threads.
 
-    python -m bench                                             everything, an hour and a quarter on two cores; tables, and runs/bench/growth.png
+    python -m bench                                             all, 75 minutes on two cores:
+                                                                tables, and runs/bench/growth.png
     python -m bench P4G8T64V2048 --against=trl --repeats=5      one comparison
-    python -m bench P4G8T64V2048 --arm=ours                     one run of one arm (ours, ours_compiled, trl, trl_vllm, limits), as JSON
+    python -m bench P4G8T64V2048 --arm=ours                     one run of one arm, as JSON: ours,
+                                                                ours_compiled, trl, trl_vllm, limits
 
-First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then every run is a process of its own, in the order A B B A ...;
-what is reported is the ratio of neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so. A scenario is P prompts a
-step, G completions of each, T tokens in each and V tokens in the vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The
-model is a Qwen2 of 4 layers and width 128 with random weights. trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled:
-beside it ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default.
+First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then
+every run is a process of its own, in the order A B B A ...; what is reported is the ratio of
+neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so.
+
+A scenario is P prompts a step, G completions of each, T tokens in each and V tokens in the
+vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
+a Qwen2 of 4 layers and width 128 with random weights. Own flags: --against (trl or trl_vllm),
+--beta, --repeats, and of one run --arm and --steps.
+
+trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
+ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default.
 """
 
 import json
@@ -22,31 +31,9 @@ import time
 from pathlib import Path
 
 from bench.arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
+from common import ROOT, RunStopped, UserError, own_flags, script
 
-STARTED = time.perf_counter()
-ROOT = Path(__file__).resolve().parent.parent
-COMPARISONS = [
-    ("P4G8T64V2048", "trl", 0.0),
-    ("P4G8T64V2048", "trl_vllm", 0.0),
-    ("P4G8T64V2048", "trl", 0.04),
-    ("P4G8T64V2048", "trl_vllm", 0.04),
-    ("P4G8T256V2048", "trl", 0.0),
-    ("P4G8T64V32768", "trl", 0.0),
-    ("P4G8T512V2048tail", "trl", 0.0),
-    ("P4G4T64V2048", "trl", 0.0),
-    ("P4G16T64V2048", "trl", 0.0),
-    ("P4G32T64V2048", "trl", 0.0),
-]
-LIMITS = ["P4G8T64V2048", "P4G8T256V2048", "P4G8T64V32768"]
-GROWTH = {
-    "G": [4, 8, 16, 32, 64],
-    "P": [2, 4, 8, 16],
-    "T": [32, 64, 128, 256],
-    "V": [2048, 8192, 32768],
-}  # the others as in P4G8T64V2048
-GROWTH_STEPS = 5
-STEPS, WARM = 8, 3  # steps of a run, and how many of its first do not count
-MEASURES = ["step", "learn", "memory", "start"]
+STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it
 ARMS = {
     "ours": ours,
     "ours_compiled": ours_compiled,
@@ -54,138 +41,241 @@ ARMS = {
     "trl_vllm": trl_vllm,
     "limits": limits,
 }
+# which of ours each of TRL's is compared with: engines in the same mode
+OURS = {"trl": "ours", "trl_vllm": "ours_compiled"}
+WARM = 3  # steps at the beginning of a run that do not count: allocators, caches, compilers
+FLAGS = {
+    "arm": "",  # empty: comparisons
+    "against": "trl",
+    "beta": 0.0,  # above 0 both keep a reference model
+    "repeats": 5,  # pairs of runs in a comparison
+    "steps": WARM + 5,  # of one run
+}
+
+# scenario, against, beta
+COMPARISONS = [
+    ("P4G8T64V2048", "trl", 0.0),
+    ("P4G8T64V2048", "trl_vllm", 0.0),
+    # with a reference model
+    ("P4G8T64V2048", "trl", 0.04),
+    ("P4G8T64V2048", "trl_vllm", 0.04),
+    # longer, a larger vocabulary, uneven lengths (what packing is for)
+    ("P4G8T256V2048", "trl", 0.0),
+    ("P4G8T64V32768", "trl", 0.0),
+    ("P4G8T512V2048tail", "trl", 0.0),
+    # larger groups: prompts are shared by more
+    ("P4G4T64V2048", "trl", 0.0),
+    ("P4G16T64V2048", "trl", 0.0),
+    ("P4G32T64V2048", "trl", 0.0),
+]
+LIMITS = ["P4G8T64V2048", "P4G8T256V2048", "P4G8T64V32768"]
+LIMITS_STEPS = 12
+
+GROWS_FROM = "P4G8T64V2048"
+# one size grows, the others stay as in GROWS_FROM
+GROWTH = {
+    "G": [4, 8, 16, 32, 64],
+    "P": [2, 4, 8, 16],
+    "T": [32, 64, 128, 256],
+    "V": [2048, 8192, 32768],
+}
+GROWTH_STEPS = WARM + 2  # fewer: there are 32 of these runs
+
+
+# --- one run
 
 
 def run_arm(arm: str, scenario: str, beta: float, steps: int) -> None:
+    """Prints a line of JSON: the medians over the steps that count, GiB, seconds to the first."""
     first, times = ARMS[arm](scenario, beta, steps)
-    result = {name: statistics.median(one[name] for one in times[WARM:]) for name in times[0]}
-    print(
-        "\nresult " + json.dumps({"memory": memory_so_far(), "start": first - STARTED} | result),
-        flush=True,
-    )
+    result = {"memory": memory_so_far(), "start": first - STARTED}
+    for name in times[0]:
+        # "memory" too, where an arm says it: ours has looked before its profiler took some
+        result[name] = statistics.median(step[name] for step in times[WARM:])
+    print("\nresult " + json.dumps(result), flush=True)
 
 
 def result_of(done: subprocess.CompletedProcess) -> dict | None:
     """What the last "result" line of a run holds; None if the run failed."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
-    return None if done.returncode or not lines else json.loads(lines[-1].removeprefix("result "))
+    if done.returncode or not lines:
+        return None
+    # libraries print too, before and after it
+    return json.loads(lines[-1].removeprefix("result "))
 
 
-def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = STEPS) -> dict:
+def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["steps"]) -> dict:
     """One run in a process of its own."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
-    } | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
+        environment.pop(name, None)
+    # a process for each: neither inherits the other's memory, threads or compiled code
+    command = [sys.executable, "-m", "bench", scenario]
+    command += [f"--arm={arm}", f"--beta={beta}", f"--steps={steps}"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bench",
-            f"--arm={arm}",
-            scenario,
-            f"--beta={beta}",
-            f"--steps={steps}",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env=environment,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=1800, env=environment
     )
-    return result_of(done) or sys.exit(
-        f"error: {arm} {scenario} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-    )
+    result = result_of(done)
+    if result is None:
+        print(done.stderr[-2000:], file=sys.stderr)
+        raise RunStopped(
+            f"{arm} {scenario} ended with status {done.returncode}; its last words are above"
+        )
+    return result
+
+
+# --- tables
+
+
+def row_of(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def print_head(columns: list[str]) -> None:
+    print("\n" + row_of(columns), row_of(["---"] * len(columns)), sep="\n", flush=True)
+
+
+COLUMNS_OF_COMPARISONS = [
+    "scenario",
+    "against",
+    "β",
+    "seconds a step",
+    "learning phase",
+    "peak memory",
+    "start to first step",
+    "a step",
+    "neither learning nor rollouts, ours",
+]
 
 
 def compare(scenario: str, against: str, beta: float, repeats: int) -> str:
-    """One row of the table."""
-    mine, pairs = "ours_compiled" if against == "trl_vllm" else "ours", []
+    """A row of the table: runs of ours and of TRL's in turns, and their ratios."""
+    mine = OURS[against]
+    pairs = []
     for i in range(repeats):
+        # A B B A: a machine that slows down slows both
         order = (mine, against) if i % 2 == 0 else (against, mine)
-        pairs.append({arm: measure(arm, scenario, beta) for arm in order})
-        print(
-            f"{scenario} {i + 1}/{repeats}: "
-            + ", ".join(
-                f"{arm} {one['step']:.3f} s a step, {one['memory']:.2f} GiB"
-                for arm, one in pairs[-1].items()
-            ),
-            flush=True,
-        )
+        pair = {arm: measure(arm, scenario, beta) for arm in order}
+        pairs.append(pair)
+        words = []
+        for arm, run in pair.items():
+            words.append(f"{arm} {run['step']:.3f} s a step, {run['memory']:.2f} GiB")
+        print(f"{scenario} {i + 1}/{repeats}: {', '.join(words)}", flush=True)
+
+    def median_of(arm: str, name: str) -> float:
+        return statistics.median(pair[arm][name] for pair in pairs)
+
     cells = [scenario, against, f"{beta}"]
-    for name in MEASURES:
-        ratios = [pair[mine][name] / pair[against][name] for pair in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4) if repeats > 1 else ratios * 3
-        cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-    cells.append(
-        " / ".join(
-            f"{statistics.median(pair[arm]['step'] for pair in pairs):.2f}"
-            for arm in (mine, against)
-        )
-        + " s"
-    )
-    cells.append(f"{statistics.median(pair[mine]['rest'] for pair in pairs):.1%}")
-    return "| " + " | ".join(cells) + " |"
+    for name in ("step", "learn", "memory", "start"):
+        cells.append(quartiles([pair[mine][name] / pair[against][name] for pair in pairs]))
+    cells.append(f"{median_of(mine, 'step'):.2f} / {median_of(against, 'step'):.2f} s")
+    cells.append(f"{median_of(mine, 'rest'):.1%}")
+    return row_of(cells)
+
+
+def quartiles(ratios: list[float]) -> str:
+    if len(ratios) == 1:
+        ratios = ratios * 2  # quartiles need two
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def print_limits(repeats: int) -> None:
+    """How near both halves of a step are to the least that they could cost."""
+    print_head(["scenario", "learning / bare forward and backward", "vLLM's own time / rollouts"])
+    for scenario in LIMITS:
+        runs = [measure("limits", scenario, steps=LIMITS_STEPS) for _ in range(repeats)]
+        cells = [scenario]
+        for name in ("learn / bare", "vllm / rollout"):
+            cells.append(f"{statistics.median(run[name] for run in runs):.2f}")
+        print(row_of(cells), flush=True)
+
+
+# --- growth
+
+PHASES = ("step", "rollout", "learn")
+
+
+def values_of(runs: list[dict], name: str) -> list[float]:
+    return [run[name] for run in runs]
 
 
 def slope(sizes: list, values: list) -> float:
-    """Of log value over log size, least squares."""
-    x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
+    """Of log value over log size, least squares: 1 where the cost grows as the size does."""
+    x = [math.log(size) for size in sizes]
+    y = [math.log(value) for value in values]
     return statistics.linear_regression(x, y).slope
 
 
+def measure_growth(arm: str, letter: str) -> list[dict]:
+    """A run for each size of GROWTH[letter]."""
+    runs = []
+    for size in GROWTH[letter]:
+        scenario = re.sub(rf"{letter}\d+", f"{letter}{size}", GROWS_FROM)
+        runs.append(measure(arm, scenario, steps=GROWTH_STEPS))
+    return runs
+
+
+def row_of_growth(letter: str, runs: list[dict]) -> str:
+    sizes = GROWTH[letter]
+    cells = [letter, ", ".join(map(str, sizes))]
+    for phase in PHASES:
+        cells.append(f"{slope(sizes, values_of(runs, phase)):.2f}")
+    for name in ("memory", "learner"):
+        cells.append(", ".join(f"{gib:.2f}" for gib in values_of(runs, name)))
+    return row_of(cells)
+
+
+def draw_seconds(axis, letter: str, runs: list[dict], theirs: list[dict]) -> None:
+    """Both axes logarithmic: a straight line is a power law."""
+    sizes = GROWTH[letter]
+    for phase in PHASES:
+        (line,) = axis.loglog(sizes, values_of(runs, phase), "o-", label=phase)
+        color = line.get_color()
+        axis.loglog(sizes, values_of(theirs, phase), "o--", color=color, label=f"{phase}, TRL")
+    axis.set_title(f"{letter}: slope of a step {slope(sizes, values_of(runs, 'step')):.2f}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
+
+
+def draw_memory(axis, letter: str, runs: list[dict], theirs: list[dict]) -> None:
+    sizes = GROWTH[letter]
+    axis.semilogx(sizes, values_of(runs, "memory"), "ko-", label="process")
+    axis.semilogx(sizes, values_of(theirs, "memory"), "ko--", label="process, TRL")
+    axis.semilogx(sizes, values_of(runs, "learner"), "o:", label="the learner's tensors")
+    axis.set_ylim(bottom=0)  # or a flat line would look like growth
+    axis.set_xlabel(letter)
+    axis.set_xticks(sizes, map(str, sizes))
+    axis.minorticks_off()
+
+
 def growth(path: Path) -> None:
-    """How a step grows with each size while the others stay, drawn and fitted; in the picture, dashed, also a step of TRL's."""
+    """How a step grows with each size while the others stay, drawn and fitted; in the picture,
+    dashed, also a step of TRL's."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
-    print(
-        "\n| grows | sizes | slope of a step | of rollouts | of learning | GiB at peak | of it the learner's tensors |",
-        "|---" * 7 + "|",
-        sep="\n",
+    print_head(
+        [
+            "grows",
+            "sizes",
+            "slope of a step",
+            "of rollouts",
+            "of learning",
+            "GiB at peak",
+            "of it the learner's tensors",
+        ]
     )
-    for (name, sizes), (above, below) in zip(GROWTH.items(), axes.T):
-        runs, theirs = (
-            [
-                measure(
-                    arm, re.sub(rf"{name}\d+", f"{name}{size}", "P4G8T64V2048"), steps=GROWTH_STEPS
-                )
-                for size in sizes
-            ]
-            for arm in ("ours", "trl")
-        )
-        slopes = [
-            slope(sizes, [run[what] for run in runs]) for what in ("step", "rollout", "learn")
-        ]
-        memory, tensors = ([run[what] for run in runs] for what in ("memory", "learner"))
-        cells = [
-            name,
-            ", ".join(map(str, sizes)),
-            *(f"{one:.2f}" for one in slopes),
-            *(", ".join(f"{one:.2f}" for one in found) for found in (memory, tensors)),
-        ]
-        print("| " + " | ".join(cells) + " |", flush=True)
-        for what in ("step", "rollout", "learn"):
-            drawn = above.loglog(sizes, [run[what] for run in runs], "o-", label=what)
-            above.loglog(
-                sizes,
-                [run[what] for run in theirs],
-                "o--",
-                color=drawn[0].get_color(),
-                label=f"{what}, TRL",
-            )
-        above.set_title(f"{name}: slope of a step {slopes[0]:.2f}")
-        above.yaxis.set_major_formatter("{x:g}")
-        above.yaxis.set_minor_formatter("")
-        below.semilogx(sizes, memory, "ko-", label="process")
-        below.semilogx(sizes, [run["memory"] for run in theirs], "ko--", label="process, TRL")
-        below.semilogx(sizes, tensors, "o:", label="the learner's tensors")
-        below.set_ylim(bottom=0)
-        below.set_xlabel(name)
-        below.set_xticks(sizes, map(str, sizes))
-        below.minorticks_off()
+    figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
+    for letter, (above, below) in zip(GROWTH, axes.T):  # axes (2, sizes)
+        # not A B B A as in compare(): slopes are of one arm, TRL's is there to look at
+        runs = measure_growth("ours", letter)
+        theirs = measure_growth("trl", letter)
+        print(row_of_growth(letter, runs), flush=True)
+        draw_seconds(above, letter, runs, theirs)
+        draw_memory(below, letter, runs, theirs)
     axes[0, 0].set_ylabel("seconds")
     axes[1, 0].set_ylabel("GiB at peak")
     axes[0, 0].legend()
@@ -196,17 +286,36 @@ def growth(path: Path) -> None:
     print(f"drawn: {path}")
 
 
-def main(argv: list[str]) -> None:
-    flags = dict(
-        flag.removeprefix("--").partition("=")[::2] for flag in argv if flag.startswith("--")
-    )
-    scenarios, beta, repeats = (
-        [name for name in argv if not name.startswith("--")],
-        float(flags.get("beta", 0.0)),
-        int(flags.get("repeats", 5)),
-    )
-    if "arm" in flags:
-        return run_arm(flags["arm"], scenarios[0], beta, int(flags.get("steps", STEPS)))
+# --- the command
+
+
+def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
+    """Our flags and the scenarios; a UserError for what is neither, before anything is loaded."""
+    flags, scenarios = own_flags(argv, FLAGS)
+    for word in scenarios:
+        if not re.fullmatch(r"P\d+G\d+T\d+V\d+(tail)?", word):
+            known = " ".join(f"--{name}=" for name in FLAGS)
+            raise UserError(
+                f"there is no flag and no scenario {word}: flags are {known}, a scenario is "
+                f"written like {GROWS_FROM} or {GROWS_FROM}tail"
+            )
+    if flags["arm"] and flags["arm"] not in ARMS:
+        raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")
+    if flags["against"] not in OURS:
+        raise UserError(f"--against={flags['against']} must be one of {', '.join(OURS)}")
+    if flags["arm"] and len(scenarios) != 1:
+        raise UserError(f"--arm={flags['arm']} needs one scenario, such as {GROWS_FROM}")
+    if flags["repeats"] < 1:
+        raise UserError(f"--repeats={flags['repeats']} must be at least 1")
+    if flags["steps"] <= WARM:
+        raise UserError(
+            f"--steps={flags['steps']} must be above {WARM}: the first {WARM} do not count"
+        )
+    return flags, scenarios
+
+
+def check_same_loss() -> None:
+    """Ratios mean something only where both compute the same."""
     oracle = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/test_trl_oracle.py", "-k", "dr_grpo"],
         cwd=ROOT,
@@ -214,46 +323,31 @@ def main(argv: list[str]) -> None:
         text=True,
         timeout=900,
     )
-    print(
-        "the same loss on the same batch (tests/test_trl_oracle.py):",
-        oracle.stdout.strip().splitlines()[-1],
-        flush=True,
-    )
     if oracle.returncode:
-        sys.exit(oracle.stdout)
-    rows = [
-        compare(*one, repeats)
-        for one in (
-            [(name, flags.get("against", "trl"), beta) for name in scenarios] or COMPARISONS
-        )
-    ]
-    print("\nours / theirs, median (quartiles):\n")
-    print(
-        "| scenario | against | β | seconds a step | learning phase | peak memory | start to first step | a step | neither learning nor rollouts, ours |",
-        "|---" * 9 + "|",
-        *rows,
-        sep="\n",
-        flush=True,
-    )
-    if scenarios:
+        print(oracle.stdout, file=sys.stderr)
+        raise RunStopped("tests/test_trl_oracle.py failed, see above: there is nothing to compare")
+    summary = oracle.stdout.strip().splitlines()[-1]
+    print(f"the same loss on the same batch (tests/test_trl_oracle.py): {summary}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    flags, scenarios = read_flags(argv)
+    if flags["arm"]:
+        run_arm(flags["arm"], scenarios[0], flags["beta"], flags["steps"])
         return
-    print(
-        "\n| scenario | learning / bare forward and backward | vLLM's own time / rollouts |",
-        "|---" * 3 + "|",
-        sep="\n",
-    )
-    for scenario in LIMITS:
-        found = [measure("limits", scenario, steps=12) for _ in range(repeats)]
-        print(
-            f"| {scenario} |",
-            *(
-                f"{statistics.median(one[what] for one in found):.2f} |"
-                for what in ("learn / bare", "vllm / rollout")
-            ),
-            flush=True,
-        )
+    check_same_loss()
+    rows = []
+    chosen = [(scenario, flags["against"], flags["beta"]) for scenario in scenarios]
+    for scenario, against, beta in chosen or COMPARISONS:
+        rows.append(compare(scenario, against, beta, flags["repeats"]))
+    print("\nours / theirs, median (quartiles):")
+    print_head(COLUMNS_OF_COMPARISONS)
+    print(*rows, sep="\n", flush=True)
+    if scenarios:  # a question of the user's own: no limits, no growth
+        return
+    print_limits(flags["repeats"])
     growth(ROOT / "runs" / "bench" / "growth.png")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

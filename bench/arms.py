@@ -1,6 +1,10 @@
-"""What python -m bench runs in a process of its own each: a few steps of ours, of TRL's, or the least that they could cost, on the same model and prompts.
+"""What `python -m bench` runs, each in a process of its own: a few steps of ours, of TRL's, or the
+least that they could cost, on the same model and prompts.
 
-first, steps = ours("P4G8T64V2048", beta=0.0, steps=8)      # when the first step began, [{"step": s, "learn": s, "rollout": s, ...} of each]
+    first, steps = ours("P4G8T64V2048", beta=0.0, steps=8)
+
+first: when the first step began, on the clock of time.perf_counter. steps: what each step took, in
+seconds, {"step": ..., "learn": ..., "rollout": ...} and more.
 """
 
 import json
@@ -14,373 +18,484 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
+END = 0  # the token that ends a completion
+LONGEST_PROMPT = 32  # tokens; prompts have 20
+GIB = 2**30
+
 
 def parts(scenario: str) -> dict:
-    return {name: int(number) for name, number in re.findall(r"([PGTV])(\d+)", scenario)}
+    """{"P": prompts a step, "G": completions of each, "T": tokens in each, "V": vocabulary}"""
+    pairs = re.findall(r"([PGTV])(\d+)", scenario)
+    return {letter: int(number) for letter, number in pairs}
+
+
+def has_tail(scenario: str) -> bool:
+    """Whether completions end by chance; else all have T tokens."""
+    return scenario.endswith("tail")
+
+
+def ends(scenario: str) -> list[int]:
+    """Tokens that end a completion. In a tail one in 64 of them does: the weights are random, so
+    that makes lengths geometric, 64 on average."""
+    if not has_tail(scenario):
+        return [END]
+    # single characters are below 100: all of them stay text
+    return [END, *range(100, 99 + parts(scenario)["V"] // 64)]
+
+
+# --- model and prompts
 
 
 def prepare(scenario: str) -> Path:
-    """A folder with model, tokenizer and prompts; both arms read the same."""
+    """A folder with model, tokenizer and prompts: all arms read the same one. Made once."""
     from transformers import GenerationConfig, Qwen2Tokenizer
 
     import sft
 
-    V, folder = (
-        parts(scenario)["V"],
-        Path(tempfile.gettempdir()) / f"bench_{os.getuid()}_{scenario}",
-    )
-    if (folder / "rows.jsonl").exists():
+    size = parts(scenario)["V"]
+    folder = Path(tempfile.gettempdir()) / f"bench_{os.getuid()}_{scenario}"
+    if (folder / "rows.jsonl").exists():  # written last: the folder is whole
         return folder
-    vocabulary = ["<|end|>", *(chr(i) for i in range(33, 127)), "\u0120"]
-    vocabulary += [f"\u0120w{i}" for i in range(V - len(vocabulary))]
+    vocabulary = words(size)
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
-        merges=[],
-        eos_token="<|end|>",
-        pad_token="<|end|>",
+        merges=[],  # every word is whole: prompts are one token a character
+        eos_token=vocabulary[END],
+        pad_token=vocabulary[END],
     )
-    sft.tiny_model(V, seed=0).save_pretrained(folder)
+    # random weights: what a step costs does not depend on them
+    sft.tiny_model(size, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    GenerationConfig(eos_token_id=ends(scenario), pad_token_id=0).save_pretrained(folder)
-    rows = [
-        {"prompt": f"{i * 7919 % 1000:03d}+{i * 104729 % 1000:03d}=".rjust(20, "x"), "answer": "0"}
-        for i in range(64)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # TRL has no flag for the ends of a completion: it reads them here
+    GenerationConfig(eos_token_id=ends(scenario), pad_token_id=END).save_pretrained(folder)
+    write_rows(folder / "rows.jsonl")
     return folder
 
 
-def ends(scenario: str) -> list[int]:
-    """Tokens that end a completion: with random weights one in 64 of them makes lengths geometric."""
-    return [0, *range(100, 99 + parts(scenario)["V"] // 64)] if scenario.endswith("tail") else [0]
+def words(size: int) -> list[str]:
+    """A vocabulary: the end, the characters of ASCII, the space, then words to fill it."""
+    vocabulary = ["<|end|>"]
+    vocabulary += [chr(i) for i in range(33, 127)]
+    vocabulary.append("\u0120")  # how Qwen's tokenizer writes a space
+    vocabulary += [f"\u0120w{i}" for i in range(size - len(vocabulary))]
+    return vocabulary
+
+
+def write_rows(path: Path) -> None:
+    """64 prompts, all of 20 tokens: neither arm gains by how it pads."""
+    with open(path, "w") as file:
+        for i in range(64):
+            # two primes: sums that look random and are the same in every run
+            left = i * 7919 % 1000
+            right = i * 104729 % 1000
+            row = {"prompt": f"{left:03d}+{right:03d}=".rjust(20, "x"), "answer": "0"}
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 def reward(completion: str, answer, **row) -> float:
-    """Cheap, and different within a group."""
+    """Cheap, and different within a group: else there would be nothing to learn."""
     return len(set(completion)) / 100
 
 
+# --- what is measured, and how
+
+
 def never_end(engine) -> None:
-    """EOS does not end a completion of this vLLM engine of ours."""
+    """No token ends a completion of this vLLM engine of ours: each has T tokens, as TRL's have."""
     make = engine.vllm.SamplingParams
-    engine.vllm = SimpleNamespace(
-        SamplingParams=lambda **settings: make(
-            **settings | {"stop_token_ids": [], "ignore_eos": True}
-        )
-    )
+
+    def endless(**settings):
+        return make(**settings | {"stop_token_ids": [], "ignore_eos": True})
+
+    engine.vllm = SimpleNamespace(SamplingParams=endless)
 
 
 def memory_so_far() -> float:
     """Most that this process has held, GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
 
 
 def weighed(work):
     """(what work() returns, GiB of tensors that it held at most beyond those before it)."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = work()
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in found.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    return result, max(accumulate(size for _, size in events)) / 2**30
+    changes = []  # (when, bytes): negative when they are given back
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+    held = accumulate(size for _, size in sorted(changes))
+    return result, max(held) / GIB
 
 
-# --- arms
+# --- ours
 
 
-def ours(scenario: str, beta: float, steps: int, **more) -> tuple:
-    """train.py, one rank, vLLM in process."""
-    import experience
-    import learner
+def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
+    """train.py, one rank, vLLM in process. Changes train.py's modules for good: one call a
+    process."""
     import rollout
     import train
     from common import load_config
 
-    (P, G, T, _), folder, out = (
-        parts(scenario).values(),
-        prepare(scenario),
-        Path(tempfile.mkdtemp()) / "run",
-    )
-    start, collect, learn, first, peaks = (
-        rollout.VllmEngine.__init__,
-        experience.collect,
-        learner.accumulate_gradients,
-        [],
-        {},
-    )
+    out = Path(tempfile.mkdtemp()) / "run"  # a new folder: train.py refuses a used one
+    settings = settings_of_ours(scenario, beta, steps) | {"output_dir": out} | changes
+    # as flags: checked as a user's would be
+    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    began, peaks = watch(steps)
+    start = rollout.VllmEngine.__init__
 
-    def forced(engine, *args):
+    def start_endless(engine, *args):
         start(engine, *args)
         never_end(engine)
 
-    def noted(*args):
-        first.append(time.perf_counter())
+    if not has_tail(scenario):
+        rollout.VllmEngine.__init__ = start_endless
+    train.main(config)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    times = []
+    for line in lines[:steps]:  # not the step that was weighed
+        times.append(times_of(json.loads(line)) | peaks)
+    return began[0], times
+
+
+def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
+    """The config of train.py that means what trl() asks of TRL."""
+    size = parts(scenario)
+    folder = prepare(scenario)
+    return {
+        "model": folder,
+        "dataset": {"name": str(folder / "rows.jsonl")},
+        "prompts_per_step": size["P"],
+        "num_generations": size["G"],
+        "max_completion_length": size["T"],
+        "max_prompt_length": LONGEST_PROMPT,
+        "reward_funcs": ["bench.arms:reward"],
+        "reward_workers": 0,  # TRL's reward runs in its process too
+        "objective": "dr_grpo",
+        "importance_sampling": "none",
+        "beta": beta,
+        "learning_rate": 1e-5,
+        "max_steps": steps + 1,  # the last one is weighed
+        "save_steps": -1,  # TRL's saves are off too
+        "max_logp_difference": -1,  # a guard of ours, which random weights could trip
+        "max_tokens_per_micro_batch": 4096,
+    }
+
+
+def watch(steps: int) -> tuple[list[float], dict]:
+    """(when each step of the run that follows began, peaks in GiB: "memory" of the process in
+    `steps` steps, "learner" of the tensors of a learning phase). Both fill while it runs."""
+    import learner
+    from experience import Experience
+
+    began = []
+    peaks = {}
+    collect = Experience.collect
+    learn = learner.accumulate_gradients
+
+    def collect_noted(*args):
+        began.append(time.perf_counter())
         return collect(*args)
 
-    def learn_or_weigh(
-        *args,
-    ):  # one more step is weighed, which takes time and memory and does not count for either
-        if len(first) <= steps:
+    def learn_or_weigh(*args):
+        if len(began) <= steps:
             return learn(*args)
+        # weighing takes time and memory: it has a step of its own, which counts for neither
         peaks["memory"] = memory_so_far()
         metrics, peaks["learner"] = weighed(lambda: learn(*args))
         return metrics
 
-    experience.collect, learner.accumulate_gradients = noted, learn_or_weigh
-    if not scenario.endswith("tail"):
-        rollout.VllmEngine.__init__ = forced
-    settings = dict(
-        model=folder,
-        dataset={"name": str(folder / "rows.jsonl")},
-        output_dir=out,
-        prompts_per_step=P,
-        num_generations=G,
-        max_completion_length=T,
-        max_prompt_length=32,
-        reward_funcs=["bench.arms:reward"],
-        objective="dr_grpo",
-        importance_sampling="none",
-        beta=beta,
-        max_steps=steps + 1,
-        save_steps=-1,
-        learning_rate=1e-5,
-        max_logp_difference=-1,
-        max_tokens_per_micro_batch=4096,
-        reward_workers=0,
-    )
-    train.main(load_config([f"--{key}={value}" for key, value in (settings | more).items()]))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][:steps]
-    found = [
-        {
-            "step": line["time/step"],
-            "learn": line["time/learn"] + line["time/score"],
-            "rollout": line["time/rollout"],
-        }
-        for line in lines
-    ]
-    return first[0], [
-        one | {"rest": 1 - (one["learn"] + one["rollout"]) / one["step"], **peaks} for one in found
-    ]
+    Experience.collect = collect_noted
+    learner.accumulate_gradients = learn_or_weigh
+    return began, peaks
+
+
+def times_of(line: dict) -> dict:
+    """A line of metrics.jsonl as the arms say it. rest: the share of a step that is neither
+    learning nor rollouts."""
+    step = line["time/step"]
+    # log-probs of the reference are a phase of their own here, and within a step of TRL's
+    learn = line["time/learn"] + line["time/score"]
+    rollout = line["time/rollout"]
+    rest = 1 - (learn + rollout) / step
+    return {"step": step, "learn": learn, "rollout": rollout, "rest": rest}
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
+    """The same with vLLM compiled, as TRL leaves it."""
     return ours(scenario, beta, steps, vllm_options={"enforce_eager": False})
 
 
-def trl(scenario: str, beta: float, steps: int, **more) -> tuple:
+# --- TRL's
+
+
+def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
     """TRL's GRPOTrainer with transformers generation."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    (P, G, T, _), folder, found, marks = parts(scenario).values(), prepare(scenario), [], {}
-    tail = scenario.endswith("tail")
-    settings = dict(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=P * G,
-        num_generations=G,
-        max_completion_length=T,
-        max_steps=steps,
-        learning_rate=1e-5,
-        beta=beta,
-        loss_type="dr_grpo",
-        scale_rewards="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        generation_kwargs={"eos_token_id": ends(scenario)} if tail else {"min_new_tokens": T},
-        temperature=1.0,
-    )
+    def rewards(completions, **columns):
+        return [reward(text, "") for text in completions]
 
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *a, **k):
-            marks.update(begin=time.perf_counter(), generate=0.0)
-            marks.setdefault("first", marks["begin"])
-
-        def on_step_end(self, *a, **k):
-            total = time.perf_counter() - marks["begin"]
-            found.append(
-                {"step": total, "learn": total - marks["generate"], "rollout": marks["generate"]}
-            )
-
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    folder = prepare(scenario)
+    clock = make_clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder),
-        args=GRPOConfig(**settings | more),
+        args=GRPOConfig(**settings_of_trl(scenario, beta, steps) | changes),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        reward_funcs=lambda completions, **k: [reward(text, "") for text in completions],
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[Clock()],
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_list(read_rows(folder)),
+        callbacks=[clock],
     )
-    generate = trainer._generate
-
-    def timed(*a, **k):
-        begin = time.perf_counter()
-        try:
-            return generate(*a, **k)
-        finally:
-            marks["generate"] += time.perf_counter() - begin
-
-    trainer._generate = timed
+    # its rollouts and nothing else, with either engine
+    trainer._generate = clock.timed(trainer._generate)
     trainer.train()
-    return marks["first"], found
+    return clock.first, clock.steps
+
+
+def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
+    """The GRPOConfig that means what settings_of_ours() asks of ours."""
+    size = parts(scenario)
+    if has_tail(scenario):
+        generation = {"eos_token_id": ends(scenario)}
+    else:
+        generation = {"min_new_tokens": size["T"]}
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": size["P"] * size["G"],
+        "num_generations": size["G"],
+        "max_completion_length": size["T"],
+        "generation_kwargs": generation,
+        "temperature": 1.0,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "beta": beta,
+        "learning_rate": 1e-5,
+        "max_steps": steps,
+        # float32 on the CPU, and nothing kept or shown: as ours
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def make_clock():
+    """A callback for a Trainer, with .first and .steps as an arm returns them."""
+    from transformers import TrainerCallback  # takes seconds to import: here
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.first = None
+            self.steps = []
+
+        def on_step_begin(self, *args, **kwargs):
+            self.begin = time.perf_counter()
+            self.generating = 0.0
+            if self.first is None:
+                self.first = self.begin
+
+        def on_step_end(self, *args, **kwargs):
+            step = time.perf_counter() - self.begin
+            learn = step - self.generating  # whatever isn't a rollout
+            self.steps.append({"step": step, "learn": learn, "rollout": self.generating})
+
+        def timed(self, generate):
+            def generate_timed(*args, **kwargs):
+                begin = time.perf_counter()
+                try:
+                    return generate(*args, **kwargs)
+                finally:
+                    self.generating += time.perf_counter() - begin
+
+            return generate_timed
+
+    return Clock()
 
 
 def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it gets ours; it counts as generation.
-    Of memory it can't be given less than 1 GiB for keys and values, ours takes 0.25."""
+    """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it
+    gets ours; it counts as generation. Of memory it can't be given less than 1 GiB for keys and
+    values, ours takes 0.25."""
+    prepare_vllm_of_trl()
+    if has_tail(scenario):
+        generation = {"stop_token_ids": ends(scenario)}
+    else:
+        generation = {"ignore_eos": True}
+    changes = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": LONGEST_PROMPT + parts(scenario)["T"],
+        "generation_kwargs": generation,  # in place of transformers' own
+    }
+    return trl(scenario, beta, steps, **changes)
+
+
+def prepare_vllm_of_trl() -> None:
+    """One rank without torchrun, and a sync that works on a CPU. Before TRL is imported: vLLM reads
+    the environment once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_CPU_KVCACHE_SPACE="1",
-            VLLM_CPU_OMP_THREADS_BIND="nobind",
-            VLLM_LOGGING_LEVEL="ERROR",
-            RANK="0",
-            LOCAL_RANK="0",
-            WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(probe.getsockname()[1]),
-        )
+        port = probe.getsockname()[1]
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # in process, as ours is
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL="ERROR",
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    # only now: see above
     from trl.generation.vllm_generation import VLLMGeneration
 
     from policy import named_weights
 
     def sync(self):
-        self.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": named_weights(self.model, 0)}
-        )
+        weights = named_weights(self.model, 0)  # ZeRO stage 0: whole tensors
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
     VLLMGeneration.sync_weights = sync
-    forced = (
-        {"stop_token_ids": ends(scenario)} if scenario.endswith("tail") else {"ignore_eos": True}
-    )
-    return trl(
-        scenario,
-        beta,
-        steps,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=32 + parts(scenario)["T"],
-        generation_kwargs=forced,
-    )
+
+
+# --- the least it could cost
 
 
 def limits(scenario: str, beta: float, steps: int) -> tuple:
-    """What a step's two halves cost beside the least they could: the learning phase and a bare forward and backward of the same model on the same tokens with
-    logits for the completions only; rollouts and vLLM's own generate. In turns, one process."""
+    """What a step's two halves cost beside the least that they could: the learning phase beside a
+    bare forward and backward of the same tokens, rollouts beside vLLM's own generate. In turns, in
+    one process; beta is not looked at. There is no first step: 0."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    import learner
     import rollout
-    import train
     from common import load_config
-    from preflight import load_model_files
     from ranks import start_distributed
 
-    (P, G, T, _), folder = parts(scenario).values(), prepare(scenario)
-    _, _, device = start_distributed()
-    c = load_config(
-        [
-            f"--{key}={value}"
-            for key, value in dict(
-                model=folder,
-                objective="dr_grpo",
-                importance_sampling="none",
-                beta=0.0,
-                max_tokens_per_micro_batch=4096,
-                max_prompt_length=32,
-                max_completion_length=T,
-            ).items()
-        ]
-    )
-    sampler, tokenizer = (
-        rollout.VllmEngine(str(folder), c, torch.float32, device),
-        load_model_files(str(folder)).tokenizer,
-    )
-    engine, lm = (
-        train.load_policy(c, torch.device("cpu")),
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(),
-    )
-    prompts = [
-        tokenizer(json.loads(line)["prompt"])["input_ids"]
-        for line in (folder / "rows.jsonl").read_text().splitlines()[:P]
-    ]
-    make, found = sampler.vllm.SamplingParams, []
+    device = start_distributed().device
+    folder = prepare(scenario)
+    # what the engine and the learner read of a config
+    settings = {
+        "model": folder,
+        "objective": "dr_grpo",
+        "importance_sampling": "none",
+        "beta": 0.0,
+        "max_tokens_per_micro_batch": 4096,
+        "max_prompt_length": LONGEST_PROMPT,
+        "max_completion_length": parts(scenario)["T"],
+    }
+    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    sampler = rollout.VllmEngine(str(folder), config, torch.float32, device)
     never_end(sampler)
+    roll, vllm = rollouts_and_limit(sampler, scenario)
+    batch = rollout.to_batch(roll(), device)
+    learn, bare, forget = learning_and_limit(batch, scenario, config)
+
+    found = []
+    for i in range(steps):
+        # the order alternates: what the first leaves in the caches helps neither
+        order = (learn, bare, roll, vllm) if i % 2 else (bare, learn, vllm, roll)
+        times = {}
+        for work in order:
+            sampler.llm.reset_prefix_cache()  # or the second to generate would have its prompts
+            begin = time.perf_counter()
+            work()
+            times[work.__name__] = time.perf_counter() - begin
+        forget()
+        times["learn / bare"] = times["learn"] / times["bare"]
+        times["vllm / rollout"] = times["vllm"] / times["roll"]
+        found.append(times)
+    return 0.0, found
+
+
+def rollouts_and_limit(sampler, scenario: str) -> tuple:
+    """(rollouts as train.py asks for them, the same completions from vLLM's own generate), as
+    functions."""
+    import rollout
+    from preflight import load_model_files
+
+    size = parts(scenario)
+    folder = prepare(scenario)
+    tokenizer = load_model_files(str(folder)).tokenizer
+    prompts = []
+    for row in read_rows(folder)[: size["P"]]:
+        prompts.append(tokenizer(row["prompt"])["input_ids"])
+    # one a prompt, the same for both: they sample the same tokens
+    seeds = list(range(size["P"]))
 
     def roll():
         sampling = {
             "temperature": 1.0,
-            "max_tokens": T,
-            "stop_token_ids": [0],
-            "seeds": list(range(P)),
+            "max_tokens": size["T"],
+            "stop_token_ids": [END],
+            "seeds": seeds,
         }
-        return rollout.generate(sampler, tokenizer, prompts, G, sampling)
+        return rollout.generate(sampler, tokenizer, prompts, size["G"], sampling)
 
     def vllm():
-        params = [
-            make(
-                n=G,
+        params = []
+        for seed in seeds:
+            one = sampler.vllm.SamplingParams(
+                n=size["G"],
                 temperature=1.0,
-                max_tokens=T,
-                ignore_eos=True,
-                seed=i,
+                max_tokens=size["T"],
+                seed=seed,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for i in range(P)
-        ]
-        sampler.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            params.append(one)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        sampler.llm.generate(requests, params, use_tqdm=False)
 
-    batch = rollout.to_batch(roll(), device)
-    group = {
-        "rewards": torch.rand(P, G, generator=torch.Generator().manual_seed(0)),
-        "lengths": batch["lengths"].view(P, G),
-    }
-    targets = learner.group_targets(group, 0.0, 0.0, c)
-    norm, begins = (
-        learner.step_counts(targets, group["lengths"]),
-        int(batch["prompt_lengths"][0]),
-    )  # prompts are of one length
+    return roll, vllm
+
+
+def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
+    """(the learning phase, a bare forward and backward on the same tokens with logits for the
+    completions only, what makes both forget their gradients), as functions."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import learner
+    import train
+
+    size = parts(scenario)
+    engine = train.load_policy(config, torch.device("cpu"))
+    lm = AutoModelForCausalLM.from_pretrained(prepare(scenario), dtype=torch.float32).train()
+    # (P, G), all different: every row has an advantage, so every row is learned from
+    rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
+    lengths = batch["lengths"].view(size["P"], size["G"])
+    targets = learner.group_targets({"rewards": rewards, "lengths": lengths}, 0.0, 0.0, config)
+    norm = learner.step_counts(targets, lengths)
+    begins = int(batch["prompt_lengths"][0])  # prompts are of one length
 
     def learn():
-        batch.pop("old_logps", None)
-        learner.accumulate_gradients(engine, batch, targets, 0.0, c, norm)
+        batch.pop("old_logps", None)  # each time is the first update of its batch
+        learner.accumulate_gradients(engine, batch, targets, 0.0, config, norm)
 
     def bare():
-        hidden = lm.base_model(input_ids=batch["ids"], use_cache=False).last_hidden_state[
-            :, begins - 1 : -1
-        ]
-        torch.nn.functional.cross_entropy(
-            lm.lm_head(hidden).flatten(0, 1), batch["ids"][:, begins:].flatten()
-        ).backward()
+        output = lm.base_model(input_ids=batch["ids"], use_cache=False)
+        hidden = output.last_hidden_state[:, begins - 1 : -1]  # (N, T, width)
+        logits = lm.lm_head(hidden).flatten(0, 1)  # (N * T, V)
+        sampled = batch["ids"][:, begins:].flatten()  # (N * T,)
+        torch.nn.functional.cross_entropy(logits, sampled).backward()
 
-    for i in range(steps):
-        times = {}
-        for work in (learn, bare, roll, vllm) if i % 2 else (bare, learn, vllm, roll):
-            sampler.llm.reset_prefix_cache()
-            begin = time.perf_counter()
-            work()
-            times[work.__name__] = time.perf_counter() - begin
+    def forget():
+        # kept as zeros: no work finds its gradients to be allocated
         engine.optimizer.zero_grad(set_to_none=False)
         lm.zero_grad(set_to_none=False)
-        found.append(
-            times
-            | {
-                "learn / bare": times["learn"] / times["bare"],
-                "vllm / rollout": times["vllm"] / times["roll"],
-            }
-        )
-    return 0.0, found
+
+    return learn, bare, forget

@@ -1,246 +1,218 @@
-"""The learner alone on one GPU: tokens per second, share of the matrix-product peak, peak memory, beside a plain step and TRL's loss code.
+"""Whether a GPU does what this project needs, and how fast: random weights, no network, five
+minutes.
 
-    python -m bench.gpu                          Qwen2.5 0.5B and 1.5B shapes, random weights, bfloat16, ZeRO 0 and 2, 2k and 8k tokens; a quarter of an hour
-    python -m bench.gpu --shapes=tiny            the same on a CPU: shows that this script works, its figures mean nothing
+    python -m bench.gpu                          all checks; make check-gpu does the same
+    python -m bench.gpu attention head           these
+    python -m bench.gpu --json=runs/gpu.json     where the figures go (runs/check_gpu.json)
+    python -m bench.gpu --shape=tiny --device=cpu    shows that the checks themselves run: figures
+                                                 mean nothing, stand-ins take the kernels' place
 
-One prompt of 128 tokens with 8 completions is a micro-batch; a step is one micro-batch, forward, backward, AdamW. "plain" is transformers on padded rows, all logits
-of the completions, cross-entropy and torch's AdamW on bfloat16 weights; "trl" the same with TRL's selective_log_softmax and entropies. Every arm is a
-process of its own. Peak: the best of products of bfloat16 matrices of 8,192 x 8,192, measured here. Products counted: 6 per weight and token that an arm needs,
-the vocabulary head on completion tokens only, attention left out.
+Every check is a process of its own with a time limit, and needs only what it tests: those of
+learner, attention, head and packing run where vLLM is not installed. Exit status: 0 all is well, 1
+a check failed, 3 there is no GPU.
 """
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from bench.__main__ import result_of
+from common import UserError, own_flags, script
 
 ROOT = Path(__file__).resolve().parent.parent
-#         hidden, layers, heads, kv heads, feed-forward, vocabulary
-SHAPES = {
-    "0.5b": (896, 24, 14, 2, 4864, 151936),
-    "1.5b": (1536, 28, 12, 2, 8960, 151936),
-    "tiny": (64, 2, 4, 2, 128, 1000),
+NO_GPU = 3
+
+
+class Check(NamedTuple):
+    module: str  # of bench, with a function of the check's name that yields Findings
+    limit: int  # seconds
+    needs: tuple = ()  # packages
+    gpus: int = 1
+
+
+CHECKS = {
+    "driver": Check("gpu_machine", 60),
+    "compiler": Check("gpu_machine", 60),
+    "python_h": Check("gpu_machine", 60),
+    "nccl": Check("gpu_machine", 90),
+    "triton": Check("gpu_machine", 90, ("triton",)),
+    "peaks": Check("gpu_machine", 60),
+    "alignment": Check("gpu_kernels", 60),
+    "attention": Check("gpu_kernels", 120),
+    "waits": Check("gpu_kernels", 120),
+    "head": Check("gpu_kernels", 180),
+    "zero0": Check("gpu_learner", 180, ("deepspeed",)),
+    "zero1": Check("gpu_learner", 180, ("deepspeed",)),
+    "zero2": Check("gpu_learner", 180, ("deepspeed",)),
+    "zero3": Check("gpu_learner", 180, ("deepspeed",)),
+    "checkpointing": Check("gpu_learner", 180, ("deepspeed",)),
+    "offload": Check("gpu_learner", 180, ("deepspeed",)),
+    "reference": Check("gpu_learner", 180, ("deepspeed",)),
+    "speed": Check("gpu_learner", 300, ("deepspeed",)),
+    "train": Check("gpu_runs", 300, ("deepspeed",)),
+    "two_ranks": Check("gpu_runs", 300, ("deepspeed",), gpus=2),
+    "engine": Check("gpu_engine", 300, ("vllm",)),
 }
-ARMS = ["ours ZeRO 0", "ours ZeRO 2", "plain", "trl"]
-PROMPT, G, STEPS, WARM = 128, 8, 12, 4
 
 
-def config_of(shape: str):
-    from transformers import Qwen2Config
+class Setting(NamedTuple):
+    """What a check is told."""
 
-    hidden, layers, heads, kv, feed, vocabulary = SHAPES[shape]
-    return Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        intermediate_size=feed,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=32768,
-    )
+    device: str = "cuda"
+    shape: str = "0.5b"
 
 
-def model_folder(shape: str) -> Path:
-    """Random weights, saved once."""
-    from transformers import AutoModelForCausalLM
+# check: the one that this process is
+FLAGS = {"device": "cuda", "shape": "0.5b", "json": "runs/check_gpu.json", "check": ""}
 
-    folder = Path(tempfile.gettempdir()) / f"bench_gpu_{os.getuid()}_{shape}"
-    if not (folder / "model.safetensors").exists():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16).save_pretrained(
-            folder
+
+class Finding(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    good: bool
+    measured: str
+    wanted: str = ""
+    figures: dict = {}  # noqa: RUF012
+
+
+# --- one check, in a process of its own
+
+
+def run_check(name: str, setting: Setting) -> None:
+    """Prints a JSON line for each finding as soon as it is there."""
+    module = importlib.import_module(f"bench.{CHECKS[name].module}")
+    begin = time.perf_counter()
+    for finding in getattr(module, name)(setting):
+        now = time.perf_counter()
+        row = finding._asdict() | {"seconds": now - begin}
+        print("\nfinding " + json.dumps(row), flush=True)
+        begin = now
+
+
+# --- all of them
+
+
+def why_not(name: str, gpus: int) -> str:
+    """Why a check can't run here; empty if it can."""
+    missing = [p for p in CHECKS[name].needs if importlib.util.find_spec(p) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    if gpus < CHECKS[name].gpus:
+        return f"needs {CHECKS[name].gpus} GPUs"
+    return ""
+
+
+def row_of(check: str, state: str, measured: str, seconds: float = 0.0, **more) -> dict:
+    return {"check": check, "state": state, "measured": measured, "seconds": seconds} | more
+
+
+def last_words(text: str) -> str:
+    """What a process said went wrong: its last line of an error, else its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w|\.)*[Ee]rror\b", line)]
+    last = (errors or lines or ["no word"])[-1]
+    return last[:200].replace("|", "/")
+
+
+def rows_of(name: str, setting: Setting, limit: float) -> list[dict]:
+    """What a check finds; a failed row more where it stops or does not end in time."""
+    command = [sys.executable, "-m", "bench.gpu", f"--check={name}"]
+    command += [f"--{key}={value}" for key, value in setting._asdict().items()]
+    begin, stopped = time.perf_counter(), ""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+        out, err = done.stdout, done.stderr
+        if done.returncode:
+            stopped = f"stopped with status {done.returncode}: {last_words(err)}"
+    except subprocess.TimeoutExpired as error:
+        out = (error.stdout or b"").decode(errors="replace")
+        stopped = f"not done after {limit:.0f} seconds"
+    rows = []
+    for line in out.splitlines():
+        if not line.startswith("finding "):
+            continue
+        found = json.loads(line.removeprefix("finding "))
+        state = "ok" if found.pop("good") else "FAIL"
+        rows.append({"check": f"{name}: {found.pop('what')}", "state": state} | found)
+    if stopped or not rows:
+        stopped = stopped or "found nothing"
+        rows.append(row_of(name, "FAIL", stopped, time.perf_counter() - begin))
+    return rows
+
+
+def print_row(row: dict) -> None:
+    seconds = f"{row['seconds']:.1f}"
+    cells = [row["check"], row["state"], row["measured"], row.get("wanted", ""), seconds]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def no_gpu() -> str:
+    """Why torch sees no GPU here; empty if it sees one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for CPUs (make env on a GPU machine, not here)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return last_words(str(error))
+    return "torch.cuda.is_available() is False"
+
+
+def main(argv: list[str]) -> int:
+    flags, names = own_flags(argv, FLAGS)
+    wanted = [*names, *([flags["check"]] if flags["check"] else [])]
+    wrong = [name for name in wanted if name not in CHECKS]
+    if wrong:
+        raise UserError(
+            f"there is no check and no flag {' '.join(wrong)}: checks are {', '.join(CHECKS)}; "
+            f"flags --device=, --shape=, --json="
         )
-    return folder
+    setting = Setting(flags["device"], flags["shape"])
+    if flags["check"]:
+        run_check(flags["check"], setting)
+        return 0
+    why = no_gpu()
+    if why and setting.device == "cuda":
+        print(f"no GPU: {why}")
+        return NO_GPU
+    return run_all(names or list(CHECKS), setting, Path(flags["json"]))
 
 
-def batch_of(shape: str, tokens: int, device) -> dict:
-    """`tokens` of one group: its prompt once and G completions."""
-    T = (tokens - PROMPT) // G
-    ids = torch.randint(
-        3, SHAPES[shape][5], (G, PROMPT + T), generator=torch.Generator().manual_seed(0)
-    )
-    ids[:, :PROMPT] = ids[0, :PROMPT]
-    batch = {
-        "ids": ids,
-        "prompt_lengths": torch.full((G,), PROMPT),
-        "lengths": torch.full((G,), T),
-        "sampler_logps": torch.zeros(G, T),
-    }
-    return {key: value.to(device) for key, value in batch.items()}
+def run_all(names: list[str], setting: Setting, path: Path) -> int:
+    import torch
 
-
-def ours(shape: str, tokens: int, zero_stage: int):
-    """(work, device): train.py's learner."""
-    import learner
-    import train
-    from common import load_config
-    from ranks import start_distributed
-
-    _, _, device = start_distributed()
-    c = load_config(
-        [
-            f"--{key}={value}"
-            for key, value in dict(
-                model=model_folder(shape),
-                objective="dr_grpo",
-                importance_sampling="none",
-                beta=0.0,
-                zero_stage=zero_stage,
-                dtype="bfloat16",
-                prompts_per_step=1,
-                num_generations=G,
-                max_tokens_per_micro_batch=tokens,
-            ).items()
-        ]
-    )
-    engine, batch = (
-        train.load_policy(c | {"dtype": "bfloat16"}, device),
-        batch_of(shape, tokens, device),
-    )
-    group = {"rewards": torch.rand(1, G), "lengths": batch["lengths"].view(1, G).cpu()}
-    targets = learner.group_targets(group, 0.0, 0.0, c)
-
-    def work():
-        batch.pop("old_logps", None)
-        learner.accumulate_gradients(
-            engine, batch, targets, 0.0, c, learner.step_counts(targets, group["lengths"])
-        )
-        engine.step()
-
-    return work, device
-
-
-def theirs(shape: str, tokens: int, kind: str):
-    """(work, device): transformers on padded rows, with torch's loss or TRL's."""
-    from transformers import AutoModelForCausalLM
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lm = (
-        AutoModelForCausalLM.from_pretrained(model_folder(shape), dtype=torch.bfloat16)
-        .to(device)
-        .train()
-    )
-    optimizer, batch = (
-        torch.optim.AdamW(lm.parameters(), lr=1e-6, fused=device.type == "cuda"),
-        batch_of(shape, tokens, device),
-    )
-    targets, T = batch["ids"][:, PROMPT:], int(batch["lengths"][0])
-    if kind == "trl":
-        from trl.trainer.utils import entropy_from_logits, selective_log_softmax
-
-    def work():
-        logits = lm(input_ids=batch["ids"], use_cache=False, logits_to_keep=T + 1).logits[
-            :, :-1
-        ]  # (G, T, V)
-        if kind == "plain":
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    gpus = torch.cuda.device_count()
+    where = torch.cuda.get_device_name() if gpus else "a CPU: figures mean nothing"
+    print(f"{where}; torch {torch.__version__}; shape {setting.shape}")
+    print("| check | ok / FAIL / skip | measured | wanted | seconds |", "|---" * 5 + "|", sep="\n")
+    rows = []
+    for name in names:
+        why = why_not(name, gpus if setting.device == "cuda" else 2)
+        if why:
+            found = [row_of(name, "skip", why)]
         else:
-            loss = -selective_log_softmax(logits, targets).mean()
-            with torch.no_grad():
-                entropy_from_logits(logits)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return work, device
-
-
-def run_arm(arm: str, shape: str, tokens: int) -> None:
-    work, device = (
-        ours(shape, tokens, int(arm[-1])) if arm.startswith("ours") else theirs(shape, tokens, arm)
-    )
-    gpu, seconds = device.type == "cuda", []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        work()
-        if gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    print(
-        "\nresult "
-        + json.dumps({"seconds": sorted(seconds[WARM:])[(STEPS - WARM) // 2], "gib": peak}),
-        flush=True,
-    )
-
-
-def products(shape: str, tokens: int, shared: bool) -> float:
-    """Floating-point operations of a step: 2 forward and 4 backward per weight and token."""
-    hidden, layers, heads, kv, feed, vocabulary = SHAPES[shape]
-    T = (tokens - PROMPT) // G
-    weights = layers * (hidden * hidden * (2 + 2 * kv / heads) + 3 * hidden * feed)
-    return 6 * (weights * (G * T + PROMPT * (1 if shared else G)) + hidden * vocabulary * G * T)
-
-
-def matrix_peak(device) -> float:
-    """Operations a second of the largest bfloat16 product."""
-    n = 8192 if device == "cuda" else 512
-    a, b, best = (*torch.randn(2, n, n, device=device, dtype=torch.bfloat16), 0.0)
-    for _ in range(12):
-        begin = time.perf_counter()
-        a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * n**3 / (time.perf_counter() - begin))
-    return best
-
-
-def main(argv: list[str]) -> None:
-    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in argv)
-    shapes = flags.get("shapes", "0.5b,1.5b").split(",")
-    if "arm" in flags:
-        return run_arm(flags["arm"], shapes[0], int(flags["tokens"]))
-    gpu = torch.cuda.is_available()
-    if not gpu and shapes != ["tiny"]:
-        sys.exit(
-            "error: there is no GPU here (torch.cuda.is_available() is False), so nothing is measured; --shapes=tiny only shows that this script works"
-        )
-    peak = matrix_peak("cuda" if gpu else "cpu")
-    print(
-        f"{torch.cuda.get_device_name() if gpu else 'a CPU, figures mean nothing'}; torch {torch.__version__}; largest product {peak / 1e12:.1f} Tflop/s"
-    )
-    print(
-        "| shape | tokens | arm | completion tokens a second | share of the peak | GiB at peak |",
-        "|---" * 6 + "|",
-        sep="\n",
-    )
-    for shape in shapes:
-        model_folder(shape)
-        for tokens in (2048, 8192) if gpu else (512,):
-            for arm in ARMS:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "bench.gpu",
-                    f"--arm={arm}",
-                    f"--shapes={shape}",
-                    f"--tokens={tokens}",
-                ]
-                done = subprocess.run(
-                    command, cwd=ROOT, capture_output=True, text=True, timeout=600
-                )
-                found = result_of(done)
-                if not found:
-                    print(
-                        f"| {shape} | {tokens:,} | {arm} | failed: {(done.stderr.strip().splitlines() or ['no word'])[-1][:120]} | | |",
-                        flush=True,
-                    )
-                    continue
-                rate = (tokens - PROMPT) // G * G / found["seconds"]
-                share = products(shape, tokens, arm.startswith("ours")) / found["seconds"] / peak
-                print(
-                    f"| {shape} | {tokens:,} | {arm} | {rate:,.0f} | {share:.1%} | {found['gib']:.1f} |",
-                    flush=True,
-                )
+            found = rows_of(name, setting, CHECKS[name].limit)
+        rows += found
+        for row in found:
+            print_row(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"gpu": where, "torch": torch.__version__} | setting._asdict()
+    path.write_text(json.dumps(header | {"rows": rows}, indent=1), encoding="utf-8")
+    failed = sum(row["state"] == "FAIL" for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} without a failure; figures in {path}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(script(main))

@@ -1,1 +1,2 @@
-"""Which objective? Arms x seeds, their tables, tests and pictures. Nothing in the trainer imports this."""
+"""Which objective? Arms x seeds, their tables, tests and pictures. Nothing in the trainer imports
+this."""

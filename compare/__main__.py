@@ -1,15 +1,19 @@
-"""Objectives against each other: the same config under several arms and seeds, trained, evaluated, tested and drawn.
+"""Objectives against each other: the same config under several arms and seeds, trained, evaluated,
+tested and drawn.
 
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
-    python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --jobs=2 --ranks=1 --max_steps=100
-    python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --report_only=True         table and picture of what is finished
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --jobs=2 --max_steps=100
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --report_only=True
 
-An arm is a line `name = {"key": value, ...}` of the arms file: what it changes in the config; the first one is the baseline. Own flags: --arms,
---seeds (1..n), --output (default runs/compare_<config>), --ranks of a run, --jobs (runs at a time), --report_only; every other --key=value goes
-to all runs. A finished run is not repeated and an interrupted one is continued: the same command again goes on where it was.
+An arm is a line `name = {"key": value, ...}` of the arms file: what it changes in the config; the
+first one is the baseline. Own flags: --arms, --seeds (1..n), --output (default
+runs/compare_<config>), --ranks of a run, --jobs (runs at a time), --report_only (table and picture
+of what is finished); every other --key=value goes to all runs. A finished run is not repeated and
+an interrupted one is continued: the same command again goes on where it was.
 
-Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last checkpoint on every held-out problem under 3 evaluation seeds),
-results.md and comparison.png; results.py says what the figures there mean.
+Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last checkpoint on every
+held-out problem under 3 evaluation seeds), results.md and comparison.png; results.py says what the
+figures there mean.
 """
 
 import os
@@ -47,133 +51,140 @@ DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 def read_own(argv) -> tuple[dict, list[str]]:
     """Our own flags, and the arguments of every run."""
     own, shared = own_flags(argv, OWN)
-    for key in [key for key in ("seeds", "ranks", "jobs") if own[key] < 1]:
-        raise UserError(f"--{key}={own[key]} must be at least 1")
+    for key in ("seeds", "ranks", "jobs"):
+        if own[key] < 1:
+            raise UserError(f"--{key}={own[key]} must be at least 1")
     if not own["arms"]:
         raise UserError(
-            '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is the baseline'
+            '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is '
+            "the baseline"
         )
-    output = Path(
-        own["output"]
-        or "_".join(["runs/compare", *(Path(a).stem for a in shared if not a.startswith("-"))])
-    )
+    configs = [Path(argument).stem for argument in shared if not argument.startswith("-")]
+    output = Path(own["output"] or "_".join(["runs/compare", *configs]))
     check_writable("--output", output, folder=True)
     return own | {"output": output}, shared
 
 
 def plan_runs(own: dict, shared: list[str]) -> list[dict]:
-    """All runs, seeds first, so that all arms have one before any has two. What can be wrong with an arm is an error here, before any starts."""
+    """All runs, seeds first, so that all arms have one before any has two. What can be wrong with
+    an arm is an error here, before any starts."""
     runs, measures = [], []
     for arm, overrides in read_config_file(own["arms"]).items():
-        where = f"{own['arms']}: {arm}"
-        if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
+        flags, config = read_arm(own["arms"], arm, overrides, shared)
+        measures.append(measure_of(config))
+        if measures[-1] != measures[0] or config["eval_steps"] == 0:
             raise UserError(
-                f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}'
-            )
-        merge(DEFAULTS, overrides, where)  # types are checked here: as flags they are all text
-        flags = [*shared, *(f"--{key}={value}" for key, value in overrides.items())]
-        for flag in [
-            flag for flag in flags if flag.startswith(tuple(f"--{key}=" for key in SET_HERE))
-        ]:
-            raise UserError(f"{flag}: compare itself sets {', '.join(SET_HERE)}")
-        try:
-            c = load_config(flags)
-        except UserError as error:
-            raise UserError(f"{error} (arm {arm})") from None
-        measures.append(
-            [c["reward_funcs"][0], *((key, c[key]) for key in c if key.startswith("eval_"))]
-        )
-        if measures[-1] != measures[0] or c["eval_steps"] == 0:
-            raise UserError(
-                f"{where}: all arms need the same eval_* and the same first of reward_funcs, and eval_steps above 0, such as --eval_steps=25"
+                f"{own['arms']}: {arm}: all arms need the same eval_* and the same first of "
+                f"reward_funcs, and eval_steps above 0, such as --eval_steps=25"
             )
         for seed in range(1, own["seeds"] + 1):
-            folder, save_steps = (
-                own["output"] / arm / f"seed_{seed}",
-                c["save_steps"] if c["save_steps"] > 0 else c["eval_steps"],
-            )
-            more = {
-                "seed": seed,
-                "output_dir": str(folder),
-                "save_steps": save_steps,
-            }  # an interrupted run goes on from its last evaluation
-            runs.append(
-                {
-                    "arm": arm,
-                    "seed": seed,
-                    "folder": folder,
-                    "last": folder / f"step_{c['max_steps']:06d}",
-                    "config": c | more,
-                    "flags": [*flags, *(f"--{key}={value}" for key, value in more.items())],
-                }
-            )
+            runs.append(plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config))
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])
 
 
-def state_of(run: dict) -> str:
-    """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another config."""
-    if not (run["folder"] / "config.json").exists():
-        return "new"
-    there = DEFAULTS | read_settings(
-        run["folder"] / "config.json"
-    )  # a key that is younger than the run had its default
-    for key in [
-        key for key, value in run["config"].items() if key not in SET_HERE and there[key] != value
-    ]:
+def read_arm(file: str, arm: str, overrides, shared: list[str]) -> tuple[list[str], dict]:
+    """(flags, config) of an arm."""
+    where = f"{file}: {arm}"
+    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
         raise UserError(
-            f"{run['folder']} holds a run with {key}={there[key]!r} instead of {run['config'][key]!r}: delete it, or choose another --output"
+            f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}'
         )
-    if (run["folder"] / "eval.jsonl").exists():
+    merge(DEFAULTS, overrides, where)  # types are checked here: as flags they are all text
+    flags = [*shared, *flags_of(overrides)]
+    for flag in flags:
+        if flag.partition("=")[0].removeprefix("--") in SET_HERE:
+            raise UserError(f"{flag}: compare itself sets {', '.join(SET_HERE)}")
+    try:
+        return flags, load_config(flags)
+    except UserError as error:
+        raise UserError(f"{error} (arm {arm})") from None
+
+
+def flags_of(settings: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def measure_of(config: dict) -> list:
+    """What has to be the same for two arms to be compared."""
+    evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
+    return [config["reward_funcs"][0], *evaluation]
+
+
+def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
+    # an interrupted run goes on from its last evaluation
+    save_steps = config["save_steps"] if config["save_steps"] > 0 else config["eval_steps"]
+    own = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "folder": folder,
+        "last": folder / f"step_{config['max_steps']:06d}",
+        "config": config | own,
+        "flags": [*flags, *flags_of(own)],
+    }
+
+
+def state_of(run: dict) -> str:
+    """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another
+    config."""
+    folder = run["folder"]
+    if not (folder / "config.json").exists():
+        return "new"
+    # a key that is younger than the run had its default
+    there = DEFAULTS | read_settings(folder / "config.json")
+    for key, value in run["config"].items():
+        if key not in SET_HERE and there[key] != value:
+            raise UserError(
+                f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "
+                f"or choose another --output"
+            )
+    if (folder / "eval.jsonl").exists():
         return "done"
-    latest = checkpoint.latest(run["folder"])
-    return "new" if latest is None else "trained" if latest == run["last"] else "interrupted"
+    latest = checkpoint.latest(folder)
+    if latest is None:
+        return "new"
+    return "trained" if latest == run["last"] else "interrupted"
+
+
+def command_of(run: dict, ranks: int) -> list[str]:
+    """What comes next in a run, train.py or evaluate.py, under torchrun."""
+    state = state_of(run)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc_per_node", str(ranks)]
+    if state == "trained":
+        output = run["folder"] / "eval.jsonl"
+        evaluation = [f"--model={run['last']}", f"--seeds={EVAL_SEEDS}", f"--output={output}"]
+        return [*launch, str(ROOT / "evaluate.py"), *run["flags"], *evaluation]
+    how = "--overwrite_output_dir=True" if state == "new" else "--resume_from_checkpoint=latest"
+    return [*launch, str(ROOT / "train.py"), *run["flags"], how]
 
 
 def start(run: dict, ranks: int, locked) -> subprocess.Popen:
-    """What comes next in a run, train.py or evaluate.py, under torchrun; it writes to the end of the run's log."""
-    program, *more = {
-        "new": ["train.py", "--overwrite_output_dir=True"],
-        "interrupted": ["train.py", "--resume_from_checkpoint=latest"],
-        "trained": [
-            "evaluate.py",
-            f"--model={run['last']}",
-            f"--seeds={EVAL_SEEDS}",
-            f"--output={run['folder'] / 'eval.jsonl'}",
-        ],
-    }[state_of(run)]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        ROOT / program,
-    ]
+    """Its next command, which writes to the end of the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
-    with open(
-        run["folder"].with_suffix(".log"), "a"
-    ) as log:  # a session of its own: Ctrl-C reaches it through us only
+    with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(
-            [*launch, *run["flags"], *more],
+            command_of(run, ranks),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C reaches it through us only
             pass_fds=[locked.fileno()],
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
 
 
 def carry_out(runs: list[dict], own: dict, locked) -> None:
-    """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and the others go on. Leaves no process behind.
-    `locked` goes to every run: should we be killed, they hold the folder as long as they live."""
+    """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and
+    the others go on. Leaves no process behind. `locked` goes to every run: should we be killed,
+    they hold the folder as long as they live."""
     live, stop = [], []
     waiting = [run for run in runs if state_of(run) != "done"]
     print(
-        f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} rank(s) each, into {own['output']}",
+        f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} "
+        f"rank(s) each, into {own['output']}",
         flush=True,
     )
     bar = progress(total=len(waiting), unit="run", disable=not waiting)
@@ -181,21 +192,20 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
     try:
         while (waiting or live) and not stop:
             if waiting and len(live) < own["jobs"]:
-                live.append((waiting[0], start(waiting.pop(0), own["ranks"], locked)))
+                run = waiting.pop(0)
+                live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
-            for run, process in [
-                (run, process) for run, process in live if process.poll() is not None
-            ]:
+            for run, process in list(live):
+                if process.poll() is None:
+                    continue
                 live.remove((run, process))
                 if process.returncode == 0 and state_of(run) == "trained":
-                    waiting.insert(0, run)
+                    waiting.insert(0, run)  # to be evaluated
                     continue
                 bar.update()
                 if process.returncode:
-                    tqdm.write(
-                        f"failed: {run['folder']}, see {run['folder'].with_suffix('.log')}",
-                        file=sys.stderr,
-                    )
+                    log = run["folder"].with_suffix(".log")
+                    tqdm.write(f"failed: {run['folder']}, see {log}", file=sys.stderr)
     finally:
         for _, process in live:
             process.terminate()  # torchrun takes its ranks with it
@@ -210,24 +220,30 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
 
 def main(argv) -> None:
     own, shared = read_own(argv)
-    runs, output = plan_runs(own, shared), own["output"]
+    runs = plan_runs(own, shared)
+    output = own["output"]
     if not own["report_only"]:
         for run in runs:
             refuse_missing_folder(run["config"]["model"])
         look = "look at what is finished with --report_only=True"
         with hold_folder(output, cure=look) as locked:
             carry_out(runs, own, locked)
-    done, baseline = [run for run in runs if state_of(run) == "done"], runs[0]["arm"]
+
+    baseline = runs[0]["arm"]
+    done = [run for run in runs if state_of(run) == "done"]
     missing = [run for run in runs if run not in done]
-    if baseline not in [run["arm"] for run in done]:
+    if not any(run["arm"] == baseline for run in done):
         raise RunStopped(
-            f"{len(done)} of {len(runs)} runs are finished, none of them of the baseline {baseline}: nothing to compare yet"
+            f"{len(done)} of {len(runs)} runs are finished, none of them of the baseline "
+            f"{baseline}: nothing to compare yet"
         )
     print(write_results(done, baseline, output, missing), flush=True)
     print(f"results: {output / 'results.md'}\npicture: {draw(done, output)}", flush=True)
     if missing and not own["report_only"]:
+        first = missing[0]["folder"]
         raise RunStopped(
-            f"{len(missing)} of {len(runs)} runs failed; the first: {missing[0]['folder']}, see {missing[0]['folder'].with_suffix('.log')}"
+            f"{len(missing)} of {len(runs)} runs failed; the first: {first}, see "
+            f"{first.with_suffix('.log')}"
         )
 
 

@@ -1,12 +1,13 @@
-"""What finished runs of compare.py say: a table of the arms, their effects, a picture.
+"""What finished runs of python -m compare say: a table of the arms, their effects, a picture.
 
     print(write_results(runs, baseline, output, missing))       # results.md
     draw(runs, output)                                          # comparison.png
 
-A run is compare.py's {"arm", "seed", "folder", "config"}.
+A run is compare's {"arm", "seed", "folder", "config"}.
 
-An effect is the arm's mean minus the baseline's, by a regression of each problem's outcome on the arm. All runs answer the same problems, so errors
-are clustered by problem: interval and p (Holm over all arms and metrics) say what OTHER PROBLEMS would have given THESE checkpoints. They know
+An effect is the arm's mean minus the baseline's, by a regression of each problem's outcome on the
+arm. All runs answer the same problems, so errors are clustered by problem: interval and p (Holm
+over all arms and metrics) say what OTHER PROBLEMS would have given THESE checkpoints. They know
 nothing of other training seeds: for that look at the range over the runs.
 """
 
@@ -21,167 +22,189 @@ from common import UserError
 
 EVAL_SEEDS = 3  # of the last evaluation of every run
 METRICS = ("pass", "mean", "coverage", "distinct")
-SET_HERE = (
-    "seed",
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-)  # by compare.py, never by an arm
+# by compare, never by an arm
+SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
+
+# --- what the runs have left
 
 
 def read_lines(path: Path) -> list[dict]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
+        damaged = path if path.name == "eval.jsonl" else path.parent
         raise UserError(
-            f"{path} is damaged ({error}): delete {path if path.name == 'eval.jsonl' else path.parent}, and the same command makes it again"
+            f"{path} is damaged ({error}): delete {damaged}, and the same command makes it again"
         ) from None
 
 
+def k_of(runs: list[dict]) -> int:
+    """Samples of every problem, the k of pass@k."""
+    return runs[0]["config"]["eval_num_generations"]
+
+
 def load_outcomes(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and problem: mean, pass, coverage, distinct, averaged over the evaluation seeds; the last two NaN where unknown."""
-    lines, k, found = (
-        [],
-        runs[0]["config"]["eval_num_generations"],
-        {run["folder"] / "eval.jsonl": run for run in runs},
-    )
-    records = {file: read_lines(file) for file in found}
-    asked = {file: sorted((r["id"], r["seed"]) for r in records[file]) for file in found}
-    for file in [
-        file for file in found if not asked[file] or asked[file] != max(asked.values(), key=len)
-    ]:
-        raise UserError(
-            f"{file} lacks problems that other runs have, or has others: delete it, and the same command makes it again"
-        )
-    for file, run in found.items():
-        lines += [
-            {
-                "arm": run["arm"],
-                "seed": run["seed"],
-                "problem": r["id"],
-                "mean": r["correct"] / k,
-                "pass": float(r["correct"] > 0),  # of k answers: pass@k
-                "distinct": nan if r["distinct"] is None else r["distinct"],
-                "coverage": r["distinct"] / r["num_modes"] if r["num_modes"] else nan,
-            }
-            for r in records[file]
-        ]
-    return (
-        pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False, as_index=False).mean()
-    )
+    """One line per arm, seed and problem: mean, pass, coverage, distinct, averaged over the
+    evaluation seeds; the last two NaN where unknown."""
+    k = k_of(runs)
+    records = {run["folder"] / "eval.jsonl": [] for run in runs}
+    for file in records:
+        records[file] = read_lines(file)
+    check_same_problems(records)
+    lines = []
+    for run in runs:
+        for r in records[run["folder"] / "eval.jsonl"]:
+            lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
+    by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False, as_index=False)
+    return by_problem.mean()
+
+
+def outcome_of(record: dict, k: int) -> dict:
+    """A problem's figures under one evaluation seed."""
+    known_modes = bool(record["num_modes"])
+    return {
+        "problem": record["id"],
+        "mean": record["correct"] / k,
+        "pass": float(record["correct"] > 0),  # of k answers: pass@k
+        "distinct": nan if record["distinct"] is None else record["distinct"],
+        "coverage": record["distinct"] / record["num_modes"] if known_modes else nan,
+    }
+
+
+def check_same_problems(records: dict) -> None:
+    """UserError if a file lacks problems that another has."""
+    asked = {}
+    for file, lines in records.items():
+        asked[file] = sorted((r["id"], r["seed"]) for r in lines)
+    most = max(asked.values(), key=len)
+    for file, problems in asked.items():
+        if not problems or problems != most:
+            raise UserError(
+                f"{file} lacks problems that other runs have, or has others: delete it, and the "
+                f"same command makes it again"
+            )
 
 
 def load_curves(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and evaluation during training: step, mean, pass, coverage, distinct."""
-    k = runs[0]["config"]["eval_num_generations"]
-    return pd.DataFrame(
-        [
-            {
-                "arm": run["arm"],
-                "seed": run["seed"],
-                "step": line["step"],
-                **{m: line.get(f"eval/{m}@{k}", nan) for m in METRICS},
-            }
-            for run in runs
-            for line in read_lines(run["folder"] / "metrics.jsonl")
-            if "eval/pass@1" in line
-        ]
-    )
+    """One line per arm, seed and evaluation in training: step, mean, pass, coverage, distinct."""
+    k = k_of(runs)
+    lines = []
+    for run in runs:
+        for line in read_lines(run["folder"] / "metrics.jsonl"):
+            if "eval/pass@1" in line:
+                found = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
+                own = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
+                lines.append(own | found)
+    return pd.DataFrame(lines)
 
 
 def known(table: pd.DataFrame) -> list[str]:
     return [m for m in METRICS if table[m].notna().all()]
 
 
+# --- effects
+
+
 def effects(outcomes: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Arm minus baseline, per metric: estimate, 95% interval and p from OLS with errors clustered by problem, p after Holm's correction over
-    the table, and the smallest and the largest difference between a run of the arm and a run of the baseline."""
-    import statsmodels.api as sm
+    """Arm minus baseline, per metric: estimate, 95% interval and p from OLS with errors clustered
+    by problem, p after Holm's correction over the table, and the smallest and the largest
+    difference between a run of the arm and a run of the baseline."""
     from statsmodels.stats.multitest import multipletests
 
-    arms, found, problems = (
-        [arm for arm in outcomes["arm"].unique() if arm != baseline],
-        [],
-        pd.factorize(outcomes["problem"])[0],
-    )
-    X = np.column_stack([np.ones(len(outcomes)), *(outcomes["arm"] == arm for arm in arms)])
-    for metric in (
-        known(outcomes) if problems.max() > 0 else []
-    ):  # one problem is nothing to cluster by
-        runs = outcomes.groupby(["arm", "seed"])[metric].mean()
-        with np.errstate(all="ignore"):  # an outcome that never varies has p = 0 / 0
-            fit = sm.OLS(outcomes[metric].to_numpy(), X).fit(
-                cov_type="cluster", cov_kwds={"groups": problems}, use_t=True
-            )
-            for i, arm in enumerate(arms, 1):
-                found.append(
-                    {
-                        "arm": arm,
-                        "metric": metric,
-                        "effect": fit.params[i],
-                        "low": fit.conf_int()[i, 0],
-                        "high": fit.conf_int()[i, 1],
-                        "p": fit.pvalues[i],
-                        "run_min": runs[arm].min() - runs[baseline].max(),
-                        "run_max": runs[arm].max() - runs[baseline].min(),
-                    }
-                )
-    table = pd.DataFrame(
-        found, columns=["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
-    )
-    return table.assign(
-        p_holm=multipletests(table["p"].fillna(1), method="holm")[1] if len(table) else []
-    )
+    found = []
+    if outcomes["problem"].nunique() > 1:  # one problem is nothing to cluster by
+        for metric in known(outcomes):
+            found += effects_on(metric, outcomes, baseline)
+    table = pd.DataFrame(found, columns=COLUMNS)
+    if not len(table):
+        return table.assign(p_holm=[])
+    return table.assign(p_holm=multipletests(table["p"].fillna(1), method="holm")[1])
+
+
+def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]:
+    """A row of effects() for every arm but the baseline."""
+    import statsmodels.api as sm
+
+    arms = [arm for arm in outcomes["arm"].unique() if arm != baseline]
+    is_arm = [outcomes["arm"] == arm for arm in arms]
+    X = np.column_stack([np.ones(len(outcomes)), *is_arm])
+    clusters = {"groups": pd.factorize(outcomes["problem"])[0]}
+    runs = outcomes.groupby(["arm", "seed"])[metric].mean()
+    found = []
+    with np.errstate(all="ignore"):  # an outcome that never varies has p = 0 / 0
+        model = sm.OLS(outcomes[metric].to_numpy(), X)
+        fit = model.fit(cov_type="cluster", cov_kwds=clusters, use_t=True)
+        for i, arm in enumerate(arms, 1):
+            row = {
+                "arm": arm,
+                "metric": metric,
+                "effect": fit.params[i],
+                "low": fit.conf_int()[i, 0],
+                "high": fit.conf_int()[i, 1],
+                "p": fit.pvalues[i],
+                "run_min": runs[arm].min() - runs[baseline].max(),
+                "run_max": runs[arm].max() - runs[baseline].min(),
+            }
+            found.append(row)
+    return found
 
 
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
-    """How much better the arm's last evaluation is than the baseline at the moment when it had the same mean@k: a point above the
-    baseline's path in the plane of mean@k and `metric`. NaN where the baseline never was there."""
-    path, own = (
-        curves[curves["arm"] == name].groupby("step")[["mean", metric]].mean()
-        for name in (baseline, arm)
-    )
-    last, highest = own.iloc[-1], path["mean"].cummax()
+    """How much better the arm's last evaluation is than the baseline at the moment when it had the
+    same mean@k: a point above the baseline's path in the plane of mean@k and `metric`. NaN where
+    the baseline never was there."""
+    path = path_of(curves, baseline, metric)
+    last = path_of(curves, arm, metric).iloc[-1]
+    highest = path["mean"].cummax()
     if not highest.iloc[0] <= last["mean"] <= highest.iloc[-1]:
         return nan
-    risen = path[
-        path["mean"] > highest.shift(fill_value=-1)
-    ]  # interpolation needs a mean that rises: new heights only
+    # interpolation needs a mean that rises: new heights only
+    risen = path[path["mean"] > highest.shift(fill_value=-1)]
     return last[metric] - np.interp(last["mean"], risen["mean"], risen[metric])
 
 
+def path_of(curves: pd.DataFrame, arm: str, metric: str) -> pd.DataFrame:
+    """mean and metric by step, averaged over the arm's runs."""
+    return curves[curves["arm"] == arm].groupby("step")[["mean", metric]].mean()
+
+
+# --- results.md
+
+
 def markdown(*rows) -> str:
-    return "\n".join(
-        f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])
-    )
+    head, *rest = rows
+    lines = []
+    for row in (head, ["---"] * len(head), *rest):
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
-def write_results(runs: list[dict], baseline: str, output: Path, missing: list[dict]) -> str:
-    """results.md: a table of the arms and one of the effects; also returned."""
-    outcomes, curves, k = (
-        load_outcomes(runs),
-        load_curves(runs),
-        runs[0]["config"]["eval_num_generations"],
-    )
-    shown, start = known(outcomes), curves[curves["step"] == 0][list(METRICS)].mean()
-    equal, arms = [m for m in ("pass", "coverage") if m in shown], []
-    for arm, own in (
-        outcomes.groupby(["arm", "seed"], sort=False)[shown].mean().groupby("arm", sort=False)
-    ):
-        gains = [nan if arm == baseline else at_equal_mean(curves, arm, baseline, m) for m in equal]
-        arms.append(
-            [
-                arm,
-                str(len(own)),
-                *(
-                    f"{own[m].mean():.3f}" + (f" ± {own[m].std():.3f}" if len(own) > 1 else "")
-                    for m in shown
-                ),
-                *("" if np.isnan(gain) else f"{gain:+.3f}" for gain in gains),
-            ]
-        )
-    tests = [
-        [
+def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
+    shown = known(outcomes)
+    equal = [m for m in ("pass", "coverage") if m in shown]
+    start = curves[curves["step"] == 0][list(METRICS)].mean()
+    head = ["arm", "runs", *(f"{m}@{k}" for m in shown)]
+    head += [f"{m}@{k} at equal mean@{k}" for m in equal]
+    rows = [["(start, one evaluation)", "", *(f"{start[m]:.3f}" for m in shown)]]
+    rows[0] += [""] * len(equal)
+    runs = outcomes.groupby(["arm", "seed"], sort=False)[shown].mean()
+    for arm, own in runs.groupby("arm", sort=False):
+        row = [arm, str(len(own))]
+        for m in shown:
+            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""
+            row.append(f"{own[m].mean():.3f}{spread}")
+        for m in equal:
+            gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
+            row.append("" if np.isnan(gain) else f"{gain:+.3f}")
+        rows.append(row)
+    return markdown(head, *rows)
+
+
+def table_of_effects(outcomes, baseline: str, k: int) -> str:
+    rows = []
+    for e in effects(outcomes, baseline).itertuples():
+        row = [
             e.arm,
             f"{e.metric}@{k}",
             f"{e.effect:+.3f}",
@@ -189,76 +212,70 @@ def write_results(runs: list[dict], baseline: str, output: Path, missing: list[d
             f"{e.p_holm:.2g}",
             f"{e.run_min:+.3f} to {e.run_max:+.3f}",
         ]
-        for e in effects(outcomes, baseline).itertuples()
-    ]
-    text = f"""{outcomes["problem"].nunique()} held-out problems, k = {k}, {
-        EVAL_SEEDS
-    } evaluation seeds; mean over training runs ± their standard deviation.
-Not finished, so not in here: {
-        ", ".join(f"{run['arm']}/seed_{run['seed']}" for run in missing) or "none"
-    }.
+        rows.append(row)
+    effect = f"effect against {baseline}"
+    return markdown(["arm", "metric", effect, "95% interval", "p (Holm)", "range over runs"], *rows)
 
-{
-        markdown(
-            [
-                "arm",
-                "runs",
-                *(f"{m}@{k}" for m in shown),
-                *(f"{m}@{k} at equal mean@{k}" for m in equal),
-            ],
-            [
-                "(start, one evaluation)",
-                "",
-                *(f"{start[m]:.3f}" for m in shown),
-                *("" for _ in equal),
-            ],
-            *arms,
-        )
-    }
 
-At equal mean@{k}: against {baseline} at the moment of its training when its mean@{
-        k
-    } was the same; empty where it never was.
+TEXT = """{problems} held-out problems, k = {k}, {seeds} evaluation seeds; mean over training runs
+± their standard deviation.
+Not finished, so not in here: {missing}.
 
-{
-        markdown(
-            [
-                "arm",
-                "metric",
-                f"effect against {baseline}",
-                "95% interval",
-                "p (Holm)",
-                "range over runs",
-            ],
-            *tests,
-        )
-    }
+{arms}
 
-Effects by OLS with errors clustered by problem. Interval and p (Holm over this table) say what other problems would have given these very checkpoints;
-**they do not cover the luck of training seeds**. For that there is only the last column, the smallest and the largest difference between a run of the arm
-and a run of {
-        baseline
-    }. Where it includes 0, and always with one run an arm, the effect could be luck of training, however small p is; with three runs each,
-luck alone keeps 0 out of the range once in ten times.
+At equal mean@{k}: against {baseline} at the moment of its training when its mean@{k} was the same;
+empty where it never was.
+
+{effects}
+
+Effects by OLS with errors clustered by problem. Interval and p (Holm over this table) say what
+other problems would have given these very checkpoints; **they do not cover the luck of training
+seeds**. For that there is only the last column, the smallest and the largest difference between a
+run of the arm and a run of {baseline}. Where it includes 0, and always with one run an arm, the
+effect could be luck of training, however small p is; with three runs each, luck alone keeps 0 out
+of the range once in ten times.
 """
+
+
+def write_results(runs: list[dict], baseline: str, output: Path, missing: list[dict]) -> str:
+    """results.md: a table of the arms and one of the effects; also returned."""
+    outcomes, curves = load_outcomes(runs), load_curves(runs)
+    k = k_of(runs)
+    absent = [f"{run['arm']}/seed_{run['seed']}" for run in missing]
+    text = TEXT.format(
+        problems=outcomes["problem"].nunique(),
+        k=k,
+        seeds=EVAL_SEEDS,
+        missing=", ".join(absent) or "none",
+        arms=table_of_arms(outcomes, curves, baseline, k),
+        baseline=baseline,
+        effects=table_of_effects(outcomes, baseline, k),
+    )
     (output / "results.md").write_text(text, encoding="utf-8")
     return text
 
 
+# --- comparison.png
+
+
 def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
-    """[(key, [(dose, arm), ...]), ...]: three or more arms that differ in one numeric key only, ordered by it."""
-    found, configs = (
-        {},
-        {run["arm"]: {k: v for k, v in run["config"].items() if k not in SET_HERE} for run in runs},
-    )
+    """[(key, [(dose, arm), ...]), ...]: three or more arms that differ in one numeric key only,
+    ordered by it."""
+    configs = {}
+    for run in runs:
+        own = {key: value for key, value in run["config"].items() if key not in SET_HERE}
+        configs[run["arm"]] = own
+    lines = {}
     for arm, config in configs.items():
-        for key in [key for key, value in config.items() if type(value) in (int, float)]:
-            found.setdefault((key, json.dumps(config | {key: None})), []).append((config[key], arm))
-    return [
-        (key, sorted(line))
-        for (key, _), line in found.items()
-        if len({dose for dose, _ in line}) > 2
-    ]
+        for key, value in config.items():
+            if type(value) in (int, float):
+                rest = json.dumps(config | {key: None})
+                lines.setdefault((key, rest), []).append((value, arm))
+    found = []
+    for (key, _), line in lines.items():
+        if len({dose for dose, _ in line}) > 2:
+            found.append((key, sorted(line)))
+    return found
 
 
 def band(axis, x, runs: pd.DataFrame, **style) -> None:
@@ -267,54 +284,64 @@ def band(axis, x, runs: pd.DataFrame, **style) -> None:
     axis.fill_between(x, runs.min(axis=1), runs.max(axis=1), color=line.get_color(), alpha=0.12)
 
 
+def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
+    for arm in color:
+        own = curves[curves["arm"] == arm]
+        over = own.pivot_table(index="step", columns="seed", values=metric)
+        band(axis, over.index, over, color=color[arm], label=arm)
+    axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
+
+
+def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
+    for arm in color:
+        path = path_of(curves, arm, metric)
+        axis.plot(path["mean"], path[metric], color=color[arm], linewidth=1, alpha=0.7)
+        axis.plot(*path.iloc[-1], "o", color=color[arm])
+        axis.annotate(arm, path.iloc[-1], fontsize=7)
+    axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
+
+
+def draw_doses(axis, outcomes: pd.DataFrame, metrics: list[str], k: int, dosed: tuple) -> None:
+    key, line = dosed
+    arms = [arm for _, arm in line]
+    final = outcomes.groupby(["arm", "seed"])[list(METRICS)].mean().unstack()
+    for metric in metrics:
+        if metric != "distinct":
+            label = f"{metric}@{k}"
+            band(axis, range(len(line)), final[metric].loc[arms], marker="o", label=label)
+    axis.set(title=f"at the end, {arms[0]} to {arms[-1]}", xlabel=key)
+    # evenly spaced: 0 and inf have a place
+    axis.set_xticks(range(len(line)), [f"{dose:g}" for dose, _ in line])
+    axis.legend(fontsize=7)
+
+
 def draw(runs: list[dict], output: Path) -> Path:
-    """comparison.png: learning curves with the range over runs, pass and coverage against mean, and the dose-responses."""
+    """comparison.png: learning curves with the range over runs, pass and coverage against mean, and
+    the dose-responses."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    outcomes, curves, dosed, k = (
-        load_outcomes(runs),
-        load_curves(runs),
-        doses(runs),
-        runs[0]["config"]["eval_num_generations"],
-    )
-    shown, planes = known(curves), [m for m in ("pass", "coverage") if m in known(curves)]
-    count = len([*shown, *planes, *dosed])
+    outcomes, curves = load_outcomes(runs), load_curves(runs)
+    k = k_of(runs)
+    shown = known(curves)
+    planes = [m for m in ("pass", "coverage") if m in shown]
+    dosed = doses(runs)
+    count = len(shown) + len(planes) + len(dosed)
+    rows = -(-count // 4)
     figure, axes = plt.subplots(
-        -(-count // 4), 4, figsize=(20, 4 * -(-count // 4)), layout="constrained", squeeze=False
+        rows, 4, figsize=(20, 4 * rows), layout="constrained", squeeze=False
     )
     color = {arm: plt.get_cmap("tab20")(i % 20) for i, arm in enumerate(curves["arm"].unique())}
-    for axis, metric in zip(axes.flat, shown):
-        for arm in color:
-            over = curves[curves["arm"] == arm].pivot_table(
-                index="step", columns="seed", values=metric
-            )
-            band(axis, over.index, over, color=color[arm], label=arm)
-        axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
-    for axis, metric in zip(axes.flat[len(shown) :], planes):
-        for arm in color:
-            path = curves[curves["arm"] == arm].groupby("step")[["mean", metric]].mean()
-            axis.plot(path["mean"], path[metric], color=color[arm], linewidth=1, alpha=0.7)
-            axis.plot(*path.iloc[-1], "o", color=color[arm])
-            axis.annotate(arm, path.iloc[-1], fontsize=7)
-        axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
-    final = outcomes.groupby(["arm", "seed"])[list(METRICS)].mean().unstack()
-    for axis, (key, line) in zip(axes.flat[len(shown) + len(planes) :], dosed):
-        for metric in [m for m in shown if m != "distinct"]:
-            band(
-                axis,
-                range(len(line)),
-                final[metric].loc[[arm for _, arm in line]],
-                marker="o",
-                label=f"{metric}@{k}",
-            )
-        axis.set(title=f"at the end, {line[0][1]} to {line[-1][1]}", xlabel=key)
-        axis.set_xticks(
-            range(len(line)), [f"{dose:g}" for dose, _ in line]
-        )  # evenly spaced: 0 and inf have a place
-        axis.legend(fontsize=7)
+
+    free = iter(axes.flat)
+    for metric in shown:
+        draw_curve(next(free), curves, metric, k, color)
+    for metric in planes:
+        draw_path(next(free), curves, metric, k, color)
+    for line in dosed:
+        draw_doses(next(free), outcomes, shown, k, line)
     for i, axis in enumerate(axes.flat):
         axis.grid(alpha=0.3)
         axis.set_visible(i < count)

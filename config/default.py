@@ -56,9 +56,9 @@ soft_overlong_buffer = 128  # soft_overlong: tokens before the limit over which 
 
 # --- objective
 objective = "maxent"  # a name in checks.OBJECTIVES
-scale_rewards = ""  # of advantages: "group", "batch", "none"; "" the objective's own
+scale_rewards = ""  # of advantages: "group", "batch", "mean", "none"; "" the objective's own
 num_iterations = 1  # optimizer updates per batch of rollouts
-epsilon = 0.2  # clip of the probability ratio, below
+epsilon = 0.2  # clip of the probability ratio, below; gspo's paper has 3e-4, and 4e-4 above
 epsilon_high = -1.0  # above; -1 the same as epsilon
 delta = -1.0  # cap of the unclipped branch for negative advantages, >= 1 + epsilon_high; -1 off
 cispo_epsilon_max = 5.0  # cap of cispo's ratio
@@ -69,10 +69,14 @@ kl_loss_type = "k3"  # beta * KL in the loss: "k3" (forward KL's gradient), "k2"
 policy_entropy_bonus_coef = 0.0  # reward for completions less certain than their group; 0 off
 token_entropy_coef = 0.01  # token_entropy: weight of the policy's entropy, per token like dr_grpo
 seed_grpo_alpha = 1.0  # seed_grpo: how much advantages shrink when a group's answers differ
-maxent_tau = 0.2  # temperature of the weights w over the group (maxent, xdr); "inf" allowed
+unlikeliness_coef = 0.0  # a right answer earns less the likelier it was in its group; 0 off
+pkpo_k = 4  # (steps) pkpo: k of the pass@k that it climbs, at most G
+maxent_tau = 0.2  # temperature of the weights w over the group (maxent, xdr, flow); "inf" allowed
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
 maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)
+maxent_score_scale = 1.0  # multiplies sequence scores: how sharply they tell answers apart
+maxent_group_weight = "equal"  # of a group in the loss; "spread": 4 * variance of its rewards
 maxent_loss = "listwise"  # to w; "policy_gradient": w - 1/G as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent also adds beta * KL to the loss, next to tilting w
 maxent_skip_equal_groups = "all"  # groups of equal rewards; "wrong": only the lowest; "none"
@@ -87,7 +91,7 @@ maxent_target_weight_entropy = -1.0  # (steps) nats, of w over active groups; st
 maxent_target_excess_entropy = -1.0  # (steps) above equally likely best answers, 0 to 1; -1 off
 maxent_tau_lr = 0.03  # step of log tau per nat of error
 maxent_tau_min = 0.01
-maxent_tau_max = 10.0
+maxent_tau_max = 1.0  # a bound that keeps the policy is checks.tau_limit, 1 / ln(vocabulary)
 maxent_tau_warmup_steps = -1  # tau holds still for so long; -1: the learning-rate warm-up
 kl_target = 0.0  # steers beta; 0 off
 kl_horizon = 10.0  # steps over which beta answers

@@ -1,11 +1,76 @@
-"""Tasks: a file each, with rows(split, n, seed, config), reward(completion, answer) and mode(completion, answer)."""
+"""Tasks, a file each. A file here is a task if it defines
+
+    rows(split, n, seed, config)        its problems: dicts with id, task, prompt, answer, num_modes
+                                        and solutions (right completions, to warm a model up)
+    reward(completion, answer, **row)   0.0 to 1.0
+    mode(completion, answer)            a text that right completions share if they say the same;
+                                        None for a wrong completion
+
+This file has what the tasks share. It imports none of them before somebody asks for one.
+"""
 
 import importlib
+import random
 from pathlib import Path
 
-NAMES = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__")
+SPLITS = ("train", "test")
+# tasks/mathematics.py has rewards and no rows: it is no task
+NAMES = sorted(
+    path.stem
+    for path in Path(__file__).parent.glob("*.py")
+    if "\ndef rows(" in path.read_text(encoding="utf-8")
+)
 
 
 def module(name: str):
     """tasks/<name>.py, or None if there is no such task."""
     return importlib.import_module(f"tasks.{name}") if name in NAMES else None
+
+
+def check_choice(what: str, value: str, choices) -> None:
+    """ValueError that lists the choices, unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{what} {value!r} does not exist: choose one of {', '.join(choices)}")
+
+
+def last_answer(text: str) -> str:
+    """What stands in the last complete <answer>...</answer>, or else all of the text; stripped."""
+    last_close = text.rfind("</answer>")
+    # the last opening tag that anything closes
+    start = text.rfind("<answer>", 0, max(last_close, 0))
+    if start < 0:
+        return text.strip()
+    # not last_close: more closing tags may follow the one that belongs to this opening tag
+    close = text.find("</answer>", start)
+    return text[start + len("<answer>") : close].strip()
+
+
+def worked_solution(reasoning: str, answer: str) -> str:
+    """A right completion for prompts in words, as a warm start (sft.py) learns to write it."""
+    return f"<think>{reasoning}</think>\n<answer>{answer}</answer>"
+
+
+def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
+    """{"train": problems, "test": problems} of {key of a class: its problems}.
+
+    Problems of one class are the same in disguise, so held out are whole classes: the `count` with
+    the smallest keys (hashes, so frequent classes are not preferred). "test" has the first problem
+    of each; their other problems are in neither split."""
+    keys = sorted(classes)
+    test = []
+    for key in keys[:count]:
+        test.append(classes[key][0])  # its other problems would be the same again
+    train = []
+    for key in keys[count:]:
+        train += classes[key]
+    return {"train": train, "test": test}
+
+
+def take(problems: list, n: int, seed: int) -> list:
+    """n of the problems (-1: all) in the order that `seed` gives."""
+    size = len(problems)
+    if not -1 <= n <= size:
+        raise ValueError(f"n={n} rows asked for, but this split has {size} (-1 means all)")
+    # all are drawn, whatever n is: sample(problems, n) would begin differently for each n
+    ordered = random.Random(f"rows/{seed}").sample(problems, size)
+    return ordered if n == -1 else ordered[:n]

@@ -1,31 +1,45 @@
-r"""Countdown: reach a target with + - * / and parentheses, using every given number exactly once. Many answers are right.
+r"""Countdown: reach a target with + - * / and parentheses, using every given number exactly once.
+Many answers are right.
 
 One row, rows("test", 1, seed=0, config="3"):
-  {'id': 'countdown-3-5,8,9=22', 'task': 'countdown', 'prompt': 'Use the numbers 5, 8, 9, each exactly once, with + - * / and
-   parentheses to make 22. Reason inside <think> </think>, then put only the expression inside <answer> </answer>.',
-   'answer': {'numbers': [5, 8, 9], 'target': 22}, 'solutions': ['<think>5+8+9 uses 5, 8, 9 once each and gives
-   22.</think>\n<answer>5+8+9</answer>', '<think>5+9+8 uses 5, 8, 9 once each and gives 22.</think>\n<answer>5+9+8</answer>',
-   '<think>8+9+5 uses 5, 8, 9 once each and gives 22.</think>\n<answer>8+9+5</answer>'], 'num_modes': 3}
+  {'id': 'countdown-3-5,8,9=22', 'task': 'countdown',
+   'prompt': 'Use the numbers 5, 8, 9, each exactly once, with + - * / and parentheses to make 22.
+   Reason inside <think> </think>, then put only the expression inside <answer> </answer>.',
+   'answer': {'numbers': [5, 8, 9], 'target': 22},
+   'solutions': [
+   '<think>5+8+9 uses 5, 8, 9 once each and gives 22.</think>\n<answer>5+8+9</answer>',
+   '<think>5+9+8 uses 5, 8, 9 once each and gives 22.</think>\n<answer>5+9+8</answer>',
+   '<think>8+9+5 uses 5, 8, 9 once each and gives 22.</think>\n<answer>8+9+5</answer>'],
+   'num_modes': 3}
 
-Rules. Numbers are distinct; any intermediate value is fine (0, negative, fractions: exact arithmetic), only division by zero is not.
-A mode is an expression up to the order of operands of + and *: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key
-is the expression without needless parentheses, longer operand of + and * first: "2*3+4". So mode() of a right answer is in modes().
-Problems: variant "3" has the 787 with 3 numbers of 2..12, a target of 1..36 (12 per number) that is not one of them, and 2 to 8
-modes; "4" the 5,426 with 4 numbers, target 1..48; "tiny" (for a character-level model) all 10,745 with 3 numbers of 1..20 and a
-target of 1..60 that have an answer. A problem is its sorted numbers and its target; the held-out ones are those with the smallest
-SHA-256. Variants hold out each for itself: a test problem of one may be a training problem of another.
+Rules. Numbers are distinct; any intermediate value is fine (0, negative, fractions: arithmetic is
+exact), only division by zero is not. A mode is an expression up to the order of operands of + and
+*: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key is the expression without
+needless parentheses, longer operand of + and * first: "2*3+4". mode() of a right answer is one of
+modes().
 
-reward() covers: the last complete <answer>...</answer> or, without one, the whole text; spaces and needless parentheses.
-It does not cover: the reasoning, an equation ("2*3+4=10"), a leading minus, x for *, LaTeX, lines broken inside the answer: all 0.
+Problems. A problem is its sorted numbers and its target. The variants:
+  "3"     787: 3 numbers of 2..12, a target of 1..36 that is not one of them, 2 to 8 modes
+  "4"     5,426: 4 numbers of 2..12, a target of 1..48 that is not one of them, 2 to 8 modes
+  "tiny"  10,745, for a character-level model: 3 numbers of 1..20, any target of 1..60
+Held out are the problems with the smallest SHA-256. Variants hold out each for itself: a test
+problem of one may be a training problem of another.
+
+reward() covers: the last complete <answer>...</answer> or, without one, the whole text; spaces and
+needless parentheses.
+It does not cover: the reasoning, an equation ("2*3+4=10"), a leading minus, x for *, LaTeX, lines
+broken inside the answer: all 0.
 """
 
 import ast
 import hashlib
-import random
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import combinations
+from itertools import combinations, product
+
+from tasks import SPLITS, check_choice, last_answer, take, worked_solution
 
 DEFAULT = "3"
 WORDS = (
@@ -34,14 +48,14 @@ WORDS = (
 )
 CONFIGS = {
     "3": dict(
-        count=3,
-        low=2,
-        high=12,
+        count=3,  # numbers in a problem
+        low=2,  # the smallest number and
+        high=12,  # the largest one
         max_target=36,
-        target_among_numbers=False,
-        min_modes=2,
-        max_modes=8,
-        words=True,
+        target_among_numbers=False,  # whether the target may be one of the numbers
+        min_modes=2,  # problems with fewer or
+        max_modes=8,  # more modes are left out
+        words=True,  # prompt and solutions in words: "Use the numbers ..."
     ),
     "4": dict(
         count=4,
@@ -60,119 +74,140 @@ CONFIGS = {
         max_target=60,
         target_among_numbers=True,
         min_modes=1,
-        max_modes=10**6,
-        words=False,
+        max_modes=10**6,  # no limit
+        words=False,  # "5,8,9=22:" and "5+8+9"
     ),
 }
-BINDS = {"+": 0, "-": 0, "*": 1, "/": 1}  # a number binds 2
+# binding strength: an operand that binds less than its operation needs parentheses
+BINDS = {"+": 0, "-": 0, "*": 1, "/": 1}
+NUMBER_BINDS = 2
 SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-EXPRESSION = re.compile(
-    r"[0-9+\-*/() ]{1,100}"
-)  # what ast.parse may see: too short to nest deep, no names, no newline
+# what ast.parse may see: too short to nest deep, no names, no newline
+EXPRESSION = re.compile(r"[0-9+\-*/() ]{1,100}")
 
 
-def check_choice(what: str, value: str, choices) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} {value!r} does not exist: choose one of {', '.join(choices)}")
-
-
-def last_answer(text: str) -> str:
-    """The content of the last complete <answer>...</answer>, or all of the text; stripped."""
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    return (text if start < 0 else text[start + 8 : text.find("</answer>", start)]).strip()
+# --- expressions: a value (int or Fraction) and how it is written, (text, binding strength)
 
 
 def apply(op: str, a: int | Fraction, b: int | Fraction) -> int | Fraction:
-    """Exact, whole numbers as int: Python's are ten times faster than its fractions."""
-    return (
-        a + b
-        if op == "+"
-        else a - b
-        if op == "-"
-        else a * b
-        if op == "*"
-        else a // b
-        if a % b == 0
-        else Fraction(a) / b
-    )
+    """Exact a op b. Whole results of whole numbers stay int, ten times faster than Fraction."""
+    if op == "+":
+        return a + b
+    if op == "-":
+        return a - b
+    if op == "*":
+        return a * b
+    return a // b if a % b == 0 else Fraction(a) / b
 
 
 def write(op: str, x: tuple, y: tuple) -> tuple[str, int]:
     """(text, binding strength) of x op y without needless parentheses."""
-    left = f"({x[0]})" if x[1] < BINDS[op] else x[0]
-    right = f"({y[0]})" if y[1] <= BINDS[op] else y[0]  # <=: a-(b-c) and a+(b+c) keep theirs
+    left, left_binds = x  # "2+3", 0
+    right, right_binds = y
+    if left_binds < BINDS[op]:
+        left = f"({left})"
+    # <=, unlike on the left: a-(b-c) and a+(b+c) keep theirs
+    if right_binds <= BINDS[op]:
+        right = f"({right})"
     return f"{left}{op}{right}", BINDS[op]
 
 
 def join(op: str, x: tuple, y: tuple) -> tuple[str, int]:
-    """The canonical one of x op y and y op x. Text and tree determine each other, as Python reads it."""
+    """The canonical one of x op y and y op x. Text and tree determine each other, as in Python."""
     swap = op in "+*" and (-len(x[0]), x[0]) > (-len(y[0]), y[0])
     return write(op, y, x) if swap else write(op, x, y)
 
 
-def spellings(node: ast.expr) -> set:
+def spellings(node: ast.expr) -> set[tuple[str, int]]:
     """All (text, binding strength) of one mode: the operands of + and * in either order."""
     if isinstance(node, ast.Constant):
-        return {(str(node.value), 2)}
-    op, pairs = (
-        SIGNS[type(node.op)],
-        [(x, y) for x in spellings(node.left) for y in spellings(node.right)],
-    )
-    return {write(op, x, y) for x, y in pairs + [(y, x) for x, y in pairs if op in "+*"]}
+        return {(str(node.value), NUMBER_BINDS)}
+    op = SIGNS[type(node.op)]
+    spelled = set()
+    for x, y in product(spellings(node.left), spellings(node.right)):
+        spelled.add(write(op, x, y))
+        if op in "+*":  # the operations whose operands may change places
+            spelled.add(write(op, y, x))
+    return spelled
 
 
-def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, set]:
-    """{value: {(text, binding strength), ...}} of all expressions of the sorted numbers, or of those with a value in the set `wanted` of
-    whole numbers. Grows fast: 4 numbers have ~3,000."""
-    if len(numbers) == 1:
-        return {numbers[0]: {(str(numbers[0]), 2)}}
-    places, found = range(len(numbers)), {}
-    parts = [part for size in range(1, len(numbers)) for part in combinations(places, size)]
-    splits = {
-        (tuple(numbers[i] for i in part), tuple(numbers[i] for i in places if i not in part))
-        for part in parts
-    }
-    for left, right in splits:
-        for a, xs in part_of(left).items():
-            for b, ys in part_of(right).items():
-                for op in "+-*/" if left <= right else "-/":  # + and * meet the mirrored split too
-                    value = apply(op, a, b) if op != "/" or b != 0 else None
-                    if value is not None and (
-                        wanted is None or (value.denominator == 1 and value in wanted)
-                    ):  # fractions are slow to look up
-                        found.setdefault(value, set()).update(
-                            join(op, x, y) for x in xs for y in ys
-                        )
+def splits(numbers: tuple[int, ...]) -> set[tuple]:
+    """All (left, right) in which two parts of the sorted numbers, both sorted, can be joined."""
+    places = range(len(numbers))
+    found = set()
+    for size in range(1, len(numbers)):
+        for part in combinations(places, size):
+            left = tuple(numbers[i] for i in part)
+            right = tuple(numbers[i] for i in places if i not in part)
+            found.add((left, right))  # a set: of 5, 5, 8 either 5 gives the same
     return found
 
 
-part_of = lru_cache(maxsize=300)(
-    expressions
-)  # all parts of 2..12 or 1..20, which recur in thousands of problems
+def joined_values(numbers: tuple[int, ...]) -> Iterator[tuple]:
+    """(op, value, texts of its left operand, texts of its right one) of all ways to join parts."""
+    for left, right in splits(numbers):
+        # + and * meet the mirrored split too, and once is enough
+        signs = "+-*/" if left <= right else "-/"
+        for (a, xs), (b, ys) in product(part_of(left).items(), part_of(right).items()):
+            for op in signs:
+                if op != "/" or b != 0:  # b may be 0, as in 8/(5-5)
+                    yield op, apply(op, a, b), xs, ys
+
+
+def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, set]:
+    """{value: {(text, binding strength), ...}} of all expressions of the sorted numbers, or of
+    those with a value in the set `wanted` of whole numbers. Grows fast: 4 numbers have ~3,000."""
+    if len(numbers) == 1:
+        return {numbers[0]: {(str(numbers[0]), NUMBER_BINDS)}}
+    by_value = {}  # sets, because with equal numbers a text may come up twice
+    for op, value, xs, ys in joined_values(numbers):
+        # the denominator first: fractions are slow to look up in a set
+        if wanted is None or (value.denominator == 1 and value in wanted):
+            texts = by_value.setdefault(value, set())
+            for x, y in product(xs, ys):
+                texts.add(join(op, x, y))
+    return by_value
+
+
+@lru_cache(maxsize=300)
+def part_of(numbers: tuple[int, ...]) -> dict[int | Fraction, set]:
+    """expressions() remembered: parts of 2..12 or 1..20 come back in thousands of problems."""
+    return expressions(numbers)
+
+
+# --- modes and the reward
 
 
 def modes(numbers, target: int) -> set[str]:
-    """The canonical keys of all correct answers; modes([2, 3, 4], 10) is {"2*3+4", "3*4-2"}."""
-    return {text for text, _ in expressions(tuple(sorted(numbers)), {target}).get(target, ())}
+    """The keys of all correct answers; modes([2, 3, 4], 10) is {"2*3+4", "3*4-2"}."""
+    by_value = expressions(tuple(sorted(numbers)), {target})
+    return {text for text, _ in by_value.get(target, ())}
 
 
 def evaluate(node: ast.expr) -> tuple[int | Fraction, tuple[str, int]]:
-    """(exact value, canonical (text, binding strength)) of a parsed expression; ValueError for anything but the four operations."""
+    """(exact value, canonical (text, binding strength)) of a parsed expression.
+
+    ValueError for anything but whole numbers and the four operations."""
     if isinstance(node, ast.Constant):
-        return node.value, (str(node.value), 2)
+        return node.value, (str(node.value), NUMBER_BINDS)
     if not isinstance(node, ast.BinOp) or type(node.op) not in SIGNS:
         raise ValueError(f"{type(node).__name__} is not allowed")
-    (a, x), (b, y), op = evaluate(node.left), evaluate(node.right), SIGNS[type(node.op)]
+    op = SIGNS[type(node.op)]
+    a, x = evaluate(node.left)
+    b, y = evaluate(node.right)
     return apply(op, a, b), join(op, x, y)
 
 
 def mode(completion: str, answer: dict) -> str | None:
     """The canonical key of a correct completion, None for a wrong one."""
     text = last_answer(completion)
-    if not EXPRESSION.fullmatch(text) or sorted(map(int, re.findall("[0-9]+", text))) != sorted(
-        answer["numbers"]
-    ):
-        return None  # from here on there are as many leaves as numbers, so the tree is small
+    if not EXPRESSION.fullmatch(text):
+        return None
+    numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
+    if sorted(numbers) != sorted(answer["numbers"]):
+        return None
+    # from here on there are as many leaves as numbers, so the tree is small; the text may still be
+    # no expression ("2 3 4"), or one with a call, a sign or a power in it
     try:
         value, (key, _) = evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
@@ -185,45 +220,46 @@ def reward(completion: str, answer: dict, **row) -> float:
     return float(mode(completion, answer) is not None)
 
 
+# --- problems
+
+
 @cache
 def problems(config: str) -> list[tuple]:
     """All (SHA-256, numbers, target, sorted modes) of a variant, smallest SHA-256 first."""
-    c, found = CONFIGS[config], []
+    c = CONFIGS[config]
     targets = range(1, c["max_target"] + 1)
+    found = []
     for numbers in combinations(range(c["low"], c["high"] + 1), c["count"]):
-        values = expressions(numbers, set(targets))
+        by_value = expressions(numbers, set(targets))  # all targets in one search
         for target in targets:
-            keys = sorted(text for text, _ in values.get(target, ()))
-            if c["min_modes"] <= len(keys) <= c["max_modes"] and (
-                c["target_among_numbers"] or target not in numbers
-            ):
+            if target in numbers and not c["target_among_numbers"]:
+                continue
+            keys = sorted(text for text, _ in by_value.get(target, ()))
+            if c["min_modes"] <= len(keys) <= c["max_modes"]:
+                # an order that has nothing to do with the problem, and the same in every process
                 digest = hashlib.sha256(f"{numbers}={target}".encode()).hexdigest()
                 found.append((digest, numbers, target, keys))
     return sorted(found)
 
 
-def take(found: list, n: int, seed: int) -> list:
-    """n of the problems (-1: all) in the order that `seed` gives."""
-    if not -1 <= n <= len(found):
-        raise ValueError(f"n={n} rows asked for, but this split has {len(found)} (-1 means all)")
-    return random.Random(f"rows/{seed}").sample(found, len(found))[
-        : None if n == -1 else n
-    ]  # sample(found, n) orders others for each n
-
-
-def to_row(config: str, numbers: tuple, target: int, keys: list) -> dict:
-    short, spelled = f"{','.join(map(str, numbers))}={target}", ", ".join(map(str, numbers))
+def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
+    """The row of a problem; `keys` are its modes, each of which becomes one solution or more."""
+    short = f"{','.join(map(str, numbers))}={target}"  # 5,8,9=22
+    solutions = []
     if CONFIGS[config]["words"]:
-        prompt = WORDS.format(numbers=spelled, target=target)
-        solutions = [
-            f"<think>{key} uses {spelled} once each and gives {target}.</think>\n<answer>{key}</answer>"
-            for key in keys
-        ]
+        listed = ", ".join(map(str, numbers))  # 5, 8, 9
+        prompt = WORDS.format(numbers=listed, target=target)
+        for key in keys:
+            reasoning = f"{key} uses {listed} once each and gives {target}."
+            solutions.append(worked_solution(reasoning, key))
     else:
-        prompt = short + ":"  # or the target would run into the completion's first number
-        solutions = [
-            text for key in keys for text, _ in sorted(spellings(ast.parse(key, mode="eval").body))
-        ]
+        # the colon, or the target would run into the completion's first number
+        prompt = short + ":"
+        for key in keys:
+            tree = ast.parse(key, mode="eval").body
+            # all spellings of a mode, so that a warm start prefers none
+            for text, _ in sorted(spellings(tree)):
+                solutions.append(text)
     return {
         "id": f"countdown-{config}-{short}",
         "task": "countdown",
@@ -235,12 +271,13 @@ def to_row(config: str, numbers: tuple, target: int, keys: list) -> dict:
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
-    """n rows (-1: all) of "train" or "test" (256 problems, or 128 of a variant with at most 1,000); `seed` only orders them."""
+    """n rows (-1: all) of "train" or "test"; `seed` only orders them.
+
+    "test" has 256 problems, or 128 in a variant of at most 1,000."""
     check_choice("config", config, CONFIGS)
-    check_choice("split", split, ("train", "test"))
-    found = problems(config)
+    check_choice("split", split, SPLITS)
+    found = problems(config)  # smallest SHA-256 first
     held_out = 256 if len(found) > 1000 else 128
-    return [
-        to_row(config, *problem[1:])
-        for problem in take(found[:held_out] if split == "test" else found[held_out:], n, seed)
-    ]
+    of_split = found[:held_out] if split == "test" else found[held_out:]
+    chosen = take(of_split, n, seed)
+    return [to_row(config, numbers, target, keys) for _, numbers, target, keys in chosen]

@@ -1,59 +1,86 @@
-r"""Graph colouring: complete a partial 3-colouring so that no edge joins two vertices of one colour. Many answers are right.
+r"""Graph colouring: complete a partial 3-colouring so that no edge joins two vertices of the same
+colour. Many answers are right.
 
 One row, rows("test", 1, seed=0, config="small"):
-  {'id': 'graph_coloring-small-a-c,a-e,a-g,b-e,b-f,b-h,c-d,c-h,d-e,d-f,d-g,d-h,e-g;.....G.B', 'task': 'graph_coloring',
-   'prompt': 'A graph has 8 vertices a, b, c, d, e, f, g, h and the edges a-c, a-e, a-g, b-e, b-f, b-h, c-d, c-h, d-e, d-f,
-   d-g, d-h, e-g. Give every vertex one of the colours R, G, B so that no edge joins two vertices of the same colour. Already
-   coloured: f=G, h=B. Reason inside <think> </think>, then put only the 8 colours of a, b, c, d, e, f, g, h, in this order
-   and without spaces, inside <answer> </answer>.', 'answer': {'n': 8, 'edges': [[0, 2], [0, 4], [0, 6], [1, 4], [1, 5], [1,
-   7], [2, 3], [2, 7], [3, 4], [3, 5], [3, 6], [3, 7], [4, 6]], 'partial': '.....G.B'}, 'solutions': ['<think>a=R, b=R, c=G,
-   d=R, e=B, f=G, g=G, h=B</think>\n<answer>RRGRBGGB</answer>', '<think>a=R, b=R, c=G, d=R, e=G, f=G, g=B,
-   h=B</think>\n<answer>RRGRGGBB</answer>'], 'num_modes': 2}
+  {'id': 'graph_coloring-small-a-c,a-e,a-g,b-e,b-f,b-h,c-d,c-h,d-e,d-f,d-g,d-h,e-g;.....G.B',
+   'task': 'graph_coloring',
+   'prompt': 'A graph has 8 vertices a, b, c, d, e, f, g, h and the edges a-c, a-e, a-g, b-e, b-f,
+   b-h, c-d, c-h, d-e, d-f, d-g, d-h, e-g. Give every vertex one of the colours R, G, B so that no
+   edge joins two vertices of the same colour. Already coloured: f=G, h=B. Reason inside <think>
+   </think>, then put only the 8 colours of a, b, c, d, e, f, g, h, in this order and without
+   spaces, inside <answer> </answer>.',
+   'answer': {'n': 8, 'edges': [[0, 2], [0, 4], [0, 6], [1, 4], [1, 5], [1, 7], [2, 3], [2, 7],
+   [3, 4], [3, 5], [3, 6], [3, 7], [4, 6]], 'partial': '.....G.B'},
+   'solutions': [
+   '<think>a=R, b=R, c=G, d=R, e=B, f=G, g=G, h=B</think>\n<answer>RRGRBGGB</answer>',
+   '<think>a=R, b=R, c=G, d=R, e=G, f=G, g=B, h=B</think>\n<answer>RRGRGGBB</answer>'],
+   'num_modes': 2}
 
-Vertices are 0..n-1 in "answer" and letters a, b, ... in the prompt. "partial" has one character per vertex, "." where it is free.
-A mode is a correct answer itself ("RGBRGB"): the colours have names, so two assignments are never the same answer.
-Problems are drawn from a fixed seed: 6,000 different ones per variant, each with 2 to 8 modes. Held out are whole classes of problems:
-class_key() does not change when vertices are renumbered or colours swapped, so no training problem is a test problem in disguise. A
-test problem is the first of its class, 256 in all; further members of those classes are in neither split. Each variant holds out for itself: "small" has 6 to 8
-vertices and a prompt in words, "tiny" 6 vertices and under 50 characters, for a character-level model.
+Vertices are 0..n-1 in "answer" and letters a, b, ... in the prompt. "partial" has one character per
+vertex, "." where it is free. A mode is a correct answer itself ("RGBRGB"): the colours have names,
+so two assignments are never the same answer.
 
-reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one capital letter R, G, B per vertex.
-It does not cover: the reasoning, lower case, colour names, separators between the letters, "a=R, b=G": all 0.
+Problems are drawn from a fixed seed: 6,000 different ones per variant, each with 2 to 8 modes.
+"small" has 6 to 8 vertices and a prompt in words, "tiny" 6 vertices and a prompt of under 50
+characters, for a character-level model. Held out are 256 whole classes of problems of each variant:
+class_key() does not change when vertices are renumbered or colours swapped, so no training problem
+is a test problem in disguise. A test problem is the first of its class; the others of these classes
+are in neither split.
+
+reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one
+capital letter R, G, B per vertex.
+It does not cover: the reasoning, lower case, colour names, separators between the letters,
+"a=R, b=G": all 0.
 """
 
 import random
 import zlib
 from functools import cache
-from itertools import combinations
+from itertools import combinations, permutations
+from string import ascii_lowercase
 
-from tasks.countdown import check_choice, last_answer, take
+from tasks import SPLITS, check_choice, hold_out, last_answer, take, worked_solution
 
 DEFAULT = "small"
 COLORS = "RGB"
-HELD_OUT = 256
+FREE = "."
+HELD_OUT = 256  # classes of problems
+MIN_MODES = 2
+MAX_MODES = 8
 WORDS = (
-    "A graph has {n} vertices {names} and the edges {edges}. Give every vertex one of the colours R, G, B so that no edge joins "
-    "two vertices of the same colour. Already coloured: {given}. Reason inside <think> </think>, then put only the {n} colours "
-    "of {names}, in this order and without spaces, inside <answer> </answer>."
+    "A graph has {n} vertices {names} and the edges {edges}. Give every vertex one of the colours "
+    "R, G, B so that no edge joins two vertices of the same colour. Already coloured: {given}. "
+    "Reason inside <think> </think>, then put only the {n} colours of {names}, in this order and "
+    "without spaces, inside <answer> </answer>."
 )
 CONFIGS = {
+    # vertices: how many, drawn from these; count: problems; words: the prompt is sentences
     "small": dict(vertices=(6, 7, 8), max_edges=16, count=6000, words=True),
     "tiny": dict(vertices=(6,), max_edges=9, count=6000, words=False),  # 9 edges: 43 characters
 }
 
 
+# --- modes and the reward
+
+
 def modes(answer: dict) -> set[str]:
-    """All correct answers; a triangle with partial "R.." has {"RGB", "RBG"}. Exponential in the free vertices."""
-    found = [""]
+    """All correct answers; a triangle with partial "R.." has {"RGB", "RBG"}.
+
+    Exponential in the number of free vertices."""
+    # the proper colourings of the vertices so far, one vertex more each time
+    colorings = [""]
     for v, given in enumerate(answer["partial"]):
-        before = [min(edge) for edge in answer["edges"] if max(edge) == v]
-        found = [
-            s + c
-            for s in found
-            for c in (COLORS if given == "." else given)
-            if all(s[u] != c for u in before)
-        ]
-    return set(found)
+        allowed = COLORS if given == FREE else given
+        # neighbours that have their colour by now; an edge may name them in either order
+        earlier = [min(edge) for edge in answer["edges"] if max(edge) == v]
+        longer = []
+        for coloring in colorings:
+            taken = {coloring[u] for u in earlier}
+            for color in allowed:
+                if color not in taken:
+                    longer.append(coloring + color)
+        colorings = longer
+    return set(colorings)
 
 
 def mode(completion: str, answer: dict) -> str | None:
@@ -61,8 +88,13 @@ def mode(completion: str, answer: dict) -> str | None:
     text = last_answer(completion)
     if len(text) != answer["n"] or not set(text) <= set(COLORS):
         return None
-    keeps = all(given in (".", c) for given, c in zip(answer["partial"], text))
-    return text if keeps and all(text[u] != text[v] for u, v in answer["edges"]) else None
+    for given, color in zip(answer["partial"], text):
+        if given not in (FREE, color):
+            return None
+    for u, v in answer["edges"]:
+        if text[u] == text[v]:
+            return None
+    return text
 
 
 def reward(completion: str, answer: dict, **row) -> float:
@@ -70,82 +102,111 @@ def reward(completion: str, answer: dict, **row) -> float:
     return float(mode(completion, answer) is not None)
 
 
-def class_key(answer: dict) -> int:
-    """Equal for problems that differ in vertex numbers or colour names only (and, rarely, for others: that only holds out more).
+# --- problems
 
-    Colour refinement: a vertex is told by its neighbours and by those shown in its colour, three times over; no name ever enters."""
-    vertices, partial = range(answer["n"]), answer["partial"]
-    near = [[u for edge in answer["edges"] if v in edge for u in edge if u != v] for v in vertices]
-    same = [[u for u in vertices if u != v and partial[u] == partial[v] != "."] for v in vertices]
-    label = [int(partial[v] != ".") for v in vertices]
+
+def class_key(answer: dict) -> int:
+    """Equal for problems that differ in vertex numbers or colour names only (and, rarely, for
+    others: that only holds out more).
+
+    Colour refinement: a vertex is told by its neighbours and by the vertices shown in its colour,
+    three times over; no name ever enters."""
+    vertices = range(answer["n"])
+    partial = answer["partial"]
+    near = [[] for _ in vertices]  # the neighbours of each vertex
+    for u, v in answer["edges"]:
+        near[u].append(v)
+        near[v].append(u)
+    same = [[] for _ in vertices]  # the others that are shown in its colour
+    for u, v in permutations(vertices, 2):
+        if partial[u] == partial[v] != FREE:
+            same[u].append(v)
+
+    label = [int(color != FREE) for color in partial]
     for _ in range(3):
-        told = [
-            (label[v], sorted(label[u] for u in near[v]), sorted(label[u] for u in same[v]))
-            for v in vertices
-        ]
-        label = [zlib.crc32(repr(t).encode()) for t in told]
-    return zlib.crc32(repr(sorted(label)).encode())
+        refined = []
+        for v in vertices:
+            # sorted, so that the order of the vertices does not enter
+            near_labels = sorted(label[u] for u in near[v])
+            same_labels = sorted(label[u] for u in same[v])
+            refined.append(checksum((label[v], near_labels, same_labels)))
+        label = refined
+    return checksum(sorted(label))
+
+
+def checksum(value) -> int:
+    """The same in every process, unlike hash()."""
+    return zlib.crc32(repr(value).encode())
 
 
 def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
-    """A random problem with at least one answer: edges and shown colours come from a colouring."""
+    """A random problem with at least one answer: edges and given colours come from a colouring."""
     n = rng.choice(vertices)
-    colors = rng.choices(COLORS, k=n)
+    colors = rng.choices(COLORS, k=n)  # the answer that there is in any case
     allowed = [(u, v) for u, v in combinations(range(n), 2) if colors[u] != colors[v]]
-    edges = sorted(rng.sample(allowed, min(rng.randint(n, max_edges), len(allowed))))
+    num_edges = min(rng.randint(n, max_edges), len(allowed))
+    edges = sorted(rng.sample(allowed, num_edges))
     shown = rng.sample(range(n), rng.randint(1, n // 2))
-    return {
-        "n": n,
-        "edges": edges,
-        "partial": "".join(c if v in shown else "." for v, c in enumerate(colors)),
-    }
+    partial = [color if v in shown else FREE for v, color in enumerate(colors)]
+    return {"n": n, "edges": edges, "partial": "".join(partial)}
 
 
 @cache
 def problems(config: str) -> dict[str, list[dict]]:
-    """{"train": answers, "test": answers}; held out are the 256 classes with the smallest key, so frequent ones are not preferred."""
-    c, rng, seen, classes = CONFIGS[config], random.Random("graph_coloring"), set(), {}
+    """{"train": answers, "test": answers}, all different."""
+    c = CONFIGS[config]
+    rng = random.Random("graph_coloring")
+    seen = set()  # the same problem comes up again and again
+    classes = {}
     while len(seen) < c["count"]:
         answer = draw(rng, c["vertices"], c["max_edges"])
-        if problem_text(answer) not in seen and 2 <= len(modes(answer)) <= 8:
-            seen.add(problem_text(answer))
+        text = problem_text(answer)
+        if text not in seen and MIN_MODES <= len(modes(answer)) <= MAX_MODES:
+            seen.add(text)
             classes.setdefault(class_key(answer), []).append(answer)
-    keys = sorted(classes)
-    return {
-        "test": [classes[key][0] for key in keys[:HELD_OUT]],
-        "train": [answer for key in keys[HELD_OUT:] for answer in classes[key]],
-    }
+    return hold_out(classes, HELD_OUT)
 
 
-def letters(n: int) -> str:
-    return "abcdefghijklmnopqrstuvwxyz"[:n]
+def edge_names(answer: dict) -> list[str]:
+    """["a-b", "a-c"] for the edges [[0, 1], [0, 2]]."""
+    return [f"{ascii_lowercase[u]}-{ascii_lowercase[v]}" for u, v in answer["edges"]]
 
 
 def problem_text(answer: dict) -> str:
     """The whole problem in one word: a-b,a-c;R.. is a triangle without b-c."""
-    v = letters(answer["n"])
-    return ",".join(f"{v[a]}-{v[b]}" for a, b in answer["edges"]) + ";" + answer["partial"]
+    return f"{','.join(edge_names(answer))};{answer['partial']}"
+
+
+def assignments(names: str, colors: str) -> str:
+    """The vertices that have a colour: a=R, c=B."""
+    pairs = []
+    for name, color in zip(names, colors):
+        if color != FREE:
+            pairs.append(f"{name}={color}")
+    return ", ".join(pairs)
 
 
 def to_row(config: str, answer: dict) -> dict:
-    short, v, solutions = problem_text(answer), letters(answer["n"]), sorted(modes(answer))
-    prompt = short + ":"
+    """The row of a problem, with all of its solutions."""
+    short = problem_text(answer)  # a-c,a-e;R..G.B
+    keys = sorted(modes(answer))  # ["RRGRBGGB", ...]
     if CONFIGS[config]["words"]:
-        given = ", ".join(f"{v[i]}={c}" for i, c in enumerate(answer["partial"]) if c != ".")
+        names = ascii_lowercase[: answer["n"]]  # "abcdefgh"
         prompt = WORDS.format(
             n=answer["n"],
-            names=", ".join(v),
-            edges=short.split(";")[0].replace(",", ", "),
-            given=given,
+            names=", ".join(names),
+            edges=", ".join(edge_names(answer)),
+            given=assignments(names, answer["partial"]),
         )
-        solutions = [
-            f"<think>{', '.join(f'{a}={c}' for a, c in zip(v, key))}</think>\n<answer>{key}</answer>"
-            for key in solutions
-        ]
+        solutions = [worked_solution(assignments(names, key), key) for key in keys]
+    else:
+        prompt = short + ":"
+        solutions = keys
     return {
         "id": f"graph_coloring-{config}-{short}",
         "task": "graph_coloring",
         "prompt": prompt,
+        # new lists, or a caller who changes a row would change what problems() remembers
         "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]},
         "solutions": solutions,
         "num_modes": len(solutions),
@@ -155,5 +216,6 @@ def to_row(config: str, answer: dict) -> dict:
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
     """n rows (-1: all) of "train" or "test"; `seed` only orders them."""
     check_choice("config", config, CONFIGS)
-    check_choice("split", split, ("train", "test"))
-    return [to_row(config, answer) for answer in take(problems(config)[split], n, seed)]
+    check_choice("split", split, SPLITS)
+    chosen = take(problems(config)[split], n, seed)
+    return [to_row(config, answer) for answer in chosen]

@@ -1,31 +1,49 @@
-r"""Rush Hour: slide cars along their lanes until car A reaches the right edge, in as few moves as possible. Often several answers are right.
+r"""Rush Hour: slide cars along their lanes until car A reaches the right edge, in as few moves as
+possible. Often several answers are right.
 
 One row, rows("test", 1, seed=0, config="6x6"):
-  {'id': 'rush_hour-6x6-...B../CCDB.E/F.D..E/FGD..H/.G.AAH/.G....', 'task': 'rush_hour', 'prompt': 'Rush Hour: the
-   board has 6 rows and 6 columns, a letter is a car and a dot is an empty
-   cell.\n...B..\nCCDB.E\nF.D..E\nFGD..H\n.G.AAH\n.G....\nA car moves only along its own length, over empty cells.
-   Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions are U,
-   D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written
-   like BD2,AR3, inside <answer> </answer>.', 'answer': {'board': '...B..CCDB.EF.D..EFGD..H.G.AAH.G....', 'size': 6,
-   'moves': 3, 'solution': 'EU1,HU1,AR1'}, 'solutions': ['<think>EU1, then HU1, then AR1 brings car A to the right
-   edge.</think>\n<answer>EU1,HU1,AR1</answer>'], 'num_modes': 1}
+  {'id': 'rush_hour-6x6-...B../CCDB.E/F.D..E/FGD..H/.G.AAH/.G....', 'task': 'rush_hour',
+   'prompt': 'Rush Hour: the board has 6 rows and 6 columns, a letter is a car and a dot is an empty
+   cell.\n...B..\nCCDB.E\nF.D..E\nFGD..H\n.G.AAH\n.G....\nA car moves only along its own length,
+   over empty cells. Bring car A to the right edge in as few moves as possible. BD2 moves car B down
+   by 2 cells; the directions are U, D, L, R, and a move of any distance counts as one. Reason
+   inside <think> </think>, then put only the moves, written like BD2,AR3, inside <answer>
+   </answer>.',
+   'answer': {'board': '...B..CCDB.EF.D..EFGD..H.G.AAH.G....', 'size': 6, 'moves': 3,
+   'solution': 'EU1,HU1,AR1'},
+   'solutions': ['<think>EU1, then HU1, then AR1 brings car A to the right
+   edge.</think>\n<answer>EU1,HU1,AR1</answer>'],
+   'num_modes': 1}
 
-A board is its cells row by row: "." (or "o") is empty, a capital letter a straight car of 2 or more cells, anything else a wall; car A lies in a
-row. A move is a letter, a direction (U D L R or ^ v < >) and a number of cells; commas or white space part moves. Moves of one car in one direction
-that follow each other are one move (AR1 AR2 is AR3), opposite ones are two. A mode is a shortest solution, so written: "BD2,AR3".
-Problems: 1,000 random boards of 6 x 6 cells that take 2 to 6 moves, 6,000 of 4 x 4 in "tiny" (2 to 4; for a character-level model), each with at most
-8 shortest solutions, all found by breadth-first search. Held out are 128 classes of each variant, a class being all boards that turn into each other by
-moves, other letters or swapping top and bottom. The test problem is the first of its class; the others of these classes are in neither split.
+A board is its cells row by row: "." (or "o") is empty, a capital letter a straight car of 2 or more
+cells, anything else a wall; car A lies in a row. A move is a letter, a direction (U D L R or
+^ v < >) and a number of cells; commas or white space part moves. Moves of one car in one direction
+that follow each other are one move (AR1 AR2 is AR3), opposite ones are two. A mode is a shortest
+solution, so written: "BD2,AR3".
 
-rush_hour_exact, the task's reward: 1.0 for any shortest solution, else 0.0. The answer's "moves" says how many moves that is, else its "solution" does.
-rush_hour_shaped: 0.65 exact + 0.20 solve + 0.10 prefix + 0.05 progress, 1.0 for any shortest solution.
-  solve: shortest / own number of moves if all are legal and A is at the edge after the last one, else 0.
-  prefix: share of a known solution (the answer's, or one of the row's "solutions") that the moves begin with.
-  progress: how far "cells between A and the edge, plus cars on them" fell below its value at the start, before the first illegal move; 1 is solved.
-One's own rows may have the moves alone as answer, "BD2,AR3": without a board exact means those, solve and progress are 0 and 0.75 is the most.
+Problems: 1,000 random boards of 6 x 6 cells that take 2 to 6 moves, 6,000 of 4 x 4 in "tiny" (2 to
+4; for a character-level model), each with at most 8 shortest solutions, all found by breadth-first
+search. Held out are 128 classes of each variant, a class being all boards that turn into each other
+by moves, other letters or swapping top and bottom. The test problem is the first of its class; the
+others of these classes are in neither split.
 
-Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000 characters.
-They do not cover: the reasoning, lower case, "A R 3", AR03, AR100, leaving the board, a word between the moves: all 0, whatever else is right.
+rush_hour_exact, the task's reward: 1.0 for any shortest solution, else 0.0. The answer's "moves"
+says how many moves that is, else its "solution" does.
+rush_hour_shaped: 1.0 for any shortest solution, else 0.65 exact + 0.20 solve + 0.10 prefix +
+0.05 progress.
+  solve: shortest / own number of moves if all are legal and A is at the edge after the last one,
+    else 0.
+  prefix: share of a known solution (the answer's, or one of the row's "solutions") that the moves
+    begin with.
+  progress: how far "cells between A and the edge, plus cars on them" fell below its value at the
+    start, before the first illegal move; 1 is solved.
+One's own rows may have the moves alone as answer, "BD2,AR3": without a board exact means those,
+solve and progress are 0 and 0.75 is the most.
+
+Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000
+characters.
+They do not cover: the reasoning, lower case, "A R 3", AR03, AR100, leaving the board, a word
+between the moves: all 0, whatever else is right.
 """
 
 import math
@@ -34,105 +52,144 @@ import re
 import zlib
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice, takewhile
+from itertools import islice
 from string import ascii_uppercase
 
-from tasks.countdown import check_choice, last_answer, take
+from tasks import SPLITS, check_choice, hold_out, last_answer, take, worked_solution
 
 DEFAULT = "6x6"
-HELD_OUT = 128
+HELD_OUT = 128  # classes of boards
 MAX_MODES = 8
-MAX_STATES = 300  # a search that meets more is given up and the board with it: loose boards would take seconds
+MAX_CHARACTERS = 1000  # of a list of moves
+# a search that meets more is given up and the board with it: loose boards would take seconds
+MAX_STATES = 300
+NO_LIMIT = 10**6
 WORDS = (
-    "Rush Hour: the board has {size} rows and {size} columns, a letter is a car and a dot is an empty cell.\n{rows}\nA car moves only along its "
-    "own length, over empty cells. Bring car A to the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions "
-    "are U, D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, then put only the moves, written like "
-    "BD2,AR3, inside <answer> </answer>."
+    "Rush Hour: the board has {size} rows and {size} columns, a letter is a car and a dot is an "
+    "empty cell.\n{rows}\nA car moves only along its own length, over empty cells. Bring car A to "
+    "the right edge in as few moves as possible. BD2 moves car B down by 2 cells; the directions "
+    "are U, D, L, R, and a move of any distance counts as one. Reason inside <think> </think>, "
+    "then put only the moves, written like BD2,AR3, inside <answer> </answer>."
 )
 CONFIGS = {
+    # tries: how many cars draw() tries to place, from and to; words: the prompt is sentences
     "6x6": dict(size=6, tries=(10, 30), max_moves=6, count=1000, words=True),
     "tiny": dict(size=4, tries=(4, 14), max_moves=4, count=6000, words=False),
 }
+# a number of up to two digits that does not begin with 0
 MOVE = "([A-Z])([UDLR^v<>])([1-9][0-9]?)"
 MOVES = re.compile(f"{MOVE}(?:[, \t\r\n]+{MOVE})*")
 ARROWS = str.maketrans("^v<>", "UDLR")
 
 
+# --- moves and boards; a move is (car, direction, count), a state is a tuple of each car's cells
+
+
 def read_moves(text: str) -> list[tuple[str, str, int]] | None:
-    """[("B", "D", 2), ("A", "R", 3)] for "BD2,AR3" and for "BD1 BD1 AR3"; None for a text that is not a list of moves."""
-    if len(text) > 1000 or not MOVES.fullmatch(text):
+    """[("B", "D", 2), ("A", "R", 3)] for "BD2,AR3" and for "BD1 BD1 AR3"; None for a text that is
+    not a list of moves."""
+    if len(text) > MAX_CHARACTERS or not MOVES.fullmatch(text):
         return None
     merged = []
-    for car, sign, count in re.findall(MOVE, text):
-        direction = sign.translate(ARROWS)
-        before = merged.pop()[2] if merged and merged[-1][:2] == (car, direction) else 0
-        merged.append((car, direction, before + int(count)))
+    for car, sign, digits in re.findall(MOVE, text):
+        direction = sign.translate(ARROWS)  # U, D, L or R
+        count = int(digits)
+        if merged and merged[-1][:2] == (car, direction):
+            count += merged.pop()[2]  # BD1 BD1 is BD2
+        merged.append((car, direction, count))
     return merged
 
 
 def write_moves(moves: list) -> str:
+    """The text of moves: BD2,AR3 for [("B", "D", 2), ("A", "R", 3)]."""
     return ",".join(f"{car}{direction}{count}" for car, direction, count in moves)
 
 
 def read_board(text: str, size: int) -> dict:
-    """{"size", "letters": of the cars, A first, "start": each car's cells, "lanes": each car's row or column without walls}.
+    """{"size", "letters": of the cars, A first, "start": each car's cells, "lanes": each car's row
+    or column without walls}. ValueError for a text that is no board.
 
-    Sets of cells are ints: cell i is bit size + i, so that a car pushed over any edge leaves its lane without losing a bit."""
+    Sets of cells are ints: cell i is bit size + i, so that a car pushed over any edge leaves its
+    lane without losing a bit."""
     text = "".join(text.split()).replace("o", ".")
-    letters, start, lanes = "".join(sorted(set(text) & set(ascii_uppercase))), [], []
     if len(text) != size * size or "AA" not in text:
         raise ValueError(
-            f"rush_hour: {text!r} is not a board of {size} rows of {size} cells with a car A that lies in a row"
+            f"rush_hour: {text!r} is not a board of {size} rows of {size} cells "
+            "with a car A that lies in a row"
         )
+    letters = sorted(set(text) & set(ascii_uppercase))  # ["A", "B", ...]
+    start = []
+    lanes = []
     for car in letters:
-        cells = [i for i, c in enumerate(text) if c == car]
-        row, column, across = (
-            cells[0] // size * size,
-            cells[0] % size,
-            text[cells[0] : cells[0] + 2] == 2 * car,
+        cells, lane = cells_and_lane(text, size, car)
+        # what is neither empty nor a car is a wall
+        open_lane = [i for i in lane if text[i] == "." or text[i] in letters]
+        start.append(bits(cells, size))
+        lanes.append(bits(open_lane, size))
+    return {"size": size, "letters": "".join(letters), "start": tuple(start), "lanes": lanes}
+
+
+def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]]:
+    """The numbers of a car's cells, and those of all cells of its row or column."""
+    cells = [i for i, c in enumerate(text) if c == car]
+    row_start = cells[0] // size * size  # number of the first cell of its row
+    column = cells[0] % size
+    across = text[cells[0] : cells[0] + 2] == 2 * car
+    if across:
+        lane = list(range(row_start, row_start + size))
+    else:
+        lane = list(range(column, size * size, size))
+    first = lane.index(cells[0])
+    if len(cells) < 2 or cells != lane[first : first + len(cells)]:
+        raise ValueError(
+            f"rush_hour: car {car} of the board {text!r} is not one straight piece "
+            "of 2 or more cells"
         )
-        lane = list(range(row, row + size) if across else range(column, size * size, size))
-        first = lane.index(cells[0])
-        if len(cells) < 2 or cells != lane[first : first + len(cells)]:
-            raise ValueError(
-                f"rush_hour: car {car} of the board {text!r} is not one straight piece of 2 or more cells"
-            )
-        start.append(sum(1 << size + i for i in cells))
-        lanes.append(sum(1 << size + i for i in lane if text[i] in letters + "."))
-    return {"size": size, "letters": letters, "start": tuple(start), "lanes": lanes}
+    return cells, lane
 
 
-@cache  # a lane has few patterns, and a search meets each of them over and over
+def bits(cells: list[int], size: int) -> int:
+    """Cells as one int: see read_board."""
+    return sum(1 << size + i for i in cells)
+
+
+# a lane has few patterns, and a search meets each of them over and over
+@cache
 def reach(cells: int, free: int, step: int) -> list[int]:
-    """Where a car gets in 1, 2, ... steps before it leaves the free cells; a step is 1 right, -1 left, size down, -size up."""
-    found = []
+    """Where a car gets in 1, 2, ... steps before it leaves the free cells; a step is 1 right, -1
+    left, size down, -size up."""
+    reached = []
     while True:
         cells = cells << step if step > 0 else cells >> -step
-        if cells & ~free:
-            return found
-        found.append(cells)
+        if cells & ~free:  # a cell is taken, a wall, or off the board
+            return reached
+        reached.append(cells)
 
 
 def in_the_way(board: dict, state: tuple) -> tuple[int, int]:
     """(cells between car A and the right edge, cars that stand on them); (0, 0) is solved."""
-    ahead = board["lanes"][0] >> state[0].bit_length() << state[0].bit_length()
-    return ahead.bit_count(), sum(cells & ahead > 0 for cells in state[1:])
+    car_a = state[0]
+    # A's row without A and what lies left of it: the bits above A's highest
+    left_of_edge = car_a.bit_length()
+    ahead = board["lanes"][0] >> left_of_edge << left_of_edge
+    cars = sum(cells & ahead > 0 for cells in state[1:])
+    return ahead.bit_count(), cars
 
 
 def slides(board: dict, state: tuple) -> Iterator[tuple]:
     """All legal moves ((car, direction, count), the state after it)."""
-    full, size = sum(state), board["size"]
-    for car, cells in enumerate(state):
-        for direction, step in (
-            (("L", -1), ("R", 1)) if cells & cells << 1 else (("U", -size), ("D", size))
-        ):
-            for count, after in enumerate(
-                reach(cells, board["lanes"][car] & ~(full - cells), step), 1
-            ):
-                yield (
-                    (board["letters"][car], direction, count),
-                    (*state[:car], after, *state[car + 1 :]),
-                )
+    size = board["size"]
+    across = (("L", -1), ("R", 1))
+    down = (("U", -size), ("D", size))
+    full = sum(state)  # the union of all cars: no two share a bit
+    for i, cells in enumerate(state):
+        others = full - cells
+        free = board["lanes"][i] & ~others
+        lies_across = cells & cells << 1  # two neighbours in a row
+        for direction, step in across if lies_across else down:
+            for count, moved in enumerate(reach(cells, free, step), 1):
+                after = (*state[:i], moved, *state[i + 1 :])
+                yield (board["letters"][i], direction, count), after
 
 
 def play(board: dict, moves: list) -> tuple[tuple, bool]:
@@ -146,20 +203,22 @@ def play(board: dict, moves: list) -> tuple[tuple, bool]:
     return state, True
 
 
+# --- rewards
+
+
 def judge(completion: str, answer) -> dict:
-    """{"moves", "gold": the known solution, "board": None without one, "exact": bool, "solve", "progress": 0 to 1} of a completion."""
+    """{"moves", "gold": the known solution, "board": None without one, "exact": bool, "solve",
+    "progress": 0 to 1} of a completion. ValueError for an answer that can't be read."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
-    gold, moves, text = (
-        read_moves(str(given["solution"]).strip()),
-        read_moves(last_answer(completion)),
-        given.get("board"),
-    )
+    gold = read_moves(str(given["solution"]).strip())
     if not gold:
         raise ValueError(
             f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
         )
+    text = given.get("board")
     board = read_board(text, given.get("size") or math.isqrt(len(text))) if text else None
-    found = {
+    moves = read_moves(last_answer(completion))
+    verdict = {
         "moves": moves or [],
         "gold": gold,
         "board": board,
@@ -167,16 +226,17 @@ def judge(completion: str, answer) -> dict:
         "solve": 0.0,
         "progress": 0.0,
     }
-    if not moves or not board:
-        return found
-    (end, legal), least = play(board, moves), int(given.get("moves") or len(gold))
-    left, at_first = sum(in_the_way(board, end)), sum(in_the_way(board, board["start"]))
-    if legal and left == 0:
-        found |= {
-            "exact": moves == gold or len(moves) <= least,
-            "solve": min(1.0, least / len(moves)),
-        }
-    return found | {"progress": max(0.0, 1 - left / max(1, at_first))}
+    if moves and board:
+        # a board decides more than the known solution: any shortest one is exact
+        end, legal = play(board, moves)
+        left = sum(in_the_way(board, end))
+        at_first = sum(in_the_way(board, board["start"]))
+        verdict["progress"] = max(0.0, 1 - left / max(1, at_first))
+        if legal and left == 0:
+            fewest = int(given.get("moves") or len(gold))
+            verdict["exact"] = moves == gold or len(moves) <= fewest
+            verdict["solve"] = min(1.0, fewest / len(moves))
+    return verdict
 
 
 def rush_hour_exact(completion: str, answer, **row) -> float:
@@ -185,20 +245,32 @@ def rush_hour_exact(completion: str, answer, **row) -> float:
 
 
 def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
-    """0.65 exact + 0.20 solve + 0.10 prefix + 0.05 progress, each 0 to 1: see the top of this file."""
-    found = judge(completion, answer)
-    if found["exact"] and found["board"]:
-        return 1.0  # not 1.0000000000000002, the sum; and not less for a solution that is not the known one
-    known = [
-        found["gold"],
-        *filter(None, (read_moves(last_answer(text)) for text in solutions or ())),
-    ]
-    same = [
-        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found["moves"], moves)))
-        for moves in known
-    ]
-    prefix = max(n / len(moves) for n, moves in zip(same, known))
-    return 0.65 * found["exact"] + 0.20 * found["solve"] + 0.10 * prefix + 0.05 * found["progress"]
+    """0.65 exact + 0.20 solve + 0.10 prefix + 0.05 progress, each 0 to 1: see the top of this
+    file."""
+    verdict = judge(completion, answer)
+    if verdict["exact"] and verdict["board"]:
+        # not the sum, 1.0000000000000002; and not less for a solution that is not the known one
+        return 1.0
+    prefix = prefix_share(verdict["moves"], verdict["gold"])
+    for text in solutions or ():
+        known = read_moves(last_answer(text))
+        if known:
+            prefix = max(prefix, prefix_share(verdict["moves"], known))
+    value = 0.65 * verdict["exact"]
+    value += 0.20 * verdict["solve"]
+    value += 0.10 * prefix
+    value += 0.05 * verdict["progress"]
+    return value
+
+
+def prefix_share(moves: list, known: list) -> float:
+    """The share of the known moves that `moves` begin with."""
+    same = 0
+    for move, known_move in zip(moves, known):
+        if move != known_move:
+            break
+        same += 1
+    return same / len(known)
 
 
 reward = rush_hour_exact
@@ -206,134 +278,166 @@ reward = rush_hour_exact
 
 def mode(completion: str, answer) -> str | None:
     """The merged moves of a correct completion, "BD2,AR3"; None for a wrong one."""
-    found = judge(completion, answer)
-    return write_moves(found["moves"]) if found["exact"] else None
+    verdict = judge(completion, answer)
+    return write_moves(verdict["moves"]) if verdict["exact"] else None
+
+
+# --- shortest solutions
 
 
 def ways(came: dict, state: tuple) -> Iterator[list]:
-    """All shortest lists of moves from the start to a state. came[state] has (last move, state before it) of each; the start's is empty."""
+    """All shortest lists of moves from the start to a state. came[state] has (last move, state
+    before it) of each; the start's is empty."""
     if not came[state]:
         yield []
     for move, before in came[state]:
-        yield from ([*moves, move] for moves in ways(came, before))
+        for moves in ways(came, before):
+            yield [*moves, move]
 
 
-def shortest(board: dict, max_moves: int = 10**6, max_states: int = 10**6) -> Iterator[list]:
-    """All shortest solutions by breadth-first search; none where it takes more moves or meets more states than this."""
-    level, came = [board["start"]], {board["start"]: []}
+def shortest(board: dict, max_moves: int = NO_LIMIT, max_states: int = NO_LIMIT) -> Iterator[list]:
+    """All shortest solutions by breadth-first search; none where it takes more moves or meets more
+    states than this."""
+    level = [board["start"]]  # the states that take as many moves as there were rounds
+    came = {board["start"]: []}  # {state: [(last move, state before it), ...]}
     for _ in range(max_moves):
+        # A's drive to the edge is always the last move: where its way is clear, there is no need
+        # to look at the next level, the largest
         clear = [state for state in level if in_the_way(board, state)[1] == 0]
-        if clear:  # A's drive to the edge is always the last move: no need to look at the next level, the largest
-            return (
-                [*moves, ("A", "R", in_the_way(board, state)[0])]
-                for state in clear
-                for moves in ways(came, state)
-            )
-        found = {}
-        for state in level:
-            for move, after in slides(board, state):
-                if after not in came:
-                    found.setdefault(after, []).append((move, state))
-            if len(came) + len(found) > max_states:
-                return iter(())
-        if not found:
-            break
-        level = list(found)
-        came |= found
-    return iter(())
+        for state in clear:
+            last_move = ("A", "R", in_the_way(board, state)[0])
+            for moves in ways(came, state):
+                yield [*moves, last_move]
+        if clear:
+            return
+        new = next_level(board, level, came, max_states)
+        if not new:
+            return
+        level = list(new)
+        came |= new
+
+
+def next_level(board: dict, level: list, came: dict, max_states: int) -> dict:
+    """{state: [(move, state before it), ...]} of the states that are one move from the level and
+    not in `came`; {} if there are none, or so many that `came` would exceed max_states."""
+    new = {}  # several last moves may lead to a state in the same number of moves
+    for state in level:
+        for move, after in slides(board, state):
+            if after not in came:
+                new.setdefault(after, []).append((move, state))
+        if len(came) + len(new) > max_states:
+            return {}
+    return new
 
 
 def modes(answer: dict) -> set[str]:
-    """All shortest solutions. As slow as breadth-first search is: fine for boards like those of this file, seconds for the hardest of 6 x 6."""
-    return {write_moves(moves) for moves in shortest(read_board(answer["board"], answer["size"]))}
+    """All shortest solutions. As slow as breadth-first search is: fine for boards like those of
+    this file, seconds for the hardest of 6 x 6."""
+    board = read_board(answer["board"], answer["size"])
+    return {write_moves(moves) for moves in shortest(board)}
+
+
+# --- problems
 
 
 def class_key(text: str, size: int) -> int:
-    """Equal for boards that moves, other letters or swapping top and bottom turn into each other: the lengths of the cars in every lane."""
-
-    def lengths(rows: list) -> str:
-        lanes = rows + ["".join(column) for column in zip(*rows)]
-        return str(
-            [
-                [
-                    "A" if car == "A" else len(more)
-                    for car, more in re.findall(r"([A-Z])(\1+)", lane)
-                ]
-                for lane in lanes
-            ]
-        )
-
+    """Equal for boards that moves, other letters or swapping top and bottom turn into each other:
+    the lengths of the cars in every lane."""
     rows = [text[i : i + size] for i in range(0, size * size, size)]
-    return zlib.crc32(min(lengths(rows), lengths(rows[::-1])).encode())
+    lengths = min(car_lengths(rows), car_lengths(rows[::-1]))
+    return zlib.crc32(lengths.encode())
+
+
+def car_lengths(rows: list[str]) -> str:
+    """The cars of each row, then of each column: their lengths less 1, or A."""
+    columns = ["".join(column) for column in zip(*rows)]
+    lanes = []  # [["A"], [1, 2], ...]
+    for lane in rows + columns:
+        # a letter and its repetitions; a car that stands across the lane is a letter alone
+        cars = re.findall(r"([A-Z])(\1+)", lane)
+        lanes.append(["A" if car == "A" else len(rest) for car, rest in cars])
+    return str(lanes)
+
+
+def places_of_cars(size: int) -> list[range]:
+    """The cells of all cars of 2 and 3 cells that fit on the board, those across first."""
+    across = []
+    down = []
+    for length in (2, 3):
+        for lane in range(size):
+            for first in range(size - length + 1):
+                begin = lane * size + first
+                across.append(range(begin, begin + length))
+                down.append(range(first * size + lane, (first + length) * size, size))
+    return across + down
 
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
-    """A random board with car A not at the edge, the other cars named in reading order. Each try is a car that stays if it meets no other."""
-    ends = [
-        (length, lane, first)
-        for length in (2, 3)
-        for lane in range(size)
-        for first in range(size - length + 1)
-    ]
-    places = [
-        range(lane * size + first, lane * size + first + length) for length, lane, first in ends
-    ]
-    places += [
-        range(first * size + lane, (first + length) * size, size) for length, lane, first in ends
-    ]
-    cells, begin = [0] * size**2, rng.randrange(size) * size + rng.randrange(size - 2)
-    cells[begin : begin + 2] = [1, 1]
-    for car, place in enumerate(rng.sample(places, rng.randint(*tries)), 2):
+    """A random board with car A not at the edge, the other cars named in reading order. Each try
+    is a car that stays if it meets no other."""
+    row = rng.randrange(size)
+    column = rng.randrange(size - 2)
+    car_a = row * size + column  # its left cell
+    cells = [0] * size**2  # 0 is empty, 1 is car A
+    cells[car_a : car_a + 2] = [1, 1]
+    num_tries = rng.randint(*tries)
+    for car, place in enumerate(rng.sample(places_of_cars(size), num_tries), 2):
         if not any(cells[i] for i in place):
             for i in place:
                 cells[i] = car
-    names = dict(zip(dict.fromkeys([0, 1, *cells]), "." + ascii_uppercase))
+    # a car's number tells when it was drawn, its letter where it stands
+    in_reading_order = dict.fromkeys([0, 1, *cells])
+    names = dict(zip(in_reading_order, "." + ascii_uppercase))
     return "".join(names[car] for car in cells)
 
 
 @cache
 def problems(config: str) -> dict[str, list[tuple]]:
-    """{"train": [(board, solutions), ...], "test": ...}; held out are the classes with the smallest key, so frequent ones are not preferred."""
-    c, rng, seen, classes = CONFIGS[config], random.Random("rush_hour"), set(), {}
+    """{"train": [(board, solutions), ...], "test": ...}"""
+    c = CONFIGS[config]
+    rng = random.Random("rush_hour")
+    seen = set()  # boards
+    classes = {}  # {key: [(board, solutions), ...]}
     while len(seen) < c["count"]:
         text = draw(rng, c["size"], c["tries"])
         board = read_board(text, c["size"])
-        if text in seen or in_the_way(board, board["start"])[1] == 0:  # one move would do
+        one_move_would_do = in_the_way(board, board["start"])[1] == 0
+        if text in seen or one_move_would_do:
             continue
+        # one more than allowed: boards with too many are left out, not cut
         found = list(islice(shortest(board, c["max_moves"], MAX_STATES), MAX_MODES + 1))
         if 0 < len(found) <= MAX_MODES:
             seen.add(text)
-            classes.setdefault(class_key(text, c["size"]), []).append(
-                (text, sorted(map(write_moves, found)))
-            )
-    keys = sorted(classes)
-    return {
-        "test": [classes[key][0] for key in keys[:HELD_OUT]],
-        "train": [problem for key in keys[HELD_OUT:] for problem in classes[key]],
-    }
+            solutions = sorted(map(write_moves, found))
+            classes.setdefault(class_key(text, c["size"]), []).append((text, solutions))
+    return hold_out(classes, HELD_OUT)
 
 
 def to_row(config: str, board: str, solutions: list[str]) -> dict:
-    size, texts = CONFIGS[config]["size"], list(solutions)
-    short = "/".join(re.findall("." * size, board))
-    prompt = short + ":"
+    """The row of a problem."""
+    size = CONFIGS[config]["size"]
+    # ...B../CCDB.E/...
+    short = "/".join(board[i : i + size] for i in range(0, size * size, size))
     if CONFIGS[config]["words"]:
         prompt = WORDS.format(size=size, rows=short.replace("/", "\n"))
-        texts = [
-            f"<think>{text.replace(',', ', then ')} brings car A to the right edge.</think>\n<answer>{text}</answer>"
-            for text in solutions
-        ]
-    answer = {
-        "board": board,
-        "size": size,
-        "moves": len(read_moves(solutions[0])),
-        "solution": solutions[0],
-    }
+        texts = []
+        for solution in solutions:
+            reasoning = f"{solution.replace(',', ', then ')} brings car A to the right edge."
+            texts.append(worked_solution(reasoning, solution))
+    else:
+        prompt = short + ":"
+        # a new list, or a caller who changes a row would change what problems() remembers
+        texts = list(solutions)
     return {
         "id": f"rush_hour-{config}-{short}",
         "task": "rush_hour",
         "prompt": prompt,
-        "answer": answer,
+        "answer": {
+            "board": board,
+            "size": size,
+            "moves": len(read_moves(solutions[0])),
+            "solution": solutions[0],
+        },
         "solutions": texts,
         "num_modes": len(texts),
     }
@@ -342,5 +446,6 @@ def to_row(config: str, board: str, solutions: list[str]) -> dict:
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
     """n rows (-1: all) of "train" or "test"; `seed` only orders them."""
     check_choice("config", config, CONFIGS)
-    check_choice("split", split, ("train", "test"))
-    return [to_row(config, *problem) for problem in take(problems(config)[split], n, seed)]
+    check_choice("split", split, SPLITS)
+    chosen = take(problems(config)[split], n, seed)
+    return [to_row(config, board, solutions) for board, solutions in chosen]

@@ -21,7 +21,8 @@ LONG = [
     f"test_{name}.py"
     for name in (
         "slurm",
-        "server",
+        "server_vllm",
+        "server_answers",
         "resume",
         "infoseed",
         "train",

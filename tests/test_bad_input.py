@@ -17,6 +17,7 @@ import journal
 import ranks
 import sft
 import train
+from checks import FLAGS
 from common import UserError, load_config
 from compare import __main__ as compare
 from server import http as vllm_http
@@ -60,7 +61,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
         (["--dataset.name=nobody/nothing"], ["dataset.name='nobody/nothing'"]),
         (["--dataset.name=tasks/countdown.py"], ["dataset.name='tasks/countdown.py'"]),
         (["--dataset.name=nowhere.jsonl"], ["dataset.name='nowhere.jsonl'"]),
-        (["--dataset.name="], ["dataset_name"]),
+        (["--dataset.name="], ["dataset.name"]),
         (["--dataset.config=5"], ["dataset.name='countdown'", "'5'"]),
         (["--dataset.split=dev"], ["dataset.name='countdown'", "'dev'"]),
         (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),
@@ -83,7 +84,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
             ["--max_completion_length=1000"],
             ["max_prompt_length=32", "max_completion_length=1000", "1024 positions", "model="],
         ),
-        (["--vllm_options.tensor_parallel_size=2"], ["vllm_tensor_parallel_size=2", "1"]),
+        (["--vllm_options.tensor_parallel_size=2"], ["vllm_options.tensor_parallel_size=2", "1"]),
         (
             ["--resume_from_checkpoint=/no/such/step_000001"],
             ["resume_from_checkpoint='/no/such/step_000001'"],
@@ -180,8 +181,8 @@ def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
     rows = run_folder / "rows.jsonl"
     rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
     for flags in (
-        [f"--dataset_mixture={[{'id': str(rows)}]}", "--dataset.name=", "--eval_steps=0"],
-        [f"--easy_dataset.name={rows}", "--easy_schedule={0: 0.5}"],
+        [f"--dataset={[{'name': str(rows)}]}", "--eval_steps=0"],
+        [f"--easy_dataset.name={rows}", "--easy_dataset.share=0.5"],
         [f"--chat_template={rows}"],
     ):
         message = refusal(f"--output_dir={run_folder}", "--overwrite_output_dir=True", *flags)
@@ -254,10 +255,10 @@ def refused_by(tiny_model_dir, tmp_path, monkeypatch):
         for name in ("load_model_files", "load_inputs"):
             if hasattr(script, name):
                 monkeypatch.setattr(script, name, lambda *_: pytest.fail("files were read"))
+        argv = [TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *flags]
+        own, config = common.load_with_flags(argv, FLAGS[script.__name__])
         with pytest.raises(UserError) as caught:
-            script.main(
-                [TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *flags]
-            )
+            script.main(config, own["dry_run"] if script is train else own)
         return str(caught.value)
 
     return sentence
@@ -270,13 +271,17 @@ def test_what_can_not_be_written_is_said_before_anything_is_read(
     path = place(tmp_path)
     for script, key in (
         (train, "output_dir"),
-        (train, "weight_sync_dir"),
+        (train, "weight_sync"),
         (sft, "output_dir"),
-        (evaluate, "eval_output"),
-        (generate, "generate_output"),
+        (evaluate, "output"),
+        (generate, "output"),
     ):
         message = refused_by(script, f"--{key}={path}")
-        assert message.startswith(f"{key}=") and "can't be written" in message and words in message
+        assert (
+            message.removeprefix("--").startswith(f"{key}=")
+            and "can't be written" in message
+            and words in message
+        )
     with pytest.raises(UserError, match=f"^--output=.*{words}"):
         compare.read_own([f"--output={path}", "--arms=compare/arms.py"])
 
@@ -285,13 +290,13 @@ def test_a_folder_is_no_file_and_a_file_no_folder(refused_by, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "unfinished.jsonl.tmp").mkdir()
     for script, key, path in (
-        (evaluate, "eval_output", tmp_path),
-        (evaluate, "eval_output", "/dev/null"),  # a rename would take its place
-        (evaluate, "eval_output", tmp_path / "unfinished.jsonl"),
-        (generate, "generate_output", tmp_path),
+        (evaluate, "output", tmp_path),
+        (evaluate, "output", "/dev/null"),  # a rename would take its place
+        (evaluate, "output", tmp_path / "unfinished.jsonl"),
+        (generate, "output", tmp_path),
     ):
         assert "a folder or a device, not a file" in refused_by(script, f"--{key}={path}")
-    for script, key in ((train, "output_dir"), (train, "weight_sync_dir"), (sft, "output_dir")):
+    for script, key in ((train, "output_dir"), (train, "weight_sync"), (sft, "output_dir")):
         message = refused_by(script, f"--{key}={tmp_path / 'file'}")
         assert "is a file, not a folder" in message
     assert (tmp_path / "file").read_text() == "mine"
@@ -484,10 +489,10 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
                 TINY,
                 f"--model={no_weights}",
                 f"--output_dir={tmp_path / 'run'}",
-                "--dry_run",
                 "--maxent_tau=0.5",
             ]
-        )
+        ),
+        only_look=True,
     )
     said = capsys.readouterr().out
     assert "'<|user|>" in said and "<|assistant|>'" in said and "GiB" in said and "512 rows" in said
@@ -512,10 +517,10 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
                 f"--model={no_weights}",
                 f"--dataset.name={path}",
                 f"--eval_dataset.name={path}",
-                "--dry_run",
                 "--allow_leakage=True",
             ]
-        )
+        ),
+        only_look=True,
     )
     said = capsys.readouterr().out
     assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said

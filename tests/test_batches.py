@@ -427,13 +427,16 @@ OBJECTIVES = [
 ]
 
 
-def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):
+def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
     """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
-    part = batch | {"old_logps": logps.detach(), "sampler_logps": logps.detach()}
-    total, *_ = learner.token_loss(logps, entropy, part, advantages, 0.0, c, norm)
+    part = batch | {
+        "old_logps": logps.detach(),
+        "sampler_logps": logps.detach(),
+        "advantages": targets["advantages"].flatten(),
+    }
+    total, *_ = learner.token_loss(logps, entropy, part, 0.0, c, norm)
     if learner.couples_rows(c):
-        targets = {"rewards": rewards, "weights": weights, "active": torch.tensor([True, True])}
         total = total + learner.group_loss(
             learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm
         )
@@ -444,7 +447,7 @@ def loss_of(logps, entropy, batch: dict, advantages, rewards, weights, c: dict):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective, pack):
     """Of all hidden states, only those that predict a completion token get a gradient. States are told by (place in the row, token)."""
-    c = load_config(["--num_generations=2", *f"--objective={objective}".split()])
+    c = load_config(["--num_generations=2", "--pkpo_k=1", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     group = {
@@ -452,6 +455,7 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
         "lengths": batch["lengths"].view(2, 2),
         "clusters": torch.tensor([[0, 1], [0, 1]]),
         "mean_logps": torch.zeros(2, 2),
+        "pass_k": 1,
     }
     targets = learner.group_targets(group, 0.2, 0.0, c)
     policy = Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
@@ -470,9 +474,7 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
 
     policy.lm.base_model.register_forward_hook(hook, with_kwargs=True)
     logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-    loss_of(
-        logps, entropy, batch, targets["advantages"].flatten(), rewards, targets.get("weights"), c
-    ).backward()
+    loss_of(logps, entropy, batch, targets, c).backward()
     ((ids, positions, states),) = seen
     trained = states.grad.abs().sum(-1) != 0
     wanted = [

@@ -355,7 +355,7 @@ def test_overrides_reach_the_scripts_as_they_were_written(tmp_path):
         "system_prompt": """it's "quoted", $HOME = 5""",
         "learning_rate": 1e-5,
         "beta": 0,
-        "wandb_name": "5",
+        "wandb_options.name": "5",
         "zero_stage": 1,
         "gradient_checkpointing": True,
         "maxent_tau": "inf",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checks import ENTRIES, OBJECTIVES, RANGES, warn_config
+from checks import ENTRIES, OBJECTIVES, RANGES, steers_beta, steers_tau, tau_of_excess, warn_config
 from common import REPLACED, ROOT, UserError, check_config, load_config, read_config_file, scheduled
 
 CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
@@ -131,6 +131,29 @@ def test_the_config_of_an_older_run_is_read_with_todays_keys(tmp_path):
         "weight_sync": "/dev/shm/w",
         "maxent_tau": math.inf,
     }
+
+
+def test_what_changed_over_time_in_an_older_run_changes_as_it_did(tmp_path):
+    older = {
+        "reward_funcs": ["countdown"],
+        "dataset_mixture": [{"id": "countdown", "columns": {"prompt": "q"}, "weight": 2}],
+        "temperature": 0.9,
+        "temperature_schedule": {"2": 1.3, "5": 0.6},
+        "easy_dataset_name": "crossword",
+        "easy_schedule": {"0": 0.5, "3": 0.0},
+        "maxent_target_weight_entropy": 1.0,
+        "maxent_target_final": 0.5,
+        "maxent_target_horizon": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    config = load_config([str(tmp_path / "config.json")])
+    assert config["dataset"] == [{"name": "countdown", "prompt": "q", "weight": 2.0}]
+    share = config["easy_dataset"]["share"]
+    assert [scheduled(share, step) for step in (0, 2, 3, 9)] == [0.5, 0.5, 0.0, 0.0]
+    assert [scheduled(config["temperature"], step) for step in range(7)] == [
+        *(0.9, 0.9, 1.3, 1.3, 1.3, 0.6, 0.6)
+    ]
+    assert scheduled(config["maxent_target_weight_entropy"], 5) == pytest.approx(0.75)
 
 
 def test_a_dotted_flag_sets_one_entry(tmp_path):
@@ -359,7 +382,14 @@ def test_every_bad_value_is_one_sentence_with_key_and_value(setting):
 
 
 def test_every_number_has_a_range_in_the_order_of_the_defaults():
-    assert list(RANGES) == [key for key, value in DEFAULTS.items() if type(value) in (int, float)]
+    numbers = []
+    for key, value in DEFAULTS.items():
+        if type(value) in (int, float):
+            numbers.append(key)
+        for entry, default in ENTRIES.get(key, {}).items():
+            if type(default) in (int, float) and f"{key}.{entry}" != "dataset.weight":
+                numbers.append(f"{key}.{entry}")
+    assert list(RANGES) == numbers
 
 
 @pytest.mark.parametrize(
@@ -515,6 +545,20 @@ def test_the_math_pair_differs_in_the_keys_of_the_objective_only():
     assert (grpo["objective"], maxent["objective"]) == ("grpo", "maxent")
 
 
+@pytest.mark.parametrize("name", ["countdown_steered", "math_steered"])
+def test_a_steered_recipe_differs_from_its_plain_one_in_the_keys_of_steering_only(name):
+    plain = name.replace("steered", "tiny" if "countdown" in name else "maxent")
+    ours, base = (load_config([str(ROOT / "config" / f"{n}.py")]) for n in (name, plain))
+    differing = {key for key in ours if ours[key] != base[key]}
+    assert steers_beta(ours) and ours["beta"] > 0
+    assert steers_tau(ours) == (name == "countdown_steered")
+    assert {
+        key
+        for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"}
+        if not key.startswith(("maxent_t", "sft_", "warmup_steps"))
+    } == set()
+
+
 def test_the_published_settings_are_those_of_the_issue():
     half = load_config([str(ROOT / "config" / "countdown_0.5b.py")])
     assert [
@@ -549,7 +593,7 @@ def test_the_published_settings_are_those_of_the_issue():
 
 
 def used_keys(path: Path) -> set:
-    """The keys that a file reads as c["key"], config["key"] or c.get("key")."""
+    """The keys that a file reads as c["key"], config["key"], c.get("key") or entries(c, "key")."""
     tree = ast.parse(path.read_text())
     read = [(node.value, node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
     read += [
@@ -559,6 +603,13 @@ def used_keys(path: Path) -> set:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "get"
         and node.args
+    ]
+    read += [
+        node.args
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "entries"
     ]
     return {
         key.value
@@ -571,8 +622,8 @@ def used_keys(path: Path) -> set:
 
 def test_every_key_is_used_and_every_key_that_is_used_exists():
     used = set().union(
-        *(used_keys(path) for path in ROOT.glob("*.py") if path.name != "checks.py")
-    )  # to check a key is not to use it
+        *(used_keys(path) for path in [*ROOT.glob("*.py"), *ROOT.glob("server/*.py")])
+    )
     assert set(DEFAULTS) - used == set(), "keys that nothing reads"
     assert used - set(DEFAULTS) == set(), "keys that config/default.py does not list"
 
@@ -608,6 +659,7 @@ def test_a_resolved_config_survives_json(name):
         [
             str(ROOT / "config" / name),
             "--maxent_tau=inf",
+            "--maxent_target_excess_entropy=-1",  # what is steered starts within bounds
             "--reward_funcs=['math','countdown']",
             "--reward_weights=[1.0,0.5]",
         ]
@@ -629,16 +681,53 @@ def warnings_of(vocabulary: int, *argv) -> str:
 
 def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     assert all(
-        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.500", "0.217")
+        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.5", "0.217")
     )
+    assert "0.217" in warnings_of(100, "--maxent_tau=0.5", "--objective=flow")
     assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
     assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
+
+
+def test_the_limit_of_tau_follows_the_scale_of_the_scores():
+    scaled = ["--maxent_score_scale=4", "--maxent_tau=0.1"]
+    assert "over maxent_score_scale=4.0 = 0.0543" in warnings_of(100, *scaled)
+    assert warnings_of(100, "--maxent_score_scale=4", "--maxent_tau=0.05") == ""
+    sums = ["--maxent_score_norm=sum", "--max_completion_length=32"]
+    assert "scores are sums" in warnings_of(100, *sums)
+    assert warnings_of(100, *sums, "--maxent_tau=0.006") == ""
+
+
+def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
+    """A group of 16 with 4 right: at the limit of 100 characters, .217, its excess entropy is .118."""
+    assert tau_of_excess(0.118, 16, 4) == pytest.approx(0.217, abs=1e-3)
+    target = "--maxent_target_excess_entropy"
+    assert warnings_of(100, f"{target}=0.1") == ""
+    found = warnings_of(100, f"{target}=0.2")
+    assert "0.255" in found and "maxent_tau_max=0.217" in found
+    assert warnings_of(100, f"{target}=0.2", "--maxent_tau_max=0.217") == ""
+    assert "0.3" in warnings_of(100, f"{target}={{0: 0.1, 10: 0.3}}")
+    assert "maxent_tau_max=0.0838" in warnings_of(151936, "--maxent_tau=0.08", f"{target}=0.05")
+    assert (
+        warnings_of(100, f"{target}=0.2", "--objective=grpo", "--maxent_target_excess_entropy=-1")
+        == ""
+    )
+
+
+def test_a_clip_that_never_acts_is_warned_about():
+    gspo = ["--objective=gspo", "--num_iterations=2"]
+    assert "3e-4" in warnings_of(100, *gspo)
+    assert warnings_of(100, *gspo, "--epsilon=3e-4", "--epsilon_high=4e-4") == ""
+    assert (
+        warnings_of(100, "--objective=gspo") == warnings_of(100, "--objective=grpo", gspo[1]) == ""
+    )
 
 
 def test_the_shipped_configs_raise_no_warning():
     for name, vocabulary in (
         ("countdown_tiny", 100),
+        ("countdown_steered", 100),
         ("math_maxent", 151936),
+        ("math_steered", 151936),
         ("math_grpo", 151936),
         ("countdown_0.5b", 151936),
     ):
@@ -646,7 +735,6 @@ def test_the_shipped_configs_raise_no_warning():
 
 
 def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
-    assert "sum" in warnings_of(100, "--maxent_score_norm=sum")
     assert "maxent_tau_lr=0.5" in warnings_of(
         100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5"
     )
@@ -663,7 +751,7 @@ def test_settings_that_work_against_each_other_are_warned_about():
         )
         assert (
             warnings_of(100, *flags)
-            == warnings_of(100, "--maxent_target_excess_entropy=0.5", *flags)
+            == warnings_of(100, "--maxent_target_excess_entropy=0.1", *flags)
             == ""
         )
     assert (

@@ -147,7 +147,7 @@ def collect(
 
     def one(rank: int) -> SimpleNamespace:
         me.rank, engine = rank, FakeEngine()
-        settings = c | {"replay_size": size}
+        settings = c | {"replay": c["replay"] | {"size": size}}
         place = World(rank, world, torch.device("cpu"))
         lived = experience.Experience(engine, inputs, settings, place, state or {})
         try:
@@ -345,7 +345,7 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     )
     c = config(
         "--easy_dataset.name=countdown",
-        "--easy_schedule={2: 1.0, 4: 0.0}",
+        "--easy_dataset.share={1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}",
         "--replay.fraction=0.25",
         "--resample_equal_groups=2",
     )
@@ -470,12 +470,11 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
 
 def test_a_temperature_schedule_reaches_every_request_to_the_engine():
     c = config(
-        "--temperature=0.9",
-        "--temperature_schedule={2: 1.3, 5: 0.6}",
+        "--temperature={1: 0.9, 2: 1.3, 4: 1.3, 6: 0.6}",
         "--resample_equal_groups=1",
         *INFOSEED,
     )
-    for step, temperature in ((0, 0.9), (1, 0.9), (2, 1.3), (4, 1.3), (5, 0.6), (99, 0.6)):
+    for step, temperature in ((0, 0.9), (1, 0.9), (2, 1.3), (4, 1.3), (6, 0.6), (99, 0.6)):
         (got,) = collect(c, step)
         assert [call["temperature"] for call in got.engine.calls] == [temperature] * 4
     assert collect(config("--temperature=0.9"), 7)[0].engine.calls[0]["temperature"] == 0.9
@@ -505,7 +504,9 @@ def one_rank(rank: int, folder: Path, c: dict) -> None:
     )
     engine = FakeEngine()
     place = World(rank, 2, torch.device("cpu"))
-    lived = experience.Experience(engine, MIXED, c | {"replay_size": 6}, place, {})
+    lived = experience.Experience(
+        engine, MIXED, c | {"replay": c["replay"] | {"size": 6}}, place, {}
+    )
     steps = [lived.collect(step, Timer())._asdict() for step in range(4)]
     buffer = lived.replay
     torch.save(
@@ -562,16 +563,19 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
     for name in "abe":
         rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mixture = [{"id": str(tmp_path / "a.jsonl"), "weight": 2}, {"id": str(tmp_path / "b.jsonl")}]
+    mixture = [
+        {"name": str(tmp_path / "a.jsonl"), "weight": 2},
+        {"name": str(tmp_path / "b.jsonl")},
+    ]
     argv = [
         f"--model={tiny_model_dir}",
-        f"--dataset_mixture={mixture}",
+        f"--dataset={mixture}",
         f"--easy_dataset.name={tmp_path / 'e.jsonl'}",
-        "--easy_schedule={0: 0.5, 2: 0.25}",
+        "--easy_dataset.share={0: 0.5, 1: 0.5, 2: 0.25}",
         "--replay.size=5",
         "--replay.fraction=0.25",
         "--resample_equal_groups=2",
-        "--temperature_schedule={0: 1.5, 2: 0.7}",
+        "--temperature={1: 1.5, 2: 0.7}",
         "--reward_funcs=['length']",
         "--reward_workers=0",
         "--prompts_per_step=4",

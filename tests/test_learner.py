@@ -64,6 +64,7 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
             "lengths": lengths,
             "clusters": clusters,
             "mean_logps": torch.zeros(P, G),
+            "pass_k": 2,
         },
         c["maxent_tau"],
         0.0,
@@ -114,7 +115,7 @@ def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_mod
     )  # the fp32 mean of four 0.1 need not be 0.1
     flags = [
         f"--objective={objective}",
-        *(["--mode_entropy_coef=0.5"] if objective != "maxent" else []),
+        *([] if checks.OBJECTIVES[objective].group_loss else ["--mode_entropy_coef=0.5"]),
     ]
     no_bonus = ["--token_entropy_coef=0"]  # it is meant to act everywhere
     assert largest(gradients(tiny_model_dir, equal, *flags, *no_bonus)[0]) == 0.0
@@ -209,7 +210,7 @@ def test_a_kl_term_leaves_no_row_idle():
 def test_micro_batches_of_any_size_give_the_same_gradient(tiny_model_dir, objective):
     flags = [
         f"--objective={objective}",
-        *(["--mode_entropy_coef=0.5"] if objective != "maxent" else []),
+        *([] if checks.OBJECTIVES[objective].group_loss else ["--mode_entropy_coef=0.5"]),
     ]
     whole, metrics = gradients(tiny_model_dir, REWARDS, *flags)
     for budget in (16, 30, 60):  # 16 cuts every group, 60 holds one

@@ -25,7 +25,7 @@ from torch._dynamo.testing import CompileCounter
 import checks
 import learner
 import loss
-from common import load_config
+from common import load_config, scheduled
 from policy import completion_mask
 from ranks import start_distributed
 
@@ -53,7 +53,7 @@ examples = settings(derandomize=True, deadline=None, max_examples=40)
 REWARDS = st.sampled_from(
     [0.0, 0.1, 1.0, 1.0, -0.5]
 )  # drawn often enough for ties and all-equal groups
-SCALES, NORMS = ("group", "batch", "none"), ("length", "constant", "sum")
+SCALES, NORMS = ("group", "batch", "mean", "none"), ("length", "constant", "sum")
 SAMPLINGS = (
     "token_truncate",
     "token_mask",
@@ -119,14 +119,32 @@ def slow_advantages(rewards, scale):
         divisor = {
             "group": slow_std(group) + 1e-4,
             "batch": slow_std([v for other in rewards for v in other]) + 1e-4,
+            "mean": sum(group) / len(group) or 1.0,
             "none": 1.0,
         }[scale]
+        if scale == "mean" and sum(group) <= 0:
+            A.append([0.0] * len(group))
+            continue
         A.append(
             [
                 0.0 if max(group) == min(group) else (v - sum(group) / len(group)) / divisor
                 for v in group
             ]
         )
+    return A
+
+
+def slow_pass_at_k(group, k):
+    """Section 9: what row i adds to the best of every set of k rows that it is in, over all such sets; a mean of others at k = 1."""
+    G, A = len(group), []
+    for i in range(G):
+        others = [r for j, r in enumerate(group) if j != i]
+        if k == 1:
+            total = group[i] - sum(others) / len(others) if others else 0.0
+        else:
+            sets = itertools.combinations(others, k - 1)
+            total = sum(max(group[i], *rest) - max(rest) for rest in sets)
+        A.append(total * G / math.comb(G, k))
     return A
 
 
@@ -157,6 +175,12 @@ def slow_semantic_entropy(clusters, mean_logps):
     return -sum(p * math.log(p) for p in mass.values())
 
 
+def slow_unlikely(rewards, logps, coef):
+    G = len(rewards)
+    rank = [sum(other > mine + 1e-4 for other in logps) for mine in logps]
+    return [r * (1 - coef * (G - k) / G) if r > 0 else r for r, k in zip(rewards, rank)]
+
+
 def slow_log_softmax(x):
     top = max(v.item() for v in x)
     log_normaliser = sum((v - top).exp() for v in x).log() + top
@@ -179,7 +203,11 @@ TABLE = {
     "seed_grpo": ("constant", "none"),
     "token_entropy": ("constant", "none"),
     "maxent": ("constant", "none"),
+    "maxrl": ("constant", "mean"),
+    "pkpo": ("constant", "none"),
+    "flow": ("constant", "none"),
 }
+OVER_SCORES = ("maxent", "flow")  # objectives whose loss is over the scores of a group
 
 
 def slow_step(logps, entropy, step, c):
@@ -205,6 +233,14 @@ def slow_step(logps, entropy, step, c):
     def score(values, n, norm):
         return sum(values[n][: T[n]]) / {"length": T[n], "constant": L, "sum": 1}[norm]
 
+    def maxent_score(values, n):
+        return c["maxent_score_scale"] * score(values, n, c["maxent_score_norm"])
+
+    if c["unlikeliness_coef"] > 0:
+        rewards = [
+            slow_unlikely(group, [score(mu, n, "sum") for n in rows[x]], c["unlikeliness_coef"])
+            for x, group in enumerate(rewards)
+        ]
     shaped = [
         [
             r + b
@@ -219,6 +255,7 @@ def slow_step(logps, entropy, step, c):
         ]
         for x, group in enumerate(rewards)
     ]
+    rewards = step.rewards.double().tolist()  # as they were given
     equal = [max(group) == min(group) for group in rewards]
     lowest = min(min(group) for group in rewards)
     active = [
@@ -228,9 +265,13 @@ def slow_step(logps, entropy, step, c):
         for same, group in zip(equal, rewards)
     ]
     A = slow_advantages(shaped, c["scale_rewards"] or scale)
+    if objective == "pkpo":
+        A = [slow_pass_at_k(group, min(G, scheduled(c["pkpo_k"], 0))) for group in shaped]
     total, low, high, kl = (logps * 0).sum(), 0, 0, 0.0
     for x in range(P):
-        l = [score(ref, n, c["maxent_score_norm"]) for n in rows[x]]
+        l = [maxent_score(ref, n) for n in rows[x]]
+        spread = sum((v - sum(rewards[x]) / G) ** 2 for v in rewards[x]) / G
+        share = 4 * spread if c["maxent_group_weight"] == "spread" else 1.0
         a = [1 / G] * G  # weights of the rows in a mean over prompts
         if objective == "xdr":
             U = (
@@ -247,26 +288,22 @@ def slow_step(logps, entropy, step, c):
                 step.clusters[x].tolist(), [score(mu, n, "length") for n in rows[x]]
             )
             A[x] = [v / (1 + c["seed_grpo_alpha"] / math.log(G) * H) for v in A[x]]
+        u = slow_targets(shaped[x], c["maxent_q_temperature"], c["maxent_q_epsilon"])
+        u = [math.log(q) for q in u]
+        if objective == "flow" and active[x]:
+            goals = [(u[i] + beta * l[i]) / tau for i in range(G)]
+            d = [maxent_score(policy, n) - goals[i] for i, n in enumerate(rows[x])]
+            variance = sum((v - sum(d) / G) ** 2 for v in d) / G
+            total = total + share * variance / 2 / max(1, sum(active))
         if objective == "maxent":
-            w = slow_weights(
-                [
-                    math.log(q)
-                    for q in slow_targets(
-                        shaped[x], c["maxent_q_temperature"], c["maxent_q_epsilon"]
-                    )
-                ],
-                l,
-                tau,
-                beta,
-            )
-            a, A[x] = [1.0] * G, [v - 1 / G if active[x] else 0.0 for v in w]
+            w = slow_weights(u, l, tau, beta)
+            a, A[x] = [1.0] * G, [share * (v - 1 / G) if active[x] else 0.0 for v in w]
             if c["maxent_loss"] == "listwise" and active[x]:
-                log_p = slow_log_softmax(
-                    [score(policy, n, c["maxent_score_norm"]) for n in rows[x]]
-                )
-                total = total - sum(v * s for v, s in zip(w, log_p)) / max(1, sum(active))
+                log_p = slow_log_softmax([maxent_score(policy, n) for n in rows[x]])
+                cross_entropy = -sum(v * s for v, s in zip(w, log_p))
+                total = total + share * cross_entropy / max(1, sum(active))
             if c["maxent_loss"] == "mle" and active[x]:
-                total = total - sum(
+                total = total - share * sum(
                     v * score(policy, n, "length") for v, n in zip(w, rows[x])
                 ) / max(1, sum(active))
         if c["mode_entropy_coef"] > 0:
@@ -276,12 +313,14 @@ def slow_step(logps, entropy, step, c):
             )
 
         for i, n in enumerate(rows[x]):
-            share = {"row": 1 / T[n] / N, "token": 1 / tokens, "constant": 1 / (N * L)}[aggregation]
-            weight = a[i] / L / P if objective in ("xdr", "maxent") else share
+            part = {"row": 1 / T[n] / N, "token": 1 / tokens, "constant": 1 / (N * L)}[aggregation]
+            weight = a[i] / L / P if objective in ("xdr", "maxent") else part
             mismatch = [old[n][t] - mu[n][t] for t in range(T[n])]
             for t in range(T[n]):
                 d = policy[n][t] - ref[n][t]
-                if objective != "maxent" or c["maxent_loss"] == "policy_gradient":
+                if objective not in OVER_SCORES or (
+                    objective == "maxent" and c["maxent_loss"] == "policy_gradient"
+                ):
                     log_c = (
                         sum(policy[n][s] - old[n][s] for s in range(T[n])) / T[n]
                         if objective == "gspo"
@@ -317,8 +356,9 @@ def slow_step(logps, entropy, step, c):
                     total = total - c["token_entropy_coef"] * entropies[n][t] / (N * L)
                 if beta > 0:
                     kl += math.exp(-d.item()) + d.item() - 1
-                    if not (objective == "maxent" and not c["maxent_kl"]) and not c["xdr_ref_tilt"]:
-                        total = total + beta * share * (
+                    tilts = objective in OVER_SCORES and not c["maxent_kl"]
+                    if not tilts and not c["xdr_ref_tilt"]:
+                        total = total + beta * part * (
                             d**2 / 2 if c["kl_loss_type"] == "k2" else (-d).exp() + d - 1
                         )
     return total, low, high, kl
@@ -395,11 +435,14 @@ def group_of(step, c):
     group = {
         "rewards": step.rewards,
         "lengths": step.lengths.view(step.P, step.G).to(step.rewards.dtype),
+        "pass_k": min(step.G, scheduled(c["pkpo_k"], 0)),
     }
     if c["beta"] > 0:
         group["ref_scores"] = loss.sequence_scores(
-            step.ref, step.lengths, c["maxent_score_norm"], L
+            step.ref, step.lengths, c["maxent_score_norm"], L, c["maxent_score_scale"]
         ).view(step.P, step.G)
+    if c["unlikeliness_coef"] > 0:
+        group["seq_logps"] = step.sampler.sum(1).view(step.P, step.G)
     if c["policy_entropy_bonus_coef"] > 0:
         group["entropies"] = mean(step.entropy)
     if c["objective"] == "seed_grpo":
@@ -421,9 +464,8 @@ def step_loss(logps, entropy, step, c):
         {"ref_logps": step.ref} if c["beta"] > 0 else {}
     )
     logps, entropy = logps * step.mask, entropy * step.mask  # as the policy's forward leaves them
-    total, *counts = learner.token_loss(
-        logps, entropy, part, targets["advantages"].flatten(), c["beta"], c, norm
-    )
+    part["advantages"] = targets["advantages"].flatten()
+    total, *counts = learner.token_loss(logps, entropy, part, c["beta"], c, norm)
     if learner.couples_rows(c):
         total = total + learner.group_loss(
             learner.scores_of(logps, step.lengths, c).view(step.P, step.G), targets, c, norm
@@ -506,6 +548,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
         patch("scoring.correct_modes", lambda *a: modes),
     ):
         group = learner.measure_groups(engine, reference, batch, lived, step.rewards, c)
+    group["pass_k"] = min(step.G, scheduled(c["pkpo_k"], 0))
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
 
     def given_plan(batch, unit, c, idle=None):
@@ -1170,8 +1213,27 @@ CASES = [
             "token_entropy",
             "xdr",
             "maxent",
+            "maxrl",
+            "pkpo",
+            "flow",
         )
     ),
+    dict(objective="maxrl", beta=0.3, delta=1.4),
+    dict(objective="grpo", scale_rewards="mean"),
+    *(dict(objective="pkpo", pkpo_k=k) for k in (1, 2, 3)),
+    dict(objective="pkpo", beta=0.3, policy_entropy_bonus_coef=0.4),
+    dict(objective="flow", beta=0.3, maxent_q_epsilon=0.02),
+    dict(objective="flow", maxent_score_norm="sum", maxent_tau=3.0, maxent_score_scale=0.5),
+    dict(objective="flow", maxent_score_norm="constant", beta=0.3, maxent_kl=True),
+    dict(objective="flow", maxent_tau=INF, maxent_skip_equal_groups="none"),
+    dict(objective="flow", maxent_group_weight="spread"),
+    dict(objective="maxent", maxent_group_weight="spread", beta=0.3),
+    dict(objective="maxent", maxent_group_weight="spread", maxent_loss="policy_gradient"),
+    dict(objective="maxent", maxent_group_weight="spread", maxent_loss="mle"),
+    dict(objective="maxent", maxent_score_scale=4.0, beta=0.3, maxent_tau=0.1),
+    dict(objective="maxent", maxent_score_scale=2.0, unlikeliness_coef=0.5),
+    dict(objective="dr_grpo", unlikeliness_coef=0.25),
+    dict(objective="grpo", unlikeliness_coef=0.25, policy_entropy_bonus_coef=0.4),
     dict(objective="grpo", beta=0.3, delta=1.4),
     dict(objective="grpo", importance_sampling="sequence_truncate", scale_rewards="batch"),
     dict(objective="dapo", beta=0.3),
@@ -1275,6 +1337,7 @@ def test_the_cases_cover_every_objective_and_choice():
         "maxent_loss",
         "xdr_utility",
         "maxent_skip_equal_groups",
+        "maxent_group_weight",
     ):
         assert {config(4, case)[key] for case in CASES} == set(checks.CHOICES[key]), key
 
@@ -1376,7 +1439,10 @@ def test_whole_groups_in_micro_batches_add_up_under_one_norm():
 def test_equal_rewards_give_exactly_zero_gradient(G):
     step = make_step(torch.tensor([[0.1] * G, [1 / 3] * G]), [1 + i % 5 for i in range(2 * G)], 3)
     kept = [
-        case for case in CASES if sensible(step, case) and "maxent_skip_equal_groups" not in case
+        case
+        for case in CASES
+        if sensible(step, case)
+        and not {"maxent_skip_equal_groups", "unlikeliness_coef"} & set(case)
     ]
     flat = dict(
         objective="maxent", maxent_loss="policy_gradient", maxent_skip_equal_groups="none"
@@ -1403,7 +1469,10 @@ def test_every_objective_raises_the_best_rows_and_lowers_the_worst(case):
     step = make_step(torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1]]), [3] * 8, 1)
     grad = ours(changed(step, logps=step.old), case | {"maxent_tau": 0.2}).grad[0]
     best = (step.rewards == 1).flatten()
-    assert (grad[best][step.mask[best]] < 0).all() and (grad[~best][step.mask[~best]] > 0).all()
+    best, worst = grad[best][step.mask[best]], grad[~best][step.mask[~best]]
+    assert (best < 0).all()
+    # the leave-one-out of pass@k leaves wrong rows alone
+    assert (worst == 0).all() if case["objective"] == "pkpo" else (worst > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -1421,8 +1490,8 @@ def test_gspo_takes_the_geometric_mean_of_the_token_ratios():
         torch.tensor([[0.7, 1.1, 1.2], [1.5, 0.8, 1.0]]),
         torch.tensor([2.0, -1.0]),
     )  # the second row has two tokens
-    part = {"old_logps": torch.zeros(2, 3), "lengths": torch.tensor([3, 2])}
-    gain, low, high = learner.surrogate(ratios.log(), part, A, config(2, dict(objective="gspo")))
+    part = {"old_logps": torch.zeros(2, 3), "lengths": torch.tensor([3, 2]), "advantages": A}
+    gain, low, high = learner.surrogate(ratios.log(), part, config(2, dict(objective="gspo")))
     close(gain, [[2 * (0.7 * 1.1 * 1.2) ** (1 / 3)], [-((1.5 * 0.8) ** 0.5)]])
     assert not low.any() and not high.any()  # though every row has a token outside the clip range
 
@@ -1623,6 +1692,150 @@ def test_maxent_as_policy_gradient_is_the_mean_over_prompts_of_w_minus_one_over_
     )
 
 
+# --- arms that may dominate: what each of them is
+
+
+def test_maxrl_is_the_mean_score_of_the_right_rows_with_a_baseline():
+    """K of G right: (1/K) sum over right rows of dlogp, the estimator of the first G terms of log p, minus the mean of all rows."""
+    for K in range(1, 7):
+        r = torch.tensor([[1.0] * K + [0.0] * (7 - K)])
+        close(loss.group_advantages(r, "mean")[0] / 7, r[0] / K - (1 / 7 if K < 7 else r[0] / 7))
+    assert (loss.group_advantages(torch.tensor([[0.0, 0.0], [-1.0, 0.5]]), "mean") == 0).all()
+
+
+@pytest.mark.parametrize("K", [1, 3, 7])
+def test_maxent_at_tau_zero_without_a_reference_is_maxrl_on_scores_where_p_is_uniform(K):
+    """Their gradients by the scores, to the last digit, and maxent's against finite differences of its loss."""
+    G = 8
+    r = torch.tensor([[1.0] * K + [0.0] * (G - K)], dtype=torch.float64)
+    maxrl = -loss.group_advantages(r, "mean") / G
+    w = loss.maxent_weights(loss.log_reward_targets(r, 1.0, 0.0), None, 0.0, 0.0)
+    active = torch.tensor([True])
+    flat = torch.full((1, G), -1.3, dtype=torch.float64)
+    _, grad = value_and_grad(loss.listwise_loss, flat, w, active)
+    close(grad, maxrl, 1e-12)
+    h = 1e-5
+    for i in range(G):
+        step = torch.zeros_like(flat)
+        step[0, i] = h
+        up, down = (loss.listwise_loss(flat + e, w, active) for e in (step, -step))
+        close((up - down) / (2 * h), maxrl[0, i], 1e-8)
+    # a small tau is near, and what p adds is p - 1/G
+    near = loss.maxent_weights(loss.log_reward_targets(r, 1.0, 0.0), None, 0.05, 0.0)
+    scores = randn(1, G, seed=K).double()
+    _, grad = value_and_grad(loss.listwise_loss, scores, near, active)
+    close(grad - (scores.softmax(1) - 1 / G), maxrl, 1e-6)
+
+
+def test_the_pass_at_k_gradient_is_unbiased_by_enumeration_on_a_bandit():
+    """Three answers, every sample of G of them: E[sum_i A_i dlogp_i / G] is the gradient of the expected best of k, in float64."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
+    p = logits.softmax(0)
+    for values in ([1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.4, -0.5]):
+        values = torch.tensor(values, dtype=torch.float64)
+        for G in (2, 3, 4):
+            samples = torch.tensor(list(itertools.product(range(3), repeat=G)))  # (3^G, G)
+            chance = p[samples].prod(1)
+            score = torch.eye(3, dtype=torch.float64)[samples] - p  # dlogp / dlogits, (3^G, G, 3)
+            for k in range(1, G + 1):
+                leaf = logits.clone().requires_grad_()
+                sets = torch.tensor(list(itertools.product(range(3), repeat=k)))
+                best = values[sets].amax(1)
+                pass_at_k = (leaf.softmax(0)[sets].prod(1) * best).sum()
+                wanted = torch.autograd.grad(pass_at_k, leaf)[0]
+                A = loss.pass_at_k_advantages(values[samples], k)
+                found = (chance[:, None] * (A[:, :, None] * score).sum(1)).sum(0) / G
+                close(found, wanted, 1e-12)
+
+
+def test_pass_at_k_of_right_and_wrong_rows_is_the_share_of_sets_without_a_right_one():
+    for K, k in ((1, 4), (3, 2), (3, 4), (6, 4), (8, 4)):
+        A = loss.pass_at_k_advantages(torch.tensor([[1.0] * K + [0.0] * (8 - K)]), k)[0]
+        alone = math.comb(8 - K, k - 1) / math.comb(7, k - 1)
+        close(A, [k * alone] * K + [0.0] * (8 - K))
+
+
+def test_flow_is_at_rest_exactly_where_scores_are_utilities_over_tau():
+    r = torch.tensor([[1.0, 0, 0.3, 0], [0, 1.0, 1, 0.1]], dtype=torch.float64)
+    l = randn(2, 4, seed=3).double()
+    goals = loss.balance_goals(loss.log_reward_targets(r, 0.7, 0.02), l, 0.3, 0.2)
+    active = torch.tensor([True, True])
+    constant = torch.tensor([[-3.0], [0.5]], dtype=torch.float64)
+    value, grad = value_and_grad(loss.balance_loss, goals + constant, goals, active, 2)
+    assert value < 1e-24 and grad.abs().max() < 1e-12
+    scores = randn(2, 4, seed=4).double()
+    _, grad = value_and_grad(loss.balance_loss, scores, goals, active, 2)
+    d = scores - goals
+    close(grad, (d - d.mean(1, keepdim=True)) / 4 / 2, 1e-12)
+    h = 1e-6
+    for i in range(4):
+        step = torch.zeros_like(scores)
+        step[1, i] = h
+        up, down = (loss.balance_loss(scores + e, goals, active, 2) for e in (step, -step))
+        close((up - down) / (2 * h), grad[1, i], 1e-7)
+
+
+def test_flow_at_infinite_tau_pulls_all_scores_of_a_group_together():
+    flat = loss.balance_goals(torch.tensor([[0.0, -5.0]]), None, INF, 0.0)
+    _, grad = value_and_grad(
+        loss.balance_loss, torch.tensor([[-1.0, -3.0]]), flat, torch.tensor([True]), 1
+    )
+    close(grad, [[0.5, -0.5]])
+
+
+def test_an_unlikely_right_answer_is_worth_more_and_equal_answers_share_a_rank():
+    r = torch.tensor([[1.0, 1.0, 1.0, 0.0, -0.5]])
+    S = torch.tensor([[-1.0, -4.0, -4.00001, -2.0, -3.0]])  # ranks 0, 3, 3
+    close(loss.unlikely_rewards(r, S, 0.25), [[0.75, 0.9, 0.9, 0.0, -0.5]])
+    assert torch.equal(loss.unlikely_rewards(r, S, 0.0), r)
+
+
+# --- the string plant: every string of `length` letters, one of them right, in closed form and by descent
+
+
+def right_share(letters, length, scale, tau, steps=0, rate=0.0):
+    """pi(right) where p = w over all strings, or after `steps` of descent on the listwise loss over all of them from a uniform policy.
+
+    A policy over strings of one length: log-probs (letters^length,), free up to their normalisation; scores scale * S / length."""
+    count = letters**length
+    r = torch.zeros(1, count, dtype=torch.float64)
+    r[0, 0] = 1.0
+    w = loss.maxent_weights(loss.log_reward_targets(r, 1.0, 0.0), None, tau, 0.0)
+    if not steps:
+        return (w.log() * length / scale).softmax(1)[0, 0].item()
+    logits = torch.zeros(1, count, dtype=torch.float64)
+    for _ in range(steps):
+        scores = scale * logits.log_softmax(1) / length
+        logits = logits + rate * (w - scores.softmax(1))
+    return logits.softmax(1)[0, 0].item()
+
+
+@pytest.mark.parametrize("letters, length", [(4, 5), (10, 3), (3, 7)])
+@pytest.mark.parametrize("scale", [1.0, 2.0, 4.0])
+def test_the_limit_of_tau_is_one_over_ln_v_divided_by_the_scale_of_the_scores(
+    letters, length, scale
+):
+    """At the limit one right string has as much mass as all wrong ones together; a tenth above it has less than a third, a tenth below more than two."""
+    c = config(16, dict(maxent_score_scale=scale))
+    limit = checks.tau_limit(c, letters)
+    assert limit == pytest.approx(1 / (scale * math.log(letters)))
+    assert right_share(letters, length, scale, limit) == pytest.approx(0.5, abs=0.01)
+    assert right_share(letters, length, scale, limit * 1.3) < 1 / 3
+    assert right_share(letters, length, scale, limit / 1.3) > 2 / 3
+
+
+def test_the_string_plant_gets_there_by_descent_too():
+    for scale, tau in ((1.0, 0.5), (3.0, 0.5 / 3), (3.0, 0.5)):
+        found = right_share(4, 3, scale, tau, steps=30_000, rate=3.0 / scale)
+        assert found == pytest.approx(right_share(4, 3, scale, tau), abs=0.01), (scale, tau)
+    assert found < 0.15 < 0.85 < right_share(4, 3, 3.0, 0.5 / 3)
+
+
+def test_summed_scores_have_a_limit_that_falls_with_the_length():
+    c = config(16, dict(maxent_score_norm="sum"))
+    assert checks.tau_limit(c, 4) == pytest.approx(1 / (L * math.log(4)))
+
+
 # --- what the comparisons would notice
 
 
@@ -1641,6 +1854,7 @@ BONUS, MODES, MLE = (
     dict(objective="dr_grpo", mode_entropy_coef=0.3),
     dict(objective="maxent", maxent_loss="mle", maxent_score_norm="sum"),
 )
+FLOW = dict(objective="flow", beta=0.3)
 K2, SEQUENCE = (
     dict(objective="dr_grpo", beta=0.3, kl_loss_type="k2"),
     dict(objective="dr_grpo", importance_sampling="sequence_truncate"),
@@ -1894,12 +2108,12 @@ MUTATIONS = {  # name: (function of loss.py or learner.py, what to make of it, t
     "KL next to maxent's weights": ("adds_kl", lambda f: lambda c: True, LISTWISE),
     "equal groups trained": (
         "listwise_loss",
-        lambda f: lambda s, w, active, norm: f(s, w, torch.ones_like(active), norm),
+        lambda f: lambda s, w, active, *a: f(s, w, torch.ones_like(active), *a),
         LISTWISE,
     ),
     "mean over all groups": (
         "listwise_loss",
-        lambda f: lambda s, w, active, norm: f(s, w, active, len(s)),
+        lambda f: lambda s, w, active, norm, share: f(s, w, active, len(s), share),
         LISTWISE,
     ),
     "scores averaged over padding": (
@@ -1909,13 +2123,53 @@ MUTATIONS = {  # name: (function of loss.py or learner.py, what to make of it, t
     ),
     "mle with a baseline": (
         "mle_loss",
-        lambda f: lambda s, w, active, norm: f(s, w - 1 / s.shape[1], active, norm),
+        lambda f: lambda s, w, *a: f(s, w - 1 / s.shape[1], *a),
         MLE,
     ),
     "mle of equal groups": (
         "mle_loss",
-        lambda f: lambda s, w, active, norm: f(s, w, torch.ones_like(active), norm),
+        lambda f: lambda s, w, active, *a: f(s, w, torch.ones_like(active), *a),
         MLE,
+    ),
+    "flow without its baseline": (
+        "balance_loss",
+        lambda f: lambda s, goals, *a: f(torch.cat([s, -s], 1), torch.cat([goals, -goals], 1), *a),
+        FLOW,
+    ),
+    "flow of equal groups": (
+        "balance_loss",
+        lambda f: lambda s, goals, active, *a: f(s, goals, torch.ones_like(active), *a),
+        FLOW,
+    ),
+    "flow's goals multiplied by tau": (
+        "balance_goals",
+        lambda f: lambda u, l, tau, beta: f(u, l, 1 / tau, beta),
+        FLOW,
+    ),
+    "flow's reference against it": (
+        "balance_goals",
+        lambda f: lambda u, l, tau, beta: f(u, -l, tau, beta),
+        FLOW,
+    ),
+    "the target's scores not scaled": (
+        "sequence_scores",
+        lambda f: lambda x, T, norm, cap, scale: f(x, T, norm, cap),
+        dict(objective="maxent", maxent_score_scale=4.0),
+    ),
+    "all groups weigh the same": (
+        "reward_spread",
+        lambda f: lambda r: torch.ones(len(r)),
+        dict(objective="maxent", maxent_group_weight="spread"),
+    ),
+    "pass@k of k - 1": (
+        "pass_at_k_advantages",
+        lambda f: lambda r, k: f(r, k - 1),
+        dict(objective="pkpo"),
+    ),
+    "usual answers worth more": (
+        "unlikely_rewards",
+        lambda f: lambda r, S, coef: f(r, -S, coef),
+        dict(objective="dr_grpo", unlikeliness_coef=0.25),
     ),
     "mle not per token": (
         "scores_of",
@@ -2013,8 +2267,12 @@ def test_the_rows_called_idle_have_no_gradient_and_equal_groups_are_called_so_wh
 ):
     c = config(EXAMPLE.G, case)
     idle = learner.idle_rows(targets_of(EXAMPLE, c), c["beta"], c)
-    assert not ours(EXAMPLE, case).grad[:, idle].any() and not idle[:8].any()
-    assert idle[8:].all() or ours(EXAMPLE, case).grad[:, 8:].any() or c["mode_entropy_coef"] > 0
+    grad = ours(EXAMPLE, case).grad
+    assert not grad[:, idle].any()
+    for rows in (slice(0, 4), slice(4, 8)):
+        # maxrl has no opinion below a mean of 0, pkpo none where no set of k rows fails
+        assert idle[rows].all() if not grad[:, rows].any() else not idle[rows].any()
+    assert idle[8:].all() or grad[:, 8:].any() or c["mode_entropy_coef"] > 0
 
 
 def test_inputs_come_back_unchanged():

@@ -1,7 +1,8 @@
-"""Model folders that can't be used, or would train something else than meant: one sentence."""
+"""Model folders that can't be used, or would train something else than meant; the dry run."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from row_files import check_words, jsonl, refusal
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -24,8 +26,9 @@ import generate
 import policy
 import sft
 import train
+from checks import FLAGS
 from common import UserError, load_config
-from preflight import load_model_files
+from preflight import dry_run, load_model_files, memory_estimate, stop_token_ids
 from server import __main__ as serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,13 +40,6 @@ WEIGHTS = "model.safetensors"
 def folder(tiny_model_dir, tmp_path) -> Path:
     """A model that works, to be broken: two layers, 101 tokens."""
     return shutil.copytree(tiny_model_dir, tmp_path / "model")
-
-
-def refusal(*args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        load_model_files(*map(str, args), **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def change(file: str, **fields):
@@ -196,8 +192,8 @@ BAD_FILES = {
 def test_weights_that_can_not_be_loaded_as_they_are_meant_are_one_sentence(folder, case):
     spoil, words = BAD_WEIGHTS[case]
     spoil(folder)
-    message = refusal(folder)
-    assert all(word in message for word in [f"model={str(folder)!r}", *words]), message
+    message = refusal(load_model_files, str(folder))
+    check_words(message, f"model={str(folder)!r}", *words)
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
@@ -209,11 +205,22 @@ def test_a_model_folder_that_can_not_be_used_is_one_sentence_also_in_a_dry_run(
         (folder / WEIGHTS).unlink()
     spoil, words = BAD_FILES[case]
     spoil(folder)
-    message = refusal(folder, dry_run=True)
-    assert all(word in message for word in [f"model={str(folder)!r}", *words]), message
+    message = refusal(load_model_files, str(folder), dry_run=True)
+    check_words(message, f"model={str(folder)!r}", *words)
 
 
 # --- every script, before anything starts
+
+
+def start(script, folder: Path, output: Path, lines: Path) -> None:
+    """Runs a command with its model in `folder`, as from the command line."""
+    flags = [TINY, f"--model={folder}", f"--output_dir={output}"]
+    if script is serve:
+        return serve.main(flags)
+    c = load_config(flags)
+    if script is generate:
+        return generate.main(c, FLAGS["generate"] | {"output": str(lines)})
+    script.main(c)
 
 
 @pytest.mark.parametrize("script", [train, sft, evaluate, generate, serve])
@@ -221,15 +228,16 @@ def test_a_model_folder_that_can_not_be_used_is_one_sentence_also_in_a_dry_run(
 def test_every_script_refuses_a_bad_model_before_anything_starts(
     script, case, folder, tmp_path, monkeypatch
 ):
-    BAD_WEIGHTS[case][0](folder)
+    spoil, _ = BAD_WEIGHTS[case]
+    spoil(folder)
     for name in ("start_distributed", "start_sampler"):
         monkeypatch.setattr(script, name, lambda *_: pytest.fail("it started"), raising=False)
     monkeypatch.setattr(serve.os, "execve", lambda *_: pytest.fail("it started"))
     output = tmp_path / "out"
-    flags = [f"--output_dir={output}", f"--output={tmp_path / 'out.jsonl'}"]
-    with pytest.raises(UserError, match="model="):
-        script.main([TINY, f"--model={folder}", *flags])
-    assert not output.exists() and not (tmp_path / "out.jsonl").exists()
+    lines = tmp_path / "out.jsonl"
+    assert "model=" in refusal(start, script, folder, output, lines)
+    assert not lines.exists()
+    assert not output.exists()
 
 
 def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(folder):
@@ -242,16 +250,18 @@ def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(fo
         timeout=300,
     )
     assert done.returncode == 2
-    assert "Traceback" not in done.stdout + done.stderr and "LOAD REPORT" not in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "LOAD REPORT" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "24 weights" in errors[0]
+    assert len(errors) == 1
+    assert "24 weights" in errors[0]
 
 
 def test_a_shallow_checkpoint_says_how_to_make_a_model_of_it(folder):
     (folder / WEIGHTS).unlink()
     (folder / "engine").mkdir()
     (folder / "rng_0.pt").write_bytes(b"")
-    assert "checkpoint.py export" in refusal(folder)
+    assert "checkpoint.py export" in refusal(load_model_files, str(folder))
 
 
 # --- what is no error
@@ -259,8 +269,10 @@ def test_a_shallow_checkpoint_says_how_to_make_a_model_of_it(folder):
 
 def test_a_good_model_is_taken_and_nothing_is_said(folder, capfd):
     files = load_model_files(str(folder))
-    assert files.config.num_hidden_layers == 2 and files.stop_ids == [0]
-    assert files.tokenizer("1+1")["input_ids"] and capfd.readouterr() == ("", "")
+    assert files.config.num_hidden_layers == 2
+    assert files.stop_ids == [0]
+    assert files.tokenizer("1+1")["input_ids"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_shards_are_taken_too(folder):
@@ -270,14 +282,14 @@ def test_shards_are_taken_too(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2
     load_model_files(str(folder))
     next(folder.glob("model-00002*")).write_bytes(b"")
-    assert "model-00002-of" in refusal(folder) and "is damaged" in refusal(folder)
+    check_words(refusal(load_model_files, str(folder)), "model-00002-of", "is damaged")
 
 
 def test_weights_of_no_part_of_the_model_are_named(folder, capsys):
     with_weights(lambda t: t.update(v_head=torch.zeros(3)))(folder)
     load_model_files(str(folder))
-    assert "1 weights of its files are no part of the model" in (said := capsys.readouterr().out)
-    assert "v_head" in said
+    out = capsys.readouterr().out
+    check_words(out, "1 weights of its files are no part of the model", "v_head")
 
 
 def test_a_model_without_a_chat_template_is_said_to_be_one(folder, capsys):
@@ -296,7 +308,7 @@ def test_a_dry_run_does_without_weights_and_says_so(folder, capsys):
 
 def test_a_dry_run_looks_at_the_weights_that_are_there(folder):
     cut(WEIGHTS)(folder)
-    assert f"{WEIGHTS} is damaged" in refusal(folder, dry_run=True)
+    assert f"{WEIGHTS} is damaged" in refusal(load_model_files, str(folder), dry_run=True)
 
 
 # --- a tokenizer and a model that do not belong together
@@ -309,8 +321,8 @@ def smaller_model(folder: Path, vocab_size: int) -> None:
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_tokenizer_larger_than_the_model_is_refused(folder, dry_run):
     smaller_model(folder, 90)
-    message = refusal(folder, dry_run=dry_run)
-    assert "number 100" in message and "vocab_size=90" in message
+    message = refusal(load_model_files, str(folder), dry_run=dry_run)
+    check_words(message, "number 100", "vocab_size=90")
 
 
 def test_special_tokens_beyond_the_model_matter_only_where_prompts_hold_them(folder):
@@ -319,8 +331,91 @@ def test_special_tokens_beyond_the_model_matter_only_where_prompts_hold_them(fol
     tokenizer.save_pretrained(folder)
     load_model_files(str(folder))
     (folder / "chat_template.jinja").write_text("<image>" + sft.TEMPLATE)
-    message = refusal(folder)
-    assert "'<image>'" in message and "vocab_size=101" in message
+    message = refusal(load_model_files, str(folder))
+    check_words(message, "'<image>'", "vocab_size=101")
+
+
+# --- what ends a completion
+
+
+def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(folder, tmp_path):
+    tokenizer = sft.tiny_tokenizer()
+    assert stop_token_ids(str(folder), tokenizer, 101) == [0]
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [4, 0]}')
+    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [0, 4]
+    tokenizer.eos_token = None
+    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [4, 0]
+    generation.write_text("{}")
+    assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, 101)
+
+
+# --- the dry run
+
+OWN = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[me]{% endif %}"
+)
+
+
+@pytest.fixture
+def shown(tiny_model_dir, tmp_path, capsys):
+    """shown(*flags): what a dry run prints."""
+    path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    flags = [f"--model={tiny_model_dir}", f"--dataset.name={path}", "--reward_funcs=['math']"]
+    flags += ["--reward_workers=0", "--system_prompt=S", "--max_completion_length=99"]
+    flags += [f"--output_dir={tmp_path / 'run'}"]
+
+    def show(*more: str, world: int = 1) -> str:
+        dry_run(load_config([*flags, *more]), world, torch.float32, {"zero": 3})
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(shown):
+    out = shown()
+    assert "a completion ends with: 0 '<|end|>'; " in out
+    assert "the chat template ends a turn with '<|end|>'" in out
+    assert "'<|system|>S<|user|>1+1?<|assistant|>'" in out
+    out = shown(f"--chat_template={OWN}")
+    assert "the chat template ends a turn with nothing" in out
+    assert "'[system]S[user]1+1?[me]'" in out
+
+
+def test_a_dry_run_shows_the_config_the_batch_and_the_data(shown):
+    out = shown("--prompts_per_step=6", "--num_generations=4", "--max_steps=5", world=2)
+    assert "  system_prompt = 'S'\n" in out
+    assert "batch: 6 prompts x 4 completions = 24 rows a step, 12 on each of 2 rank(s)" in out
+    assert 'deepspeed: {"zero": 3}' in out
+    assert "data: 1 prompts, 30.00 passes over them in 5 steps" in out
+
+
+def memory(out: str) -> dict[str, float]:
+    """{what: GiB} of the table."""
+    lines = re.findall(r"^ +([0-9.]+) GiB  (.+)$", out, re.MULTILINE)
+    return {what: float(size) for size, what in lines}
+
+
+def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown):
+    table = memory(shown("--max_tokens_per_micro_batch=200000"))
+    together = table.pop("together (vLLM's KV cache comes on top)")
+    while_loading = table.pop("of weights on every rank while it loads")
+    assert together == pytest.approx(sum(table.values()), abs=0.005 * len(table) + 0.005)
+    assert while_loading == table["weights"] == table["gradients"]
+    # 2 layers of 18 numbers per hidden unit (128) and 4 per inner unit (384), 4 bytes each
+    activations = 200_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
+    assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_splits_a_part_more_with_every_stage(stage):
+    c = load_config(["--beta=0.1", f"--zero_stage={stage}", "--offload_optimizer=False"])
+    sizes = memory_estimate(c, Qwen2Config(**SMALL), 1000, 4, 8)
+    split = {"optimizer": 8000, "gradients": 4000, "weights": 4000}
+    for needed, (what, size) in enumerate(split.items(), 1):
+        assert sizes[what] == (size / 8 if stage >= needed else size)
+    assert sizes["reference"] == 4000
 
 
 # --- dropout, and weights that are no numbers further in

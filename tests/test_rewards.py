@@ -256,7 +256,7 @@ TEN = {"numbers": [2, 3, 4], "target": 10}
 BOARD = {"board": "AAB...B.........", "size": 4, "moves": 2, "solution": "BD1,AR2"}
 ANSWERS = {
     "countdown": TEN,
-    "graph_coloring": {"n": 3, "edges": [[0, 1], [1, 2]], "partial": "scoring.."},
+    "graph_coloring": {"n": 3, "edges": [[0, 1], [1, 2]], "partial": "R.."},
     "crossword": {"answer": "SILENT", "enumeration": "6"},
     "rush_hour": BOARD,
     "rush_hour_exact": BOARD,

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["test_resume", "test_experience", "test_server", "test_faults"])
+context.set_forkserver_preload(
+    ["test_resume", "test_experience", "test_server_weights", "test_faults"]
+)
 
 
 def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:

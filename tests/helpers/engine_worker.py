@@ -1,8 +1,13 @@
-"""Run from test_rollout.py, a fresh process each, for there is one vLLM per process. Prints one JSON object as its last line.
+"""Run by test_rollout.py, a fresh process each, for there is one vLLM per process. Prints one JSON
+object as its last line.
 
-python tests/helpers/engine_worker.py syncs MODEL        log-prob differences after each of five syncs, and after one that does not arrive
-python tests/helpers/engine_worker.py samples MODEL      first tokens by both engines beside their exact probabilities
-torchrun --nproc_per_node 2 tests/helpers/engine_worker.py tensor_parallel MODEL
+    python tests/helpers/engine_worker.py syncs MODEL [FLAG ...]
+    python tests/helpers/engine_worker.py samples MODEL
+    torchrun --nproc_per_node 2 tests/helpers/engine_worker.py tensor_parallel MODEL
+
+syncs: log-prob differences after each of five syncs, and after one that does not arrive.
+samples: first tokens by both engines beside their exact probabilities.
+tensor_parallel: two ranks that share an engine.
 """
 
 import json
@@ -31,121 +36,117 @@ def sampling(seed: int, prompts: int, max_tokens: int = 12, temperature: float =
     }
 
 
-def start(engine: str, model: str, *flags):
-    c = load_config(
-        ["--max_prompt_length=16", "--max_completion_length=16", "--temperature=0.8", *flags]
-    )
-    _, _, device = start_distributed()
-    return c, rollout.ENGINES[engine](model, c, torch.float32, device)
+def start(name: str, model: str, *flags):
+    """The engine of that name, and the policy and tokenizer beside it."""
+    lengths = ["--max_prompt_length=16", "--max_completion_length=16"]
+    c = load_config([*lengths, "--temperature=0.8", *flags])
+    device = start_distributed().device
+    engine = rollout.ENGINES[name](model, c, torch.float32, device)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return engine, lm, AutoTokenizer.from_pretrained(model)
 
 
 @torch.no_grad()
 def difference(lm, rollouts: list) -> float:
     """Largest difference between the sampler's log-probs and the policy's."""
     batch = rollout.to_batch(rollouts, "cpu")
-    logps, _ = Policy(lm, 0.8, 64)(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    policy = Policy(lm, 0.8, 64)
+    logps, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     return (logps - batch["sampler_logps"]).abs().max().item()
 
 
+@torch.no_grad()
 def perturb(lm, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    for parameter in lm.parameters():
+        parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+def without_head(lm):
+    """The weights of a tied model, its vocabulary head forgotten."""
+    for name, tensor in named_weights(lm, 0):
+        if name != "lm_head.weight":
+            yield name, tensor
 
 
 def syncs(model: str, *flags) -> dict:
-    _, engine = start("vllm", model, *flags)
-    lm, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
-    )
-    found = []
+    engine, lm, tokenizer = start("vllm", model, *flags)
+
+    def ask(seed: int) -> list[dict]:
+        return rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(seed, 3))
+
+    differences = []
     for i in range(5):
         perturb(lm, i)
         engine.sync(named_weights(lm, 0))
-        found.append(
-            difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(i, 3)))
-        )
-    again = [rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(seed, 3)) for seed in (4, 5)]
-    first = rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(4, 3))
+        differences.append(difference(lm, ask(i)))
+    first = ask(4)
+    same_seed = ask(4)
+    other_seed = ask(5)
     perturb(lm, 9)  # an update that never reaches the engine
     stale = difference(lm, first)
-    tied = lm.config.tie_word_embeddings
-    if tied:  # and one whose vocabulary head is forgotten
-        engine.sync(
-            (name, tensor) for name, tensor in named_weights(lm, 0) if name != "lm_head.weight"
-        )
-    headless = (
-        difference(lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(6, 3)))
-        if tied
-        else None
-    )
-    ids = [[r["completion_ids"] for r in rollouts] for rollouts in (first, *again)]
-    compiled = engine.llm.llm_engine.vllm_config.compilation_config.mode != 0
+    headless = None
+    if lm.config.tie_word_embeddings:
+        engine.sync(without_head(lm))
+        headless = difference(lm, ask(6))
+
+    def tokens(rollouts: list) -> list:
+        return [r["completion_ids"] for r in rollouts]
+
     return {
-        "compiled": compiled,
-        "differences": found,
+        "compiled": engine.llm.llm_engine.vllm_config.compilation_config.mode != 0,
+        "differences": differences,
         "stale": stale,
         "headless": headless,
-        "same_seed_same_tokens": ids[0] == ids[1],
-        "other_seed_other_tokens": ids[0] != ids[2],
+        "same_seed_same_tokens": tokens(first) == tokens(same_seed),
+        "other_seed_other_tokens": tokens(first) != tokens(other_seed),
         "count": len(first),
-        "within_group_distinct": len({tuple(x) for x in ids[0][:8]}),
-        "ends": all(x[-1] == 0 or len(x) == 12 for x in ids[0]),
+        "within_group_distinct": len({tuple(ids) for ids in tokens(first)[:8]}),
+        "ends": all(ids[-1] == 0 or len(ids) == 12 for ids in tokens(first)),
     }
 
 
+@torch.no_grad()
 def samples(model: str) -> dict:
     """4,000 first tokens each, from one prompt."""
-    lm, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
-    )
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter *= (
-                3.0  # random weights are nearly uniform: make it a distribution worth comparing
-            )
-        exact = (lm(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.8).softmax(0)
-    result = {"exact": exact.tolist()}
+    result = {}
     for name in ("vllm", "hf"):
-        _, engine = start(name, model)
+        engine, lm, tokenizer = start(name, model)
+        for parameter in lm.parameters():
+            # random weights are nearly uniform: make it a distribution worth comparing
+            parameter *= 3.0
+        logits = lm(torch.tensor([PROMPTS[0]])).logits[0, -1]  # (V,)
+        result["exact"] = (logits / 0.8).softmax(0).tolist()
         engine.sync(named_weights(lm, 0))
-        rollouts = rollout.generate(
-            engine, tokenizer, PROMPTS[:1] * 40, 100, sampling(1, 40, max_tokens=1)
-        )
-        result[name] = torch.bincount(
-            torch.tensor([r["completion_ids"][0] for r in rollouts]), minlength=len(exact)
-        ).tolist()
-        result[name + "_difference"] = difference(
-            lm, rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(2, 3))
-        )
+        one_token = sampling(1, 40, max_tokens=1)
+        rollouts = rollout.generate(engine, tokenizer, PROMPTS[:1] * 40, 100, one_token)
+        tokens = torch.tensor([r["completion_ids"][0] for r in rollouts])
+        result[name] = torch.bincount(tokens, minlength=len(logits)).tolist()
+        rollouts = rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(2, 3))
+        result[f"{name}_difference"] = difference(lm, rollouts)
     return result
 
 
 def tensor_parallel(model: str) -> dict:
-    _, engine = start("vllm", model, "--vllm_options.tensor_parallel_size=2")
-    lm, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
-    )
+    engine, lm, tokenizer = start("vllm", model, "--vllm_options.tensor_parallel_size=2")
     perturb(lm, 1)
     engine.sync(named_weights(lm, 0))
     rank = torch.distributed.get_rank()
-    mine = (
-        PROMPTS[:2] if rank == 0 else PROMPTS[2:]
-    )  # ranks ask for different things, even different numbers of them
+    # ranks ask for different things, even different numbers of them
+    mine = PROMPTS[:2] if rank == 0 else PROMPTS[2:]
     rollouts = rollout.generate(engine, tokenizer, mine, 4, sampling(rank, len(mine)))
-    own = float(all(r["prompt_ids"] == mine[i // 4] for i, r in enumerate(rollouts)))
-    worst, own = across_ranks(
-        torch.tensor([difference(lm, rollouts), -own]), torch.distributed.ReduceOp.MAX
-    ).tolist()
+    wanted = [ids for ids in mine for _ in range(4)]
+    foreign = [r["prompt_ids"] for r in rollouts] != wanted
+    local = torch.tensor([difference(lm, rollouts), float(foreign)])
+    worst, foreign = across_ranks(local, torch.distributed.ReduceOp.MAX).tolist()
     engine.close()
-    return {"difference": worst, "every_rank_got_its_own": own == -1.0}
+    return {"difference": worst, "every_rank_got_its_own": not foreign}
 
+
+WORK = {"syncs": syncs, "samples": samples, "tensor_parallel": tensor_parallel}
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
+    print(json.dumps(WORK[sys.argv[1]](*sys.argv[2:])), flush=True)
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # else gloo's threads may abort the process as it ends
+        # else gloo's threads may abort the process as it ends
+        torch.distributed.destroy_process_group()

@@ -1,7 +1,10 @@
-"""What test_server.py puts in the place of a vLLM server, of the network in between and of torch.distributed, to misbehave on purpose.
+"""What the tests of server/ put in the place of a vLLM server, of the network in between and of
+torch.distributed, to misbehave on purpose.
 
-StandIn   a made-up vLLM server: nothing is sampled, the tokens of a completion tell which prompt and seed were asked for
-Proxy     a reverse proxy in front of servers, real or made up: it records, delays, and mixes up clients
+StandIn   a made-up vLLM server: nothing is sampled, the tokens of a completion tell which prompt
+          and seed were asked for
+Proxy     a reverse proxy in front of servers, real or made up: it records, delays, and mixes up
+          clients
 FakeWorld torch.distributed for ranks that are threads of this process
 """
 
@@ -37,9 +40,11 @@ class Handler(BaseHTTPRequestHandler):
         answer = self.server.answer(request)
         if callable(answer):  # writes by itself, badly; nothing more can come over this connection
             self.close_connection = True
-            return answer(self)
+            answer(self)
+            return
         status, content, headers = answer
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        if not isinstance(content, bytes):
+            content = json.dumps(content).encode()
         self.send_response(status)
         for key, value in {"Content-Length": len(content), **headers}.items():
             self.send_header(key, str(value))
@@ -52,18 +57,22 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    allow_reuse_address = True
+
+    def handle_error(self, request, address):
+        pass  # a client that went away
+
+
 class Listening:
     """answer(request) in a thread for each connection, until close()."""
 
     def __init__(self, port: int = 0):
-        class Quiet(ThreadingHTTPServer):
-            daemon_threads, request_queue_size, allow_reuse_address = True, 128, True
-
-            def handle_error(self, request, address):
-                pass  # a client that went away
-
         self.http = Quiet(("127.0.0.1", port), Handler)
-        self.http.answer, self.http.connections = self.answer, set()
+        self.http.answer = self.answer
+        self.http.connections = set()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.lock = threading.Lock()
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
@@ -78,58 +87,49 @@ class Listening:
 
 
 def choice(body: dict, i: int, **changes) -> dict:
-    """Completion i of a request: two to max_tokens tokens that begin with the prompt's first token and a piece of the seed."""
-    ids = [body["prompt"][0], (body["seed"] + i) % 89, *range(1, body["max_tokens"] - 1 - i % 3)][
-        : body["max_tokens"]
-    ]
-    return {
+    """Completion i of a request: two to max_tokens tokens that begin with the prompt's first token
+    and a piece of the seed."""
+    rest = range(1, body["max_tokens"] - 1 - i % 3)
+    ids = [body["prompt"][0], (body["seed"] + i) % 89, *rest]
+    ids = ids[: body["max_tokens"]]
+    usual = {
         "index": i,
         "token_ids": ids,
         "logprobs": {"token_logprobs": [-0.5] * len(ids)},
         "finish_reason": "stop",
         "prompt_token_ids": body["prompt"],
-    } | changes
+    }
+    return usual | changes
 
 
-def usual(request) -> tuple:
-    """What a healthy server sends."""
-    name = request.headers["X-Request-Id"]
-    return (
-        200,
-        {
-            "id": f"cmpl-{name}",
-            "choices": [choice(request.body, i) for i in range(request.body["n"])],
-        },
-        {"X-Request-Id": name},
-    )
-
-
-def with_choices(make):
-    """A server whose choice i is make(body, i)."""
+def with_choices(make, count: int | None = None):
+    """A server whose choice i is make(body, i); `count` of them instead of those asked for."""
 
     def answer(request):
-        status, found, headers = usual(request)
-        return (
-            status,
-            found | {"choices": [make(request.body, i) for i in range(request.body["n"])]},
-            headers,
-        )
+        name = request.headers["X-Request-Id"]
+        choices = [make(request.body, i) for i in range(count or request.body["n"])]
+        return 200, {"id": f"cmpl-{name}", "choices": choices}, {"X-Request-Id": name}
 
     return answer
 
 
+usual = with_choices(choice)  # what a healthy server sends
+
+
 class StandIn(Listening):
-    """`plan`: answers to the first completions that are asked for, as functions of the request; then `completion` for all others. `other`: {path:
-    function of the request} for what is not as usual elsewhere."""
+    """`plan`: answers to the first completions that are asked for, as functions of the request;
+    then `completion` for all others, each after `seconds`. `other`: {path: function of the request}
+    for what is not as usual elsewhere."""
 
     def __init__(self, port: int = 0, completion=usual, other=(), seconds: float = 0.0):
-        self.plan, self.completion, self.other, self.seconds = [], completion, dict(other), seconds
-        self.version, self.log, self.now, self.most = (
-            "default",
-            [],
-            0,
-            0,
-        )  # log: (path, body or headers) in order of arrival
+        self.plan = []
+        self.completion = completion
+        self.other = dict(other)
+        self.seconds = seconds
+        self.version = "default"  # of its weights
+        self.log = []  # (path, body, headers) in order of arrival
+        self.now = 0  # completions under way
+        self.most = 0  # at a time
         self.settings = {
             "model_config": {"logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": {"backend": "nccl"},
@@ -139,9 +139,15 @@ class StandIn(Listening):
     def paths(self, *wanted) -> list[str]:
         return [path for path, _, _ in self.log if path in wanted or not wanted]
 
+    def bodies(self, wanted: str) -> list[dict]:
+        return [body for path, body, _ in self.log if path == wanted]
+
     def completions(self) -> list:
         """(body, headers) of every request for completions."""
         return [(body, headers) for path, body, headers in self.log if path == "/v1/completions"]
+
+    def request_ids(self) -> list[str]:
+        return [headers["X-Request-Id"] for _, headers in self.completions()]
 
     def answer(self, request):
         path = request.path.partition("?")[0]
@@ -150,19 +156,10 @@ class StandIn(Listening):
         if path in self.other:
             return self.other[path](request)
         if path == "/v1/completions":
-            with self.lock:
-                self.now, self.most = self.now + 1, max(self.most, self.now + 1)
-                answer = self.plan.pop(0) if self.plan else self.completion
-            time.sleep(self.seconds)
-            try:
-                return answer(request)
-            finally:
-                with self.lock:
-                    self.now -= 1
-                    self.log.append(("answered", None, {}))
+            return self.complete(request)
         if path == "/update_weight_version":
             self.version = request.body["new_version"]
-        found = {
+        content = {
             "/weight_info": {"weight_version": self.version},
             "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
             "/get_world_size": {"world_size": 2},
@@ -170,57 +167,70 @@ class StandIn(Listening):
             "/reset_prefix_cache": {"success": True},
             "/health": b"",
         }
-        return 200, found.get(path, {}), {}
+        return 200, content.get(path, {}), {}
+
+    def complete(self, request):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            answer = self.plan.pop(0) if self.plan else self.completion
+        time.sleep(self.seconds)
+        try:
+            return answer(request)
+        finally:
+            with self.lock:
+                self.now -= 1
+                self.log.append(("answered", None, {}))
 
 
 class Proxy(Listening):
-    """Passes everything on to `targets` in turn, after `seconds` for completions. `mixes`: two requests that are under way at the same time get
-    each other's answers; a request that stays alone for half a second gets its own."""
+    """Passes everything on to `targets` in turn. `mixes`: two requests that are under way at the
+    same time get each other's answers; a request that stays alone for half a second gets its
+    own."""
 
-    def __init__(self, *targets: str, mixes: bool = False, seconds: float = 0.0):
+    PASSED_ON = ("content-type", "x-request-id", "x-vllm-client-tag")
+
+    def __init__(self, *targets: str, mixes: bool = False):
         self.clients = [httpx.Client(base_url=url, timeout=60, trust_env=False) for url in targets]
-        self.mixes, self.seconds, self.log, self.answers, self.waiting = (
-            mixes,
-            seconds,
-            [],
-            {},
-            None,
-        )  # answers: {request id: bytes}
+        self.mixes = mixes
+        self.log = []  # (path, body, headers) in order of arrival
+        self.answers = {}  # {request id: bytes}
+        self.waiting = None  # whose answer is held back, for the next one
         super().__init__()
 
     def answer(self, request):
-        completion = request.path == "/v1/completions"
         with self.lock:
             self.log.append((request.path, request.body, dict(request.headers)))
             client = self.clients[len(self.log) % len(self.clients)]
-        headers = {
-            key: value
-            for key, value in request.headers.items()
-            if key.lower() in ("content-type", "x-request-id", "x-vllm-client-tag")
-        }
+        headers = {}
+        for name, value in request.headers.items():
+            if name.lower() in self.PASSED_ON:
+                headers[name] = value
         found = client.request(request.method, request.path, content=request.data, headers=headers)
-        own = (
-            found.status_code,
-            found.content,
-            {key: found.headers[key] for key in ("x-request-id",) if key in found.headers},
-        )
-        if completion:
-            self.answers[request.headers["X-Request-Id"]] = found.content
-            time.sleep(self.seconds)
-        return self.exchange(own) if completion and self.mixes else own
+        echo = {}
+        if "x-request-id" in found.headers:
+            echo["x-request-id"] = found.headers["x-request-id"]
+        answer = (found.status_code, found.content, echo)
+        if request.path != "/v1/completions":
+            return answer
+        self.answers[request.headers["X-Request-Id"]] = found.content
+        return self.exchange(answer) if self.mixes else answer
 
-    def exchange(self, own: tuple) -> tuple:
+    def exchange(self, answer: tuple) -> tuple:
+        mine = {"answer": answer, "met": threading.Event()}
         with self.lock:
-            partner, mine = self.waiting, {"answer": own, "met": threading.Event()}
-            if partner is None:
-                self.waiting = mine
-            else:
-                theirs, partner["answer"], self.waiting = partner["answer"], own, None
+            partner = self.waiting
+            if partner is not None:
+                theirs = partner["answer"]
+                partner["answer"] = answer
+                self.waiting = None
                 partner["met"].set()
                 return theirs
+            self.waiting = mine
         mine["met"].wait(0.5)
         with self.lock:
-            self.waiting = None if self.waiting is mine else self.waiting
+            if self.waiting is mine:
+                self.waiting = None
             return mine["answer"]
 
     def close(self) -> None:
@@ -230,15 +240,14 @@ class Proxy(Listening):
 
 
 class FakeWorld:
-    """What server.py uses of torch.distributed; objects are pickled as they would be there."""
+    """What server/engine.py uses of torch.distributed; objects are pickled as they would be
+    there."""
 
     def __init__(self, size: int):
-        self.size, self.here, self.meet, self.table = (
-            size,
-            threading.local(),
-            threading.Barrier(size),
-            [b""] * size,
-        )
+        self.size = size
+        self.here = threading.local()
+        self.meet = threading.Barrier(size)
+        self.table = [b""] * size
 
     def get_rank(self) -> int:
         return getattr(self.here, "rank", 0)
@@ -256,12 +265,13 @@ class FakeWorld:
         self.meet.wait(60)
 
     def broadcast_object_list(self, values: list) -> None:
-        everyone = [None] * self.size
-        self.all_gather_object(everyone, values)
-        values[:] = everyone[0]
+        shares = [None] * self.size
+        self.all_gather_object(shares, values)
+        values[:] = shares[0]
 
     def run(self, work) -> list:
-        """work(rank) on all ranks at once: what each has returned, or the exception that it has raised."""
+        """work(rank) on all ranks at once: what each has returned, or the exception that it has
+        raised."""
 
         def one(rank):
             self.here.rank = rank

@@ -1,0 +1,123 @@
+"""Checks of bench.gpu: vLLM in this process, on random weights."""
+
+import torch
+
+import rollout
+from bench.gpu import Finding
+from bench.shapes import SHAPES, model_folder
+from common import load_config
+from policy import Policy, named_weights
+from ranks import start_distributed
+
+GAP = 0.03  # nats a token in bfloat16 between sampler and trainer
+PROMPTS, TOKENS = 8, 48
+
+
+class Case:
+    """An engine and the policy whose weights it should have."""
+
+    def __init__(self, setting):
+        from transformers import AutoModelForCausalLM
+
+        self.device = start_distributed().device
+        shape = SHAPES[setting.shape]._replace(layers=4)
+        folder = model_folder(shape, self.device)
+        on_gpu = self.device.type == "cuda"
+        options = {} if on_gpu else {"kv_cache_memory_bytes": 2**29}
+        values = {
+            "model": folder,
+            "dtype": "bfloat16",
+            "max_prompt_length": 32,
+            "max_completion_length": TOKENS,
+            "vllm_options": options,
+        }
+        c = load_config([f"--{key}={value}" for key, value in values.items()])
+        self.engine = rollout.VllmEngine(str(folder), c, torch.bfloat16, self.device)
+        self.engine.sleep()
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(self.device)
+        self.policy = Policy(lm, 1.0, 512)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(3, shape.vocabulary, (PROMPTS, 20), generator=generator)
+        self.prompts = prompts.tolist()
+        self.sync()
+
+    def sync(self) -> None:
+        self.engine.wake()
+        self.engine.sync(named_weights(self.policy.lm, 0))
+
+    def generate(self, temperature: float = 1.0) -> list[dict]:
+        sampling = {
+            "temperature": temperature,
+            "max_tokens": TOKENS,
+            "stop_token_ids": [0],
+            "seeds": list(range(PROMPTS)),
+        }
+        return self.engine.generate(self.prompts, 2, sampling)
+
+    @torch.no_grad()
+    def gap(self, rollouts: list[dict], temperature: float = 1.0) -> float:
+        """Mean difference of the sampler's log-probs from the policy's."""
+        self.policy.temperature = temperature
+        batch = rollout.to_batch(rollouts, self.device)
+        logps, _ = self.policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+        return ((logps - batch["sampler_logps"]).abs().sum() / batch["lengths"].sum()).item()
+
+
+def tokens_of(rollouts: list[dict]) -> list:
+    return [r["completion_ids"] for r in rollouts]
+
+
+def about(engine) -> str:
+    """What vLLM has chosen to run."""
+    config = engine.llm.llm_engine.vllm_config
+    runner = type(engine.llm.llm_engine.engine_core).__module__
+    parts = [f"vLLM {engine.vllm.__version__}", f"core {runner.rpartition('.')[2]}"]
+    parts.append(f"async {getattr(config.scheduler_config, 'async_scheduling', '?')}")
+    parts.append(f"eager {config.model_config.enforce_eager}")
+    return ", ".join(parts)
+
+
+def engine(setting):
+    case = Case(setting)
+    for temperature in (1.0, 0.7):
+        gap = case.gap(case.generate(temperature), temperature)
+        what = f"log-probs at T {temperature}"
+        wanted = f"< {GAP} nats ({about(case.engine)})"
+        yield Finding(what, gap < GAP, f"{gap:.4f} nats", wanted, {"gap": gap})
+    first = case.generate()
+    same = tokens_of(case.generate()) == tokens_of(first)
+    yield Finding("seeds", same, "repeat" if same else "give others", "repeat")
+    yield proof_of_sync(case, first)
+    yield from naps(case, first)
+
+
+def proof_of_sync(case: Case, first: list[dict]) -> Finding:
+    """The sampler follows weights that are moved, and comes back with them."""
+    before = [p.detach().clone() for p in case.policy.parameters()]
+    with torch.no_grad():
+        for p in case.policy.parameters():
+            p.add_(torch.randn_like(p) * 0.3 * p.float().std().nan_to_num(0.0))
+    stale = case.gap(first)
+    case.sync()
+    fresh = case.gap(case.generate())
+    with torch.no_grad():
+        for p, old in zip(case.policy.parameters(), before, strict=True):
+            p.copy_(old)
+    case.sync()
+    same = tokens_of(case.generate()) == tokens_of(first)
+    good = fresh < GAP < stale and same
+    measured = f"{stale:.3f} nats before, {fresh:.4f} after; {'same' if same else 'other'} tokens"
+    return Finding("a sync", good, measured, f"> {GAP}, < {GAP}, then the old tokens")
+
+
+def naps(case: Case, first: list[dict]):
+    """Sleep gives memory back, and the engine wakes as it was."""
+    for i in range(3):
+        free = torch.cuda.mem_get_info()[0] if case.engine.on_gpu else 0
+        case.engine.sleep()
+        freed = (torch.cuda.mem_get_info()[0] - free) / 2**30 if case.engine.on_gpu else 0.0
+        case.sync()
+        same = tokens_of(case.generate()) == tokens_of(first)
+        good = same and (freed > 1 or not case.engine.on_gpu)
+        measured = f"{freed:.1f} GiB freed, {'same' if same else 'other'} tokens"
+        yield Finding(f"sleep {i + 1}", good, measured, "> 1 GiB, same tokens", {"gib": freed})

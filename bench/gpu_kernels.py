@@ -1,0 +1,246 @@
+"""Checks of bench.gpu: attention of packed rows, the vocabulary head, waits for the device."""
+
+import warnings
+
+import torch
+
+import loss
+import packing
+from bench.gpu import Finding
+from bench.oracle import bottom_right_attention
+from bench.shapes import (
+    SHAPES,
+    Shape,
+    batch_of,
+    distance,
+    gib_of,
+    random_model,
+    seconds_of,
+    wait_for,
+)
+
+VALUES, GRADIENTS = 0.01, 0.02  # errors allowed in bfloat16, relative, of float32
+G = 8
+
+
+def prepare_stand_in(setting) -> None:
+    """On a CPU the emulation takes varlen_attn's place."""
+    if setting.device == "cpu":
+        packing.varlen_attn = bottom_right_attention
+
+
+def random_qkv(shape: Shape, queries: int, keys: int, setting) -> list:
+    """(queries, heads, d), (keys, kv heads, d) twice, bfloat16, with gradients."""
+    d = shape.hidden // shape.heads
+    sizes = [(queries, shape.heads), (keys, shape.kv_heads), (keys, shape.kv_heads)]
+    torch.manual_seed(1)
+    return [
+        torch.randn(*size, d, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+        for size in sizes
+    ]
+
+
+def against_exact(attend, exact, leaves: list) -> list[float]:
+    """Errors of the output and of each leaf's gradient."""
+    out = attend(*leaves)
+    grad = torch.randn_like(out)
+    found = out, *torch.autograd.grad(out, leaves, grad)
+    raised = [x.detach().float().requires_grad_() for x in leaves]
+    wanted = exact(*raised)
+    wanted = wanted, *torch.autograd.grad(wanted, raised, grad.float())
+    return [distance(a, b) for a, b in zip(found, wanted, strict=True)]
+
+
+def show(errors: list[float]) -> str:
+    return ", ".join(f"{error:.1e}" for error in errors)
+
+
+def alignment(setting):
+    """The causal order of varlen_attn where a segment has more keys than queries: its last query
+    sees all keys. Top-left order would be wrong everywhere behind a shared prompt."""
+    prepare_stand_in(setting)
+    options = {"window_size": (-1, 0), "enable_gqa": True}
+    queries, keys = torch.tensor([5, 130, 64, 1, 300]), torch.tensor([5, 400, 64, 77, 301])
+
+    def ends(counts):
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(setting.device)
+
+    limits = ends(queries), ends(keys), 300, 400
+    for name, shape in SHAPES.items():
+        if setting.device == "cpu" and name != "tiny":
+            continue
+        leaves = random_qkv(shape, int(queries.sum()), int(keys.sum()), setting)
+        errors = against_exact(
+            lambda *x: packing.varlen_attn(*x, *limits, **options),
+            lambda *x: bottom_right_attention(*x, *limits, **options),
+            leaves,
+        )
+        good = errors[0] < VALUES and max(errors[1:]) < GRADIENTS
+        what = f"heads of {shape.hidden // shape.heads}, more keys than queries"
+        wanted = f"< {VALUES}, < {GRADIENTS} (out; dq, dk, dv)"
+        yield Finding(what, good, show(errors), wanted)
+
+
+def packed_on_device(batch: dict, setting, varlen: bool) -> packing.Packed:
+    rows = packing.on_host(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    packed = packing.to_device(packing.pack(*rows, varlen=varlen), torch.device(setting.device))
+    return packing.with_masks(packed)
+
+
+def attention(setting):
+    """One layer's attention of 8 completions a prompt, both ways."""
+    prepare_stand_in(setting)
+    shape = SHAPES[setting.shape]
+    for tokens in (2048, 8192, 16384) if setting.device == "cuda" else (1300,):
+        batch = batch_of(shape.vocabulary, tokens, max(1, tokens // 4096), G, setting.device)
+        exact = packed_on_device(batch, setting, varlen=True)
+        M = exact.ids.shape[1]
+        leaves = random_qkv(shape, M, M, setting)
+
+        def exactly(q, k, v, plan=exact.varlen):
+            if plan.keys is not None:
+                k, v = k[plan.keys], v[plan.keys]
+            ends = plan.ends_q, plan.ends_k, plan.longest_q, plan.longest_k
+            return bottom_right_attention(q, k, v, *ends)
+
+        for varlen in (True, False):
+            packed = packed_on_device(batch, setting, varlen)
+            yield one_attention(packed, leaves, exactly, setting)
+
+
+def one_attention(packed, leaves: list, exactly, setting) -> Finding:
+    module = torch.nn.Module()
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # as transformers has them
+        return packing.attention(module, q, k, v, None, packed=packed)[0][0]
+
+    errors = against_exact(attend, exactly, leaves)
+    grad = torch.randn_like(leaves[0])
+
+    def both():
+        torch.autograd.grad(attend(*leaves), leaves, grad)
+
+    forward = seconds_of(lambda: attend(*[x.detach() for x in leaves]), setting.device) * 1e3
+    whole = seconds_of(both, setting.device) * 1e3
+    mib = gib_of(both, setting.device) * 1024
+    way = "blocks" if packed.varlen is None else "varlen"
+    good = errors[0] < VALUES and max(errors[1:]) < GRADIENTS
+    measured = f"{forward:.2f} + {whole - forward:.2f} ms, {mib:.0f} MiB, {show(errors)}"
+    if setting.device == "cuda" and packed.varlen is not None:
+        names = kernels_of(both)
+        good = good and any("flash" in name for name in names)
+        measured += f", {'; '.join(names[:3])}"
+    figures = {"forward_ms": forward, "backward_ms": whole - forward, "mib": mib, "errors": errors}
+    what = f"{packed.ids.shape[1]:,} tokens, {way}"
+    return Finding(what, good, measured, f"< {VALUES}, < {GRADIENTS}", figures)
+
+
+def kernels_of(work) -> list[str]:
+    """Names of the GPU kernels that take the most time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
+    return [event.key[:60] for event in events]
+
+
+# --- the head
+
+
+def head(setting):
+    """log-probs, entropies and gradients at the real vocabulary, softmaxes kept and not."""
+    if setting.device == "cpu":
+        loss.on_gpu, loss.compiled = (lambda x: True), (lambda function: function)
+    shape = SHAPES[setting.shape]
+    n, chunk = (4096, 1024) if setting.device == "cuda" else (100, 32)
+    torch.manual_seed(2)
+    hidden = torch.randn(n, shape.hidden, device=setting.device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.vocabulary, shape.hidden, device=setting.device) * 0.05
+    leaves = hidden.requires_grad_(), weight.bfloat16().requires_grad_()
+    targets = torch.randint(shape.vocabulary, (n,), device=setting.device)
+    ups = torch.randn(2, n, device=setting.device)
+    exact = exact_head(leaves, targets, ups, 0.7)
+    room = loss.room_for_softmaxes
+    for kept in (True, False):
+        loss.room_for_softmaxes = room if kept else (lambda hidden: 0)
+
+        def work():
+            outs = loss.token_logps(*leaves, targets, 0.7, chunk)
+            return (*outs, *torch.autograd.grad(outs, leaves, list(ups)))
+
+        errors = [distance(a, b) for a, b in zip(work(), exact, strict=True)]
+        milliseconds = seconds_of(work, setting.device) * 1e3
+        gib = gib_of(work, setting.device)
+        what = f"{n:,} tokens, V {shape.vocabulary:,}, {'kept' if kept else 'computed again'}"
+        good = max(errors[:2]) < 1e-3 and max(errors[2:]) < GRADIENTS
+        share = 1e3 * 6 * n * shape.hidden * shape.vocabulary / milliseconds
+        measured = f"{milliseconds:.1f} ms, {share / 1e12:.0f} Tflop/s, {gib:.1f} GiB"
+        figures = {"ms": milliseconds, "gib": gib, "errors": errors, "flops": share}
+        wanted = f"< 0.001, < {GRADIENTS} of float64"
+        yield Finding(what, good, f"{measured}, {show(errors)}", wanted, figures)
+
+
+def exact_head(leaves, targets, ups, temperature: float, chunk: int = 256) -> tuple:
+    """In float64, a few tokens at a time: logps, entropies, gradients of hidden and weight."""
+    hidden, weight = (x.detach().double() for x in leaves)
+    weight.requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    logps, entropies, grads = [], [], []
+    for i in range(0, len(targets), chunk):
+        h = hidden[i : i + chunk].clone().requires_grad_()
+        log_p = (h @ weight.T / temperature).log_softmax(1)
+        logp = log_p.gather(1, targets[i : i + chunk, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(1)
+        (
+            logp @ ups[0, i : i + chunk].double() + entropy @ ups[1, i : i + chunk].double()
+        ).backward()
+        logps.append(logp.detach())
+        entropies.append(entropy.detach())
+        grads.append(h.grad)
+    return torch.cat(logps), torch.cat(entropies), torch.cat(grads), weight.grad
+
+
+# --- waits
+
+
+def waits_of(work, device) -> int:
+    """How often the host waits for the GPU in `work`. 0 on a CPU."""
+    if device != "cuda":
+        work()
+        return 0
+    work()  # what is compiled or set up at first use
+    wait_for(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in caught)
+
+
+def waits(setting):
+    """Of one micro-batch, forward and backward, with gradient checkpointing."""
+    from policy import Policy
+
+    prepare_stand_in(setting)
+    counts = {}
+    for layers in (2, 6):
+        shape = SHAPES[setting.shape]._replace(layers=layers)
+        lm = random_model(shape, setting.device).train()
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = Policy(lm, 1.0, 512)
+        for groups in (1, 4):
+            batch = batch_of(shape.vocabulary, 1300 * groups, groups, G, setting.device)
+
+            def work(policy=policy, batch=batch):
+                logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+                (logps.sum() + entropy.sum()).backward()
+
+            counts[layers, groups] = waits_of(work, setting.device)
+    good = len(set(counts.values())) == 1 and max(counts.values()) <= 8
+    measured = ", ".join(f"{n} ({a} layers, {b} groups)" for (a, b), n in counts.items())
+    yield Finding("forward and backward", good, measured, "the same, at most 8")

@@ -1,0 +1,220 @@
+"""Checks of bench.gpu: the learner with DeepSpeed in bfloat16."""
+
+import gc
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import learner
+import loss
+import packing
+import train
+from bench.gpu import Finding
+from bench.shapes import (
+    SHAPES,
+    batch_of,
+    distance,
+    matrix_peak,
+    model_folder,
+    products,
+    seconds_of,
+    wait_for,
+)
+from common import load_config
+from policy import named_weights
+from preflight import memory_estimate
+from ranks import start_distributed
+
+G = 8
+TOKENS = 8192  # of a micro-batch
+SHARE = 0.45  # of the matrix peak
+ESTIMATE = 1.3  # how far the peak may be above dry_run's estimate
+
+
+class Case:
+    """A policy of random weights in an engine, a batch for it, and what is done with them."""
+
+    def __init__(self, setting, layers: int | None = None, tokens: int = TOKENS, **changes):
+        self.device = start_distributed().device
+        self.gpu = self.device.type == "cuda"
+        self.shape = SHAPES[setting.shape]
+        if layers:
+            self.shape = self.shape._replace(layers=layers)
+        self.tokens = tokens if self.gpu else 1300
+        self.groups = max(1, self.tokens // 4096)
+        values = {
+            "model": model_folder(self.shape, self.device),
+            "objective": "dr_grpo",
+            "importance_sampling": "none",
+            "beta": 0.0,
+            "dtype": "bfloat16",
+            "learning_rate": 1e-4,
+            "prompts_per_step": self.groups,
+            "num_generations": G,
+            "max_tokens_per_micro_batch": self.tokens,
+        } | changes
+        self.c = load_config([f"--{key}={value}" for key, value in values.items()])
+        self.held = torch.cuda.memory_allocated() if self.gpu else 0
+        self.engine = train.load_policy(self.c, self.device)
+        self.reference = train.load_reference(self.c, self.device)
+        vocabulary = self.shape.vocabulary
+        self.batch = batch_of(vocabulary, self.tokens, self.groups, G, self.device)
+        self.rewards = torch.rand(self.groups, G, generator=torch.Generator().manual_seed(3))
+
+    def learn(self, spoiled: bool = False) -> dict:
+        """Gradients of one step."""
+        self.batch.pop("old_logps", None)
+        lengths = self.batch["lengths"].view(-1, G).cpu()
+        group = {"rewards": self.rewards, "lengths": lengths}
+        if self.reference is not None:
+            rows = [{}] * self.groups
+            lived = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
+            models = self.engine, self.reference
+            group |= learner.measure_groups(*models, self.batch, lived, self.rewards, self.c)
+        targets = learner.group_targets(group, 0.0, self.c["beta"], self.c)
+        if spoiled:
+            targets["advantages"] = targets["advantages"] * float("nan")
+        norm = learner.step_counts(targets, lengths)
+        beta = self.c["beta"]
+        return learner.accumulate_gradients(self.engine, self.batch, targets, beta, self.c, norm)
+
+    def step(self, spoiled: bool = False) -> dict:
+        metrics = self.learn(spoiled)
+        self.engine.step()
+        return metrics
+
+    def weights(self) -> torch.Tensor:
+        """All of them, flat, on the CPU."""
+        stage = self.c["zero_stage"]
+        parts = [x.flatten().float().cpu() for _, x in named_weights(self.engine.module.lm, stage)]
+        return torch.cat(parts)
+
+    def estimate(self) -> float:
+        """GiB that dry_run would say, without a rollout engine."""
+        lm = self.engine.module.lm
+        n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
+        parts = memory_estimate(self.c, lm.config, n, 2, 1)
+        parts.pop("rollout engine's weights")
+        on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
+        return sum(on_gpu) / 2**30
+
+    def peak(self, work) -> float:
+        """GiB at the peak of `work`, everything of this case counted."""
+        if not self.gpu:
+            work()
+            return 0.0
+        wait_for(self.device)
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        wait_for(self.device)
+        return (torch.cuda.max_memory_allocated() - self.held) / 2**30
+
+
+def steps_and_saves(setting, **changes):
+    """A step moves the weights; what is saved loads to the bit and goes on; NaN moves nothing."""
+    case = Case(setting, layers=4 if setting.device == "cuda" else 2, **changes)
+    start = case.weights()
+    metrics = case.step()
+    first = case.weights()
+    good = abs(metrics["loss"]) < 10 and not torch.equal(start, first)
+    yield Finding("a step", good, f"loss {metrics['loss']:.2e}, weights moved", "both")
+    folder = Path(tempfile.mkdtemp(prefix="bench_gpu_"))
+    try:
+        yield from saves_and_loads(case, folder, first)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    before = case.weights()
+    case.step(spoiled=True)
+    good = torch.equal(before, case.weights()) and not case.engine.was_step_applied()
+    yield Finding("a NaN", good, "weights stay" if good else "weights moved", "weights stay")
+    room, loss.room_for_softmaxes = loss.room_for_softmaxes, lambda hidden: 0  # not in the estimate
+    peak, estimate = case.peak(case.step), case.estimate()
+    loss.room_for_softmaxes = room
+    figures = {"gib": peak, "estimate_gib": estimate}
+    measured = f"{peak:.2f} GiB, estimated {estimate:.2f}"
+    yield Finding("peak", peak <= ESTIMATE * estimate, measured, f"<= {ESTIMATE} of it", figures)
+
+
+def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
+    """`first`: the weights now."""
+    case.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
+    case.step()
+    second = case.weights()
+    case.engine.load_checkpoint(str(folder), tag="engine")
+    good = torch.equal(case.weights(), first)
+    yield Finding("save and load", good, "the same weights" if good else "others", "to the bit")
+    case.step()
+    # Adam makes a whole step of the smallest gradient, whose sign a GPU's rounding may change
+    error = distance(case.weights() - first, second - first)
+    measured = f"differs by {error:.1e} of itself"
+    yield Finding("the step after it", error < 0.3, measured, "< 0.3", {"error": error})
+
+
+def zero0(setting):
+    yield from steps_and_saves(setting, zero_stage=0)
+
+
+def zero1(setting):
+    yield from steps_and_saves(setting, zero_stage=1)
+
+
+def zero2(setting):
+    yield from steps_and_saves(setting, zero_stage=2)
+
+
+def zero3(setting):
+    yield from steps_and_saves(setting, zero_stage=3)
+
+
+def checkpointing(setting):
+    yield from steps_and_saves(setting, zero_stage=1, gradient_checkpointing=True)
+
+
+def offload(setting):
+    yield from steps_and_saves(setting, zero_stage=1, offload_optimizer=True)
+
+
+def reference(setting):
+    """A step with the KL to a reference model, wherever that is: the same loss."""
+    first = None
+    for place in ("device", "cpu", "sharded"):
+        changes = {"beta": 0.1, "reference_placement": place}
+        case = Case(setting, layers=4 if setting.device == "cuda" else 2, **changes)
+        peak = case.peak(case.learn)
+        found = case.learn()["loss"]
+        first = found if first is None else first
+        good = abs(found - first) <= 1e-3 * abs(first) + 1e-6
+        measured = f"loss {found:.4e}, {peak:.2f} GiB"
+        yield Finding(f"on {place}", good, measured, "the same loss", {"gib": peak})
+        del case
+        gc.collect()
+
+
+def speed(setting):
+    """Steps of one micro-batch at the whole depth: attention by varlen_attn, then by blocks."""
+    best = matrix_peak(setting.device)
+    for name in ("0.5b", "1.5b") if setting.device == "cuda" else ("tiny",):
+        changes = {"zero_stage": 1, "gradient_checkpointing": name == "1.5b"}
+        case = Case(setting._replace(shape=name), tokens=2 * TOKENS, **changes)
+        for way in ("varlen", "blocks"):
+            yield speed_of(case, name, way, best)
+        del case
+        gc.collect()
+
+
+def speed_of(case: Case, name: str, way: str, best: float) -> Finding:
+    """best: operations a second of the largest product."""
+    varlen = way == "varlen" and case.gpu
+    packing.uses_varlen = lambda lm: varlen
+    seconds = seconds_of(case.step, case.device, repeats=5, warm=3)
+    peak = case.peak(case.step)
+    tokens = int(case.batch["lengths"].sum())
+    share = products(case.shape, case.batch, case.groups) / seconds / best
+    measured = f"{tokens / seconds:,.0f} completion tokens/s, {share:.1%}, {peak:.1f} GiB"
+    figures = {"tokens_per_second": tokens / seconds, "share": share, "gib": peak}
+    good = share >= SHARE or not varlen
+    wanted = f">= {SHARE:.0%} of the peak" if way == "varlen" else ""
+    return Finding(f"{name}, {way}", good, measured, wanted, figures)

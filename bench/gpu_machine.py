@@ -1,0 +1,81 @@
+"""Checks of bench.gpu: the machine itself."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.gpu import Finding
+from bench.shapes import copy_peak, distance, matrix_peak
+
+DRIVER = 580  # the oldest for CUDA 13, which PyPI's torch 2.13 is built for
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, empty if there is no such command or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def driver(setting):
+    query = ("--query-gpu=driver_version,name,memory.total", "--format=csv,noheader")
+    found = output_of("nvidia-smi", *query).splitlines()
+    if not found:
+        yield Finding("version", setting.device == "cpu", "nvidia-smi says nothing", f">= {DRIVER}")
+        return
+    version = found[0].split(",")[0]
+    good = int(version.split(".")[0]) >= DRIVER
+    yield Finding("version", good, "; ".join(found), f">= {DRIVER}")
+
+
+def compiler(setting):
+    """Triton compiles its driver helper with it at first use."""
+    names = [name for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name]
+    found = next((line for name in names if (line := output_of(name, "--version"))), "")
+    yield Finding("of C", bool(found), found.split("\n")[0] or "none", "gcc, clang or $CC")
+
+
+def python_h(setting):
+    path = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    yield Finding("header", path.exists(), str(path), "exists (python3-dev)")
+
+
+def nccl(setting):
+    """One rank alone: that it starts at all."""
+    cuda = setting.device == "cuda"
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    store = dist.HashStore()
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    x = torch.ones(1000, device=setting.device)
+    dist.all_reduce(x)
+    good = bool((x == 1).all())
+    dist.destroy_process_group()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if cuda else "gloo stands for it"
+    yield Finding("all-reduce of one rank", good, version, "runs")
+
+
+def triton(setting):
+    """One kernel."""
+    if setting.device == "cpu":
+        yield Finding("one kernel", True, "needs a GPU")
+        return
+    from bench.triton_kernel import add
+
+    a, b = torch.randn(2, 100_000, device=setting.device)
+    error = distance(add(a, b), a + b)
+    yield Finding("one kernel", error == 0, f"error {error}", "0")
+
+
+def peaks(setting):
+    """The shares of the other checks are of these."""
+    products, copies = matrix_peak(setting.device), copy_peak(setting.device)
+    figures = {"flops": products, "bytes_per_second": copies}
+    measured = f"{products / 1e12:.3g} Tflop/s in bfloat16, {copies / 1e12:.3g} TB/s"
+    yield Finding("products and copies", True, measured, "", figures)

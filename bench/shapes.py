@@ -1,0 +1,138 @@
+"""Models of real shapes with random weights, batches for them, and what the best a GPU can do is."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Shape(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5-0.5B
+    "1.5b": Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B
+    "tiny": Shape(128, 2, 4, 2, 256, 1000),
+}
+PROMPT = 128  # tokens of a prompt
+
+
+def config_of(shape: Shape):
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.feed_forward,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
+
+
+def random_model(shape: Shape, device, dtype=torch.bfloat16):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
+
+
+def model_folder(shape: Shape, device) -> Path:
+    """Random weights, saved once."""
+    name = "_".join(map(str, shape))
+    folder = Path(tempfile.gettempdir()) / f"bench_gpu_{os.getuid()}_{name}"
+    if not (folder / "model.safetensors").exists():
+        random_model(shape, device).save_pretrained(folder)
+    return folder
+
+
+def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
+    """About `tokens` tokens, prompts once: `groups` prompts with G completions each, lengths of
+    which are between half of the longest and the longest."""
+    rows = groups * G
+    longest = int((tokens - groups * PROMPT) / rows / 0.75)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(longest / 2, longest, rows).long().clamp(min=1)
+    lengths = lengths[torch.randperm(rows, generator=generator)]
+    ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)
+    ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)
+    batch = {
+        "ids": ids,
+        "prompt_lengths": torch.full((rows,), PROMPT),
+        "lengths": lengths,
+        "sampler_logps": torch.zeros(rows, longest),
+    }
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def products(shape: Shape, batch: dict, groups: int) -> float:
+    """Floating-point operations of a forward and backward, 2 and 4 per weight and token, the
+    vocabulary head on completion tokens only; attention left out."""
+    completions = int(batch["lengths"].sum())
+    tokens = completions + groups * PROMPT
+    attention = shape.hidden * shape.hidden * (2 + 2 * shape.kv_heads / shape.heads)
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.feed_forward)
+    return 6 * (weights * tokens + shape.hidden * shape.vocabulary * completions)
+
+
+def wait_for(device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work, device, repeats: int = 5, warm: int = 2) -> float:
+    """The median of `repeats`."""
+    times = []
+    for _ in range(warm + repeats):
+        wait_for(device)
+        begin = time.perf_counter()
+        work()
+        wait_for(device)
+        times.append(time.perf_counter() - begin)
+    return sorted(times[warm:])[repeats // 2]
+
+
+def gib_of(work, device) -> float:
+    """GiB that `work` needs at its peak, beyond what is held before it. 0 on a CPU."""
+    if torch.device(device).type != "cuda":
+        work()
+        return 0.0
+    wait_for(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    wait_for(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def matrix_peak(device) -> float:
+    """Operations a second of a large bfloat16 product."""
+    n = 8192 if torch.device(device).type == "cuda" else 256
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    return 2 * n**3 / seconds_of(lambda: a @ b, device, repeats=11, warm=3)
+
+
+def copy_peak(device) -> float:
+    """Bytes a second of a large copy, read and written."""
+    n = 2**30 if torch.device(device).type == "cuda" else 2**20
+    a = torch.empty(n, device=device, dtype=torch.uint8)
+    b = torch.empty_like(a)
+    return 2 * n / seconds_of(lambda: b.copy_(a), device, repeats=11, warm=3)
+
+
+def distance(found, wanted) -> float:
+    """|found - wanted| / |wanted|; NaN passes for nothing."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return ((found - wanted).norm() / wanted.norm()).item()

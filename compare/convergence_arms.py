@@ -1,0 +1,34 @@
+# The arms of the long comparison: until mean@8 has stopped rising. The first one is the baseline.
+#   python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --seeds=3 \
+#     --ranks=1
+#   --jobs=2 --learning_rate=2e-4 --lr_scheduler_type=constant --warmup_steps=20 --max_steps=1500
+#   --eval_steps=50          (one line)
+dr_grpo = {"objective": "dr_grpo"}
+dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
+# flow divides by row lengths and dr_grpo does not: this one is between them
+dr_grpo_rowmean = {"objective": "grpo", "scale_rewards": "none"}
+grpo = {"objective": "grpo"}
+dapo_high = {"objective": "dapo", "epsilon_high": 0.28}
+maxrl = {"objective": "maxrl"}
+pkpo_anneal = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4, 600: 2, 900: 1}}
+flow_20 = {"objective": "flow", "maxent_tau": 0.2}
+flow_10 = {"objective": "flow", "maxent_tau": 0.1}
+unlikely_25 = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
+maxent_10 = {"objective": "maxent", "maxent_tau": 0.1}
+maxent_20 = {"objective": "maxent", "maxent_tau": 0.2}
+maxent_40 = {"objective": "maxent", "maxent_tau": 0.4}
+maxent_scale8 = {"objective": "maxent", "maxent_score_scale": 8.0, "maxent_tau": 0.025}
+maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
+maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}
+# the control: maxent's weighting of groups without its pull, its temperature and its scores
+maxent_pg_tau0 = {"objective": "maxent", "maxent_loss": "policy_gradient", "maxent_tau": 0.0}
+xdr_05 = {"objective": "xdr", "maxent_tau": 0.05}
+xdr_80 = {"objective": "xdr", "maxent_tau": 0.8}
+token_entropy_01 = {"objective": "token_entropy", "token_entropy_coef": 0.01}
+token_entropy_03 = {"objective": "token_entropy", "token_entropy_coef": 0.03}
+token_entropy_10 = {"objective": "token_entropy", "token_entropy_coef": 0.1}
+modes_30_length = {
+    "objective": "dr_grpo",
+    "mode_entropy_coef": 0.3,
+    "mode_entropy_score_norm": "length",
+}

@@ -1,0 +1,25 @@
+# Countdown as in countdown_tiny.py with both controllers on: tau holds an excess entropy of the
+# weights, beta a distance to the warm start. Two CPU cores; the warm start is that of countdown_tiny.
+#   torchrun --standalone --nproc_per_node 2 train.py config/countdown_steered.py       3 minutes
+model = "runs/countdown_sft"
+output_dir = "runs/countdown_steered"
+dataset = {"name": "countdown", "config": "tiny"}
+max_prompt_length = 32
+max_completion_length = 32
+prompts_per_step = 32
+num_generations = 16
+objective = "maxent"
+maxent_tau = 0.2
+maxent_target_excess_entropy = 0.1  # tau about .21 where a quarter of a group is right
+maxent_tau_lr = 0.3
+maxent_tau_max = 0.217  # 1 / ln(100 characters), above which wrong answers win
+beta = 0.02
+kl_target = 0.05  # nats per token; without a reference it gets to 0.1 in 200 steps
+learning_rate = 3e-4
+lr_scheduler_type = "linear"
+warmup_steps = 10
+max_steps = 250
+max_tokens_per_micro_batch = 8192
+dtype = "float32"  # also on a GPU: so small a model costs nothing
+max_logp_difference = 0.01  # sampler and trainer in float32
+eval_steps = 50

@@ -1,0 +1,203 @@
+"""bench.gpu: what it says where there is no GPU, how it runs its checks, and that those of attention,
+head and learner run, on a CPU with stand-ins for the kernels. Its figures are a GPU's to give."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from exact_matrix import ROOT
+
+import packing
+from bench import gpu, gpu_kernels, gpu_machine, shapes
+from common import UserError
+
+TINY = gpu.Setting("cpu", "tiny")
+
+
+def test_without_a_gpu_there_is_one_sentence_and_status_3():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("no GPU: ") and done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", ["attentoin", "--devise=cpu", "--check=nothing"])
+def test_an_unknown_check_or_flag_is_refused_with_those_there_are(wrong):
+    with pytest.raises(UserError) as caught:
+        gpu.main([wrong])
+    said = str(caught.value)
+    named = wrong.removeprefix("--check=").partition("=")[0]
+    assert named in said and "attention" in said and "--json=" in said
+
+
+class Done:
+    """A process that has ended."""
+
+    def __init__(self, out: str, status: int = 0, err: str = ""):
+        self.stdout, self.returncode, self.stderr = out, status, err
+
+
+def finding(what: str, good: bool) -> str:
+    row = gpu.Finding(what, good, "2 ms", "< 3", {"ms": 2.0})._asdict()
+    return "finding " + json.dumps(row | {"seconds": 1.0}) + "\n"
+
+
+def test_all_checks_run_whatever_one_of_them_does(tmp_path, monkeypatch, capsys):
+    """One is fine, one fails, one dies half way, one does not end, one needs what is not here."""
+
+    def run(command, timeout, **more):
+        name = command[3].removeprefix("--check=")
+        if name == "head":
+            error = subprocess.TimeoutExpired(command, timeout)
+            error.stdout = finding("early", True).encode()
+            raise error
+        if name == "zero1":
+            return Done(finding("early", True), 1, "RuntimeError: out of memory\nleaked\n")
+        return Done(finding("it", name != "peaks"))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setitem(gpu.CHECKS, "engine", gpu.Check("gpu_engine", 9, ("no_such_package",)))
+    monkeypatch.setitem(gpu.CHECKS, "nccl", gpu.Check("gpu_machine", 9, (), gpus=3))
+    path = tmp_path / "new" / "figures.json"
+    names = ["driver", "peaks", "zero1", "head", "engine", "nccl"]
+    assert gpu.run_all(names, TINY, path) == 1
+    rows = {row["check"]: row for row in json.loads(path.read_text())["rows"]}
+    states = {name: row["state"] for name, row in rows.items()}
+    assert states == {
+        "driver: it": "ok",
+        "peaks: it": "FAIL",
+        "zero1: early": "ok",
+        "zero1": "FAIL",
+        "head: early": "ok",
+        "head": "FAIL",
+        "engine": "skip",
+        "nccl": "skip",
+    }
+    assert "out of memory" in rows["zero1"]["measured"]
+    assert "not done after 180 seconds" in rows["head"]["measured"]
+    assert rows["driver: it"]["figures"] == {"ms": 2.0}
+    table = capsys.readouterr().out
+    assert "| driver: it | ok | 2 ms | < 3 | 1.0 |" in table
+    assert "| engine | skip | no_such_package not installed |" in table
+    assert gpu.run_all(["driver"], TINY, path) == 0
+
+
+def test_a_check_that_finds_nothing_has_failed(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: Done("nothing\n"))
+    assert [row["state"] for row in gpu.rows_of("driver", TINY, 9)] == ["FAIL"]
+
+
+def test_every_check_is_a_function_of_its_module():
+    for name, check in gpu.CHECKS.items():
+        source = (ROOT / "bench" / f"{check.module}.py").read_text()
+        assert f"\ndef {name}(setting):" in source, name
+
+
+def test_checks_of_learner_and_kernels_do_not_need_vllm():
+    for name, check in gpu.CHECKS.items():
+        assert ("vllm" in check.needs) == (name == "engine")
+
+
+def test_why_there_is_no_gpu_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built for CPUs" in gpu.no_gpu()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES is empty" in gpu.no_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert "driver on your system is too old" in gpu.no_gpu()
+
+
+@pytest.mark.parametrize("version, good", [("580.65.06", True), ("550.54.15", False)])
+def test_the_driver_must_be_new_enough_for_the_wheels(version, good, monkeypatch):
+    monkeypatch.setattr(gpu_machine, "output_of", lambda *command: f"{version}, NVIDIA X, 80 GiB")
+    (found,) = gpu_machine.driver(TINY)
+    assert found.good == good and version in found.measured
+
+
+@pytest.mark.parametrize("name", ["alignment", "attention", "head"])
+def test_the_kernels_of_the_model_are_right_or_said_to_be_wrong(name, monkeypatch):
+    """With the stand-ins all is well; with a kernel of another order or scale nothing is."""
+    monkeypatch.setattr("packing.varlen_attn", gpu_kernels.packing.varlen_attn)
+    for attribute in ("on_gpu", "compiled", "room_for_softmaxes"):
+        monkeypatch.setattr(gpu_kernels.loss, attribute, getattr(gpu_kernels.loss, attribute))
+    findings = list(getattr(gpu_kernels, name)(TINY))
+    assert findings and all(found.good for found in findings)
+    wrong = {
+        "alignment": ("packing.varlen_attn", top_left),
+        "attention": ("packing.varlen_attn", top_left),
+        "head": ("loss.head_logits", lambda hidden, weight: 1.1 * (hidden @ weight.T).float()),
+    }
+    monkeypatch.setattr(gpu_kernels, "prepare_stand_in", lambda setting: None)
+    monkeypatch.setattr(*wrong[name])
+    assert not next(iter(getattr(gpu_kernels, name)(TINY))).good
+
+
+def top_left(q, k, v, ends_q, ends_k, *more, **options):
+    """Causal order aligned at the first query and key."""
+    groups = q.shape[1] // k.shape[1]
+    parts = []
+    for i in range(len(ends_q) - 1):
+        own = slice(ends_q[i], ends_q[i + 1])
+        keys = slice(ends_k[i], ends_k[i + 1])
+        a, b, c = q[own], k[keys], v[keys]
+        b, c = b.repeat_interleave(groups, 1), c.repeat_interleave(groups, 1)
+        a, b, c = (x.transpose(0, 1)[None] for x in (a, b, c))
+        out = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_a_batch_has_the_tokens_asked_for_and_shares_prompts():
+    for tokens, groups in ((1300, 1), (8192, 2), (16384, 4)):
+        batch = shapes.batch_of(1000, tokens, groups, 8, "cpu")
+        held = groups * shapes.PROMPT + int(batch["lengths"].sum())
+        assert held == pytest.approx(tokens, rel=0.03) and held <= tokens
+        prompts = batch["ids"][:, : shapes.PROMPT].view(groups, 8, -1)
+        assert (prompts == prompts[:, :1]).all() and batch["lengths"].unique().numel() > 3
+
+
+def test_products_are_counted_once_for_a_shared_prompt():
+    shape = shapes.SHAPES["tiny"]
+    one = shapes.batch_of(shape.vocabulary, 1300, 1, 8, "cpu")
+    batch = one | {"lengths": one["lengths"] * 0}
+    hidden, kv = shape.hidden, shape.kv_heads / shape.heads
+    weights = shape.layers * (hidden * hidden * (2 + 2 * kv) + 3 * hidden * shape.feed_forward)
+    assert shapes.products(shape, batch, 1) == 6 * weights * shapes.PROMPT
+
+
+def test_what_a_gpu_is_asked_for_is_in_the_torch_that_is_pinned():
+    """Keywords of varlen_attn, float32 products of 16 bits, a fused AdamW: none of them runs on a
+    CPU, all can be looked up."""
+    parameters = inspect.signature(packing.varlen_attn).parameters
+    names = list(parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(names)
+    schema = str(torch.ops.aten.mm.dtype._schema)
+    assert "ScalarType out_dtype" in schema
+    assert "fused" in inspect.signature(torch.optim.AdamW).parameters
+    assert callable(torch.cuda.set_sync_debug_mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["waits", "zero0", "zero1", "zero2", "zero3", "reference"])
+def test_checks_of_the_learner_run_on_a_cpu(name):
+    """Steps, saves, loads and skips a NaN in bfloat16 at every ZeRO stage."""
+    rows = gpu.rows_of(name, TINY, 300)
+    assert rows and all(row["state"] == "ok" for row in rows), rows

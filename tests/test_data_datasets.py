@@ -1,0 +1,257 @@
+"""Rows of .parquet files, folders of save_to_disk and the Hugging Face hub, reachable or not."""
+
+import http.server
+import json
+import socket
+import threading
+import time
+
+import datasets
+import huggingface_hub
+import pyarrow.parquet
+import pytest
+from row_files import check_words, jsonl, load, parquet, refusal
+
+from preflight import load_model_files
+
+
+@pytest.fixture(autouse=True)
+def no_cache_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+# --- files and folders
+
+
+def test_a_parquet_file_gives_the_rows_of_a_jsonl_file(tmp_path):
+    rows = []
+    for i in range(5):
+        answer = {"numbers": [i, 1], "target": i + 1}
+        row = {"prompt": f"{i}+1", "answer": answer, "id": f"row {i}", "task": "countdown"}
+        rows.append(row)
+    path = parquet(tmp_path, **{key: [row[key] for row in rows] for key in rows[0]})
+    assert load(path) == rows
+    assert load(jsonl(tmp_path, *rows)) == rows
+
+
+def test_rows_of_a_parquet_file_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys):
+    path = parquet(tmp_path, prompt=["a", None, "", "d", "e"], answer=["1", "1", "1", None, ""])
+    assert [row["prompt"] for row in load(path)] == ["a"]
+    assert "4 of 5" in capsys.readouterr().out
+    message = refusal(load, parquet(tmp_path, prompt=["", None], answer=["1", "1"]))
+    check_words(message, "none of its 2 rows", "'prompt'", "'answer'", "rows.parquet")
+
+
+def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
+    columns = {"prompt": ["1+1", "2+2"], "answer": ["2", "4"], "bulk": [[0.5] * 9] * 2}
+    dataset = datasets.Dataset.from_dict(columns)
+    one = str(tmp_path / "one")
+    two = str(tmp_path / "two")
+    dataset.save_to_disk(one)
+    datasets.DatasetDict(train=dataset, test=dataset.select([1])).save_to_disk(two)
+    rows = [
+        {"id": "0", "task": "", "prompt": "1+1", "answer": "2"},
+        {"id": "1", "task": "", "prompt": "2+2", "answer": "4"},
+    ]
+    assert load(one) == rows
+    assert load(two) == rows
+    assert [row["prompt"] for row in load(two, split="test")] == ["2+2"]
+    check_words(refusal(load, two, split="dev"), two, "'dev'", "train, test")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, kind):
+    columns = {"problem": ["1+1"], "gold": ["2"]}
+    path = parquet(tmp_path, **columns)
+    if kind == "folder":
+        path = str(tmp_path / "folder")
+        datasets.Dataset.from_dict(columns).save_to_disk(path)
+    message = refusal(load, path, prompt="prompt", answer="gold")
+    check_words(message, repr(path), "'prompt'", "problem, gold")
+    message = refusal(load, path, prompt="problem", answer="answer")
+    check_words(message, repr(path), "'answer'", "problem, gold")
+    message = refusal(load, path, prompt="problem", answer="gold", more=["level"])
+    assert "'level'" in message
+
+
+def test_prompts_of_a_dataset_that_are_not_text_are_refused(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    message = refusal(load, parquet(tmp_path, prompt=[messages], answer=["1"]))
+    check_words(message, "'prompt'", "list", "name a column")
+
+
+def test_a_field_of_the_wrong_type_in_a_parquet_file_is_refused_with_its_row(tmp_path):
+    path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], num_modes=["2", "3"])
+    check_words(refusal(load, path), path, "row 0", "'num_modes' must be a number")
+
+
+def test_a_parquet_file_with_bytes_for_text_is_one_sentence(tmp_path):
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    path = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": ["1"]}), path)
+    check_words(refusal(load, path), path, "UTF-8")
+
+
+def test_files_that_are_not_there_or_not_what_they_seem_are_one_sentence(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "dataset_info.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for name in ("broken.parquet", "nowhere.parquet", "folder", "empty"):
+        message = refusal(load, str(tmp_path / name))
+        assert name in message
+        assert "not a task" not in message
+
+
+def test_datasets_in_offline_mode_are_one_sentence():
+    check_words(refusal(load, "nobody/nothing"), "'nobody/nothing'", "countdown", "HF_HUB_OFFLINE")
+    assert "dataset.name" in refusal(load, "")
+
+
+# --- the hub
+
+CARD = """---
+configs:
+- config_name: sums
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
+FILES = {
+    "README.md": CARD,
+    "train.jsonl": '{"question": "1+1", "gold": "2", "bulk": 1}\n',
+    "test.jsonl": '{"question": "2+2", "gold": "4", "bulk": 1}\n',
+}
+COMMIT = "a" * 40
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as one small dataset needs, which can't be reached here.
+
+    The fixture `hub` sets two lists: `troubles`, what happens to the first requests, a status, or 0
+    for hanging up; `asked`, (method, path) of each request."""
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        self.asked.append((self.command, path))
+        if not self.troubles:
+            return self.reply(*self.answer(path))
+        status = self.troubles.pop(0)
+        if status:
+            self.reply(status, "", {})
+
+    do_HEAD = do_GET
+
+    def answer(self, path: str) -> tuple:
+        """(status, body, headers)"""
+        if "/resolve/" in path:
+            body = FILES.get(path.rpartition("/")[2], "")
+            headers = {"ETag": path, "X-Repo-Commit": COMMIT, "X-Error-Code": "EntryNotFound"}
+            return (200 if body else 404), body, headers
+        if "/tree/" in path:
+            files = []
+            for name, text in FILES.items():
+                files.append({"type": "file", "path": name, "size": len(text), "oid": "1"})
+            return 200, json.dumps(files), {}
+        if path.startswith("/api/datasets/"):
+            siblings = [{"rfilename": name} for name in FILES]
+            return 200, json.dumps({"id": "some/sums", "sha": COMMIT, "siblings": siblings}), {}
+        return 200, "", {}
+
+    def reply(self, status: int, body: str, headers: dict) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """(FakeHub, list of the pauses that were made), in the place of huggingface.co."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    poll = {"poll_interval": 0.01}
+    threading.Thread(target=server.serve_forever, kwargs=poll, daemon=True).start()
+    pauses = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    FakeHub.troubles = []
+    FakeHub.asked = []
+    yield FakeHub, pauses
+    server.shutdown()
+    server.server_close()
+
+
+def of_hub(config="sums", split="train", name="some/sums") -> list[dict]:
+    return load(name, config=config, split=split, prompt="question", answer="gold")
+
+
+def test_a_dataset_of_the_hub_is_asked_for_again_when_the_hub_is_busy(hub):
+    fake, pauses = hub
+    fake.troubles = [503, 503, 500]
+    row = {"id": "0", "task": "", "prompt": "1+1", "answer": "2", "question": "1+1", "gold": "2"}
+    assert of_hub() == [row]
+    card = ("HEAD", "/datasets/some/sums/resolve/main/README.md")
+    assert fake.asked[:4] == [card] * 4
+    assert 0 < pauses[0] < pauses[1]
+    assert [row["prompt"] for row in of_hub(split="test")] == ["2+2"]
+    check_words(refusal(of_hub, split="dev"), "'some/sums'", "dataset.split='dev'", "train")
+    check_words(refusal(of_hub, "products"), "'some/sums'", "dataset.config='products'", "sums")
+
+
+def test_a_dataset_of_the_hub_that_was_read_once_is_there_without_a_network(hub, monkeypatch):
+    fake, _ = hub
+    of_hub()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    requests = len(fake.asked)
+    assert [row["prompt"] for row in of_hub()] == ["1+1"]
+    assert len(fake.asked) == requests
+    check_words(refusal(of_hub, config="", name="some/other"), "'some/other'", "HF_HUB_OFFLINE")
+
+
+@pytest.mark.parametrize("trouble", [503, 0])
+def test_a_hub_that_stays_out_of_reach_is_one_sentence_after_growing_pauses(hub, trouble):
+    fake, pauses = hub
+    fake.troubles = [trouble] * 99
+    assert "'some/sums'" in refusal(of_hub)
+    if trouble:
+        assert len(pauses) >= 4
+        assert pauses == sorted(pauses)
+
+
+@pytest.fixture
+def no_network(hub, monkeypatch):
+    """The pauses that were made, where nothing listens at the hub's address."""
+    with socket.socket() as closed:  # bound, so that nobody else gets it, and not listening
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", nowhere)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        yield hub[1]
+
+
+def test_a_dataset_without_a_network_is_one_sentence_and_nobody_waits(no_network, capsys):
+    assert "can't be reached" in refusal(of_hub)
+    assert no_network == []
+    assert capsys.readouterr().out.count("can't be reached") == 1
+
+
+def test_a_model_without_a_network_is_one_sentence_and_nobody_waits(no_network, capsys):
+    assert "model='some/model'" in refusal(load_model_files, "some/model")
+    assert no_network == []
+    assert capsys.readouterr().out.count("can't be reached") == 1

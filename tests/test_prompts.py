@@ -1,0 +1,176 @@
+"""Prompts as the model sees them: chat templates, good, bad and hostile."""
+
+import jinja2
+import pytest
+from row_files import check_words, refusal
+
+import prompts
+import sft
+from common import load_config
+from preflight import load_model_files
+
+TOKENIZER = sft.tiny_tokenizer()
+ROW = {"id": "1", "task": "", "prompt": "1+1?", "answer": "2"}
+OWN = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[me]{% endif %}"
+)
+
+
+def base_tokenizer():
+    tokenizer = sft.tiny_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def encoded_ids(tokenizer, *flags) -> list[int]:
+    (row,) = prompts.encode_prompts([ROW], tokenizer, load_config(list(flags)))
+    return row["prompt_ids"]
+
+
+# --- what the model sees
+
+
+def test_the_chat_template_is_rendered_with_the_assistants_turn_open():
+    rendered = "<|system|>Be brief.<|user|>1+1?<|assistant|>"
+    assert prompts.render_prompt(ROW, TOKENIZER, "Be brief.") == rendered
+    assert prompts.render_prompt(ROW, TOKENIZER, "") == "<|user|>1+1?<|assistant|>"
+    characters = TOKENIZER.convert_tokens_to_ids(list("1+1?"))
+    assert encoded_ids(TOKENIZER) == [3, *characters, 4]
+
+
+def test_a_base_model_sees_the_bare_text_and_its_own_special_tokens():
+    base = base_tokenizer()
+    assert prompts.render_prompt(ROW, base, "Q: ") == "Q: 1+1?"
+    assert base.decode(encoded_ids(base)) == "1+1?"
+
+
+def test_a_prompt_is_known_by_its_text_alone():
+    row = prompts.with_prompt(ROW, "2+2?")
+    assert row == {**ROW, "prompt": "2+2?"}
+    assert ROW["prompt"] == "1+1?"
+    assert prompts.prompt_text(row) == "2+2?"
+    assert prompts.prompt_key(row) == prompts.prompt_key({"prompt": " 2+2? "})
+
+
+# --- templates of one's own
+
+
+def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
+    (tmp_path / "template.jinja").write_text(OWN)
+    for given_as in (OWN, str(tmp_path / "template.jinja")):
+        tokenizer = load_model_files(str(tiny_model_dir), given_as).tokenizer
+        assert prompts.render_prompt(ROW, tokenizer, "S") == "[system]S[user]1+1?[me]"
+    assert load_model_files(str(tiny_model_dir)).tokenizer.chat_template == sft.TEMPLATE
+
+
+def test_a_base_model_can_be_given_a_template():
+    base = base_tokenizer()
+    prompts.set_chat_template(base, OWN)
+    assert encoded_ids(base) == base("[user]1+1?[me]")["input_ids"]
+
+
+SYSTEM_ONLY = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("nowhere.jinja", ["'nowhere.jinja'", "No such file"]),
+        (".", ["'.'", "directory"]),
+        ("{% for %}", ["TemplateSyntaxError"]),
+        ("{{ messages[0]['content'] }", ["TemplateSyntaxError"]),
+        ("{{ raise_exception('one\ntwo') }}", ["one two"]),
+        ("{{ nobody.content }}", ["UndefinedError"]),
+        ("{{ 'Answer:' }}", ["leaves the user's message out"]),
+        ("{}", ["leaves the user's message out"]),
+        (SYSTEM_ONLY, ["leaves the user's message out"]),
+    ],
+)
+def test_a_chat_template_that_can_not_be_used_is_one_sentence(template, words):
+    message = refusal(prompts.set_chat_template, sft.tiny_tokenizer(), template)
+    check_words(message, "chat_template", *words)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "''.__class__.__mro__",
+        "messages.__class__.__base__.__subclasses__()",
+        "cycler.__init__.__globals__.os.system('touch {path}')",
+        "messages.append(1)",
+        "self.__init__.__globals__.os",
+        "raise_exception.__globals__['os'].system('touch {path}')",
+        "'x'.format.__globals__.os",
+        "range(10**9)|list",
+        "messages[0].update(content='x')",
+    ],
+)
+def test_a_hostile_chat_template_runs_nothing(attack, tmp_path):
+    """Templates come with models of strangers: transformers renders them in a sandbox, and this is
+    where it is relied on."""
+    path = tmp_path / "ran"
+    attack = attack.replace("{path}", str(path))
+    template = "{{ " + attack + " }}{{ messages[0]['content'] }}"
+    message = refusal(prompts.set_chat_template, sft.tiny_tokenizer(), template)
+    kinds = ("SecurityError", "UndefinedError", "OverflowError")
+    assert any(kind in message for kind in kinds), message
+    assert not path.exists()
+
+
+def test_a_spying_chat_template_sees_nothing():
+    spy = sft.tiny_tokenizer()
+    template = (
+        "{{ messages.__class__ }}{{ '{0.__class__}'.format(messages) }}"
+        "{{ messages[0]['content'] }}{{ raise_exception.__globals__ }}"
+    )
+    prompts.set_chat_template(spy, template)
+    assert prompts.render_prompt(ROW, spy, "") == "1+1?"
+
+
+def test_a_template_that_refuses_a_row_is_one_sentence():
+    strict = sft.tiny_tokenizer()
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}" + sft.TEMPLATE
+    )
+    assert encoded_ids(strict)
+    message = refusal(encoded_ids, strict, "--system_prompt=Be brief.")
+    check_words(message, "system_prompt='Be brief.'", "System role not supported", "row '1'")
+    with pytest.raises(jinja2.TemplateError):  # what it came as
+        strict.apply_chat_template([{"role": "system", "content": ""}], tokenize=False)
+
+
+# --- the end of a turn
+
+RIGHT = "the chat template ends a turn with '<|end|>'"
+WRONG = "warning: {}, which does not end a completion"
+
+
+@pytest.mark.parametrize(
+    "template, stop_ids, sentence",
+    [
+        (sft.TEMPLATE, [0], RIGHT),
+        (sft.TEMPLATE, [3, 0], RIGHT),
+        (sft.TEMPLATE, [3], WRONG.format(RIGHT)),
+        (
+            sft.TEMPLATE.replace("<|end|>", "\n"),
+            [0],
+            WRONG.format("the chat template ends a turn with '\\n'"),
+        ),
+        (sft.TEMPLATE.replace("<|end|>", "<|end|>\\n"), [0], RIGHT),  # as Qwen does
+        (OWN, [0], "the chat template ends a turn with nothing"),
+        (None, [0], "a base model: no chat template"),
+        (
+            "{{ messages[0]['content'] }}",
+            [0],
+            "the chat template leaves the assistant's message out",
+        ),
+    ],
+)
+def test_it_is_said_whether_a_turns_end_ends_a_completion(template, stop_ids, sentence):
+    tokenizer = sft.tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert prompts.end_of_turn(tokenizer, stop_ids) == sentence

@@ -1,0 +1,231 @@
+"""rollout_engine="server": which servers a run waits for, takes and refuses, and
+`python -m server`, which starts one."""
+
+import re
+import sys
+import threading
+
+import pytest
+from servers import dead_url
+
+import preflight
+from common import UserError, load_config
+from server import __main__ as serve
+from server import http as server_http
+
+pytest_plugins = ["server_fixtures"]
+
+
+def test_servers_that_do_not_come_are_named_after_a_deadline(world, short_wait, make, stand_in):
+    one = stand_in()
+    dead = dead_url()
+    ill = stand_in(other={"/health": lambda request: (503, b"", {})})
+    with pytest.raises(UserError, match="after 60 s 2 of 3 servers are not there") as caught:
+        make(one, dead, ill)
+    sentence = str(caught.value)
+    assert dead in sentence
+    assert ill.url in sentence
+    assert one.url not in sentence
+
+
+def test_servers_that_come_late_are_waited_for(world, make, stand_in, capsys):
+    one = stand_in()
+    url = dead_url()
+    port = int(url.rpartition(":")[2])
+    threading.Timer(0.5, stand_in, [port]).start()
+    assert len(make(one, url).live) == 2
+    assert "waiting for rollout servers" in capsys.readouterr().err
+
+
+def says(status: int, content):
+    return lambda request: (status, content, {})
+
+
+def with_settings(mode: str) -> dict:
+    """A server with these settings, which takes no weights over NCCL."""
+    model = {"logprobs_mode": mode}
+    settings = {"vllm_config": {"model_config": model, "weight_transfer_config": None}}
+    return {"/server_info": says(200, settings)}
+
+
+NO_API = "does not speak vLLM's development API"
+
+
+@pytest.mark.parametrize(
+    "other, settings, words",
+    [
+        ({"/weight_info": says(404, {"detail": "Not Found"})}, {}, f"{NO_API} .*python -m server"),
+        ({"/server_info": says(200, {"vllm_config": "a text"})}, {}, NO_API),
+        ({"/server_info": says(200, [])}, {}, NO_API),
+        ({"/weight_info": says(200, [1])}, {}, NO_API),
+        ({"/v1/models": says(200, {"data": []})}, {}, NO_API),
+        (
+            {},
+            {"max_completion_length": 60},
+            r"max_model_len=64, max_prompt_length \+ max_completion_length is 76",
+        ),
+        (
+            with_settings("raw_logprobs"),
+            {},
+            "logprobs_mode='raw_logprobs': start it with --logprobs-mode processed_logprobs",
+        ),
+        (
+            with_settings("processed_logprobs"),
+            {"weight_sync": "nccl"},
+            "takes no weights over NCCL: start it with --weight-transfer-config",
+        ),
+    ],
+)
+def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(
+    other, settings, words, world, make, stand_in
+):
+    good = stand_in()
+    bad = stand_in(other=other)
+    with pytest.raises(UserError, match=words) as caught:
+        make(good, bad, synced=False, **settings)
+    assert bad.url in str(caught.value) or "max_model_len" in words
+
+
+@pytest.mark.parametrize(
+    "setting, launcher, words",
+    [
+        ("", "", "python -m server starts one"),
+        (" , ", "", "python -m server starts one"),
+        ("auto", "", "no launcher has set ROLLOUT_SERVER"),
+        ("auto", ",", "needs rollout_server"),
+        ("localhost:8000", "", "must begin with http:// or https://"),
+        ("auto", "a:1", "must begin with http"),
+        ("http://a:port", "", "rollout_server"),
+        ("http://", "", "rollout_server"),
+    ],
+)
+def test_addresses_that_can_not_be_any_are_refused(
+    setting, launcher, words, world, make, monkeypatch
+):
+    monkeypatch.setenv("ROLLOUT_SERVER", launcher)
+    with pytest.raises(UserError, match=words):
+        make(setting, rollout_timeout=0.1)
+
+
+def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SERVER", "http://b:2/")
+    given = server_http.addresses("http://a:1/, http://c:3 ,http://a:1")
+    assert given == ["http://a:1", "http://c:3"]
+    assert server_http.addresses("auto") == ["http://b:2"]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
+        (["--rollout_ahead=2", "--rollout_engine=server"], "must be at least 0 and at most 1"),
+        (["--weight_sync=tape"], "'disk', 'nccl'"),
+        (["--rollout_timeout=0"], "greater than 0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(flags, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_config(flags)
+
+
+def test_a_run_may_be_ahead_of_its_servers():
+    c = load_config(["--rollout_ahead=1", "--rollout_engine=server"])
+    assert c["rollout_ahead"] == 1
+
+
+@pytest.mark.parametrize("tag", ["two\nlines", "Mädchen", "a b"])
+def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in, monkeypatch):
+    monkeypatch.setenv("VLLM_CLIENT_TAG", tag)
+    with pytest.raises(UserError, match="VLLM_CLIENT_TAG"):
+        make(stand_in(), synced=False)
+
+
+# --- python -m server
+
+
+@pytest.fixture
+def serve_with(monkeypatch):
+    """serve_with(flags): (argv, environment) of the vLLM that would be started."""
+    started = []
+    monkeypatch.setattr(serve.os, "execve", lambda *args: started.append(args))
+    monkeypatch.setattr(preflight, "load_model_files", lambda *args: None)  # there is no model here
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+
+    def run(*flags: str) -> tuple[list[str], dict]:
+        serve.main(["config/countdown_tiny.py", *flags])
+        _, argv, environment = started.pop()
+        return argv, environment
+
+    return run
+
+
+def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
+    own = ["--port=8123", "--host=0.0.0.0", "--tp=2", "--dp=3"]
+    keys = ["--model=here", "--dtype=float32"]
+    argv, environment = serve_with(*own, *keys, "--", "--max-num-seqs", "512")
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[-2:] == ["--max-num-seqs", "512"]
+    text = " ".join(argv)
+    for flags in (
+        "--model here",
+        "--port 8123",
+        "--host 0.0.0.0",
+        "--tensor-parallel-size 2",
+        "--data-parallel-size 3",
+        "--max-model-len 64",
+        "--dtype float32",
+        "--seed 42",
+        "--logprobs-mode processed_logprobs",
+        "--enable-request-id-headers",
+        "--generation-config vllm",
+        f"--kv-cache-memory-bytes {2**28}",
+        "--enforce-eager",
+    ):
+        assert f" {flags} " in text
+    assert "--weight-transfer-config" not in text
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_serve_follows_the_config_and_the_environment(serve_with, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    # a compiler that is there, also on a machine without g++
+    monkeypatch.setenv("CXX", sys.executable)
+    argv, environment = serve_with("--weight_sync=nccl", "--vllm_options.enforce_eager=False")
+    assert "--enforce-eager" not in argv
+    assert "TORCHDYNAMO_DISABLE" not in environment
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    text = " ".join(argv)
+    assert '--weight-transfer-config {"backend": "nccl"}' in text
+    assert " --host 127.0.0.1 --port 8000 " in text
+
+
+def test_serve_hands_the_configs_vllm_options_on(serve_with):
+    argv, _ = serve_with(
+        "--vllm_options.max_num_seqs=7",
+        "--vllm_options.enable_prefix_caching=False",
+        "--vllm_options.tensor_parallel_size=2",
+    )
+    text = " ".join(argv)
+    assert "--max-num-seqs 7" in text
+    assert "--no-enable-prefix-caching" in text
+    assert "--tensor-parallel-size 1" in text  # of a server that is --tp
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--port=0"], "--port=0"),
+        (["--port=http"], "port must be of type int like 8000, not str 'http'"),
+        (["--port="], "port must be of type int like 8000, not str ''"),
+        (["--port=70000"], "--port=70000"),
+        (["--tp=-1"], "--tp=-1"),
+        (["--model="], "model is empty"),
+        (["--prot=1"], "unknown key 'prot'"),
+    ],
+)
+def test_serve_refuses_what_can_not_work(flags, words, monkeypatch):
+    monkeypatch.setattr(serve.os, "execve", lambda *args: pytest.fail("started"))
+    with pytest.raises(UserError, match=re.escape(words)):
+        serve.main(["config/countdown_tiny.py", *flags])

@@ -1,0 +1,49 @@
+"""What a warm start learns from."""
+
+import pytest
+from row_files import refusal
+
+import sft
+from common import load_config
+from preflight import load_model_files
+
+TOKENIZER = sft.tiny_tokenizer()
+
+
+def row_of(solutions, name: str = "r") -> dict:
+    return {"id": name, "prompt_ids": [1], "solutions": solutions}
+
+
+@pytest.mark.parametrize(
+    "solutions, words",
+    [
+        (None, 'none of its rows has "solutions"'),
+        (["x" * 99], "1 of 1 solutions are longer: nothing is left"),
+    ],
+)
+def test_solutions_that_can_not_be_learnt_from_are_a_sentence(solutions, words):
+    c = load_config(["--max_completion_length=20"])
+    assert words in refusal(sft.demonstrations, [row_of(solutions)], TOKENIZER, c)
+
+
+def test_solutions_that_are_too_long_are_counted(capsys):
+    c = load_config(["--max_completion_length=20"])
+    rows = [row_of(["short", "x" * 99]), row_of(None, "s")]
+    ((group, _),) = sft.demonstrations(rows, TOKENIZER, c)
+    assert len(group) == 1
+    sentence = "max_completion_length=20: 1 of 2 solutions are longer and are left out"
+    assert sentence in capsys.readouterr().out
+
+
+def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_model_dir):
+    """AutoTokenizer chooses the class by the model beside it, not by what was saved."""
+    loaded = load_model_files(str(tiny_model_dir)).tokenizer
+    text = "".join(sft.CHARACTERS) + "  a\n\n b it's <|end|> 10\n"
+    for tokenizer in (TOKENIZER, loaded):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(text) - len("<|end|>") + 1
+        assert len(tokenizer) == 101
+        assert ids[:96] == list(range(5, 101))
+    assert loaded.chat_template == TOKENIZER.chat_template
+    assert loaded.eos_token_id == TOKENIZER.eos_token_id == 0
