@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Scores a checkpoint on the held-out problems of its run, under the config that it was trained with. In the repository's folder:
+# Scores a checkpoint on the held-out problems of its run, under the config that it was trained
+# with.
+# In the repository's folder:
 #
 #   sbatch --gpus-per-node=1 slurm/evaluate.sh runs/math_maxent/step_000100 --seeds=3
 #
-# --key=value changes that config. To have it done after every save, train with --eval_command="sbatch --gpus-per-node=1 slurm/evaluate.sh {checkpoint}";
-# the checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
+# --key=value changes that config. To have it done after every save, train with
 #
-# Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per problem). One process per GPU of the node, or one without
-# GPUs. A "shallow" checkpoint is made into a model first, in a temporary folder. Rewards of your own ("module:function") are imported when
-# you name them, --reward_funcs=..., or say that you trust the config that does, --trust_checkpoint=True.
+#   --eval_command="sbatch --gpus-per-node=1 slurm/evaluate.sh {checkpoint}"
+#
+# The checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
+#
+# Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per
+# problem).
+# One process per GPU of the node, or one without GPUs. A "shallow" checkpoint is made into a model
+# first, in a temporary folder. Rewards of your own ("module:function") are imported when you name
+# them, --reward_funcs=..., or say that you trust the config that does, --trust_checkpoint=True.
 
 #SBATCH --job-name=evaluate
 #SBATCH --nodes=1
@@ -17,15 +24,22 @@
 set -euo pipefail
 
 for argument in "$@"; do
-  if [[ $argument == -h || $argument == --help ]]; then sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0; fi
+  if [[ $argument == -h || $argument == --help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit 0
+  fi
 done
 cd "${SLURM_SUBMIT_DIR:-.}"
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2; exit 1; }
+[[ -f slurm/common.sh ]] || {
+  echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2
+  exit 1
+}
 source slurm/common.sh
 
 checkpoint=${1:-}
 checkpoint=${checkpoint%/}
-[[ -f $checkpoint/train_config.json ]] || die "'$checkpoint' is no checkpoint, or no longer there: sbatch slurm/evaluate.sh RUN/step_N"
+[[ -f $checkpoint/train_config.json ]] ||
+  die "'$checkpoint' is no checkpoint, or no longer there: sbatch slurm/evaluate.sh RUN/step_N"
 
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
@@ -39,11 +53,16 @@ config = json.load(open(source))
 if config["rollout_engine"] == "server":
     config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
 config["eval_command"] = ""
-consent = [a for a in flags if a.lower() == "--trust_checkpoint=true" or a.startswith("--reward_funcs=")]
-code = [name for name in config["reward_funcs"] if ":" in name or name == "auto"]  # of its rows' tasks
+consent = False
+for flag in flags:
+    if flag.lower() == "--trust_checkpoint=true" or flag.startswith("--reward_funcs="):
+        consent = True
+# "auto": those that its rows' tasks name
+code = [name for name in config["reward_funcs"] if ":" in name or name == "auto"]
 if code and not consent:
-    sys.exit(f"error: {source} asks for reward_funcs={config['reward_funcs']!r}, and {code[0]!r} can "
-             f"name code that would be imported: if you trust it add --trust_checkpoint=True")
+    sys.exit(f"error: {source} asks for reward_funcs={config['reward_funcs']!r}, and "
+             f"{code[0]!r} can name code that would be imported: if you trust it add "
+             f"--trust_checkpoint=True")
 json.dump(config, open(target, "w"))
 END
 flags=()
@@ -60,8 +79,9 @@ gpus=$(gpus_here | wc -l)
 out=$(dirname "$checkpoint")/evaluations/$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"
 say "evaluating $checkpoint"
-python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" \
-  "${flags[@]}" | tee "$out.tmp"
+python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) \
+  evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" "${flags[@]}" \
+  | tee "$out.tmp"
 grep '^{"model"' "$out.tmp" > "$out.json"
 rm "$out.tmp"
 say "$out.json"

@@ -3,7 +3,9 @@
 #
 #   sbatch --array=0-4 --gpus-per-node=8 slurm/seeds.sh config/math_maxent.py --key=value
 #
-# Task N runs slurm/train.sh (its --help has the rest) with --seed=N and _seed_N added to output_dir. At most two at a time: --array=0-4%2.
+# Task N runs slurm/train.sh (its --help has the rest) with --seed=N and _seed_N added to
+# output_dir.
+# At most two at a time: --array=0-4%2.
 
 #SBATCH --job-name=maxent-grpo
 #SBATCH --signal=B:USR1@120
@@ -13,8 +15,16 @@
 set -euo pipefail
 
 for argument in "$@"; do
-  if [[ $argument == -h || $argument == --help ]]; then sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0; fi
+  if [[ $argument == -h || $argument == --help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit 0
+  fi
 done
-[[ ${SLURM_ARRAY_TASK_ID:-} ]] || { echo "error: this is for an array of jobs: sbatch --array=0-4 slurm/seeds.sh ...; --help says more" >&2; exit 1; }
+[[ ${SLURM_ARRAY_TASK_ID:-} ]] || {
+  echo "error: this is for an array of jobs:" \
+    "sbatch --array=0-4 slurm/seeds.sh ...; --help says more" >&2
+  exit 1
+}
 cd "$SLURM_SUBMIT_DIR"
-exec bash slurm/train.sh "$@" --seed="$SLURM_ARRAY_TASK_ID" --suffix="_seed_$SLURM_ARRAY_TASK_ID"      # exec: Slurm signals this very process
+# exec: Slurm signals this very process
+exec bash slurm/train.sh "$@" --seed="$SLURM_ARRAY_TASK_ID" --suffix="_seed_$SLURM_ARRAY_TASK_ID"

@@ -2,29 +2,41 @@
 # Trains with Slurm, on one node or many. In the repository's folder:
 #
 #   sbatch --gpus-per-node=8 --time=24:00:00 slurm/train.sh config/math_maxent.py --key=value
-#   sbatch --gpus-per-node=8 slurm/train.sh --server-gpus 4 config/math_maxent.py              4 GPUs sample, 4 train
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh config/math_maxent.py                    every GPU samples and trains
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh --server-nodes 1 config/math_maxent.py --prompts_per_step=96     the last node samples, three train
 #
-# Account, partition, GPUs and time are sbatch's flags and come before the script's name. After it, in any order: what train.py takes, and
+# One node, 4 GPUs sample, 4 train; four nodes, every GPU does both; four nodes, the last samples:
 #
-#   --server-gpus K    one node: vLLM serves on its first K GPUs, torchrun trains on the others      (default 0: vLLM inside the training processes)
-#   --server-nodes K   vLLM serves on the last K nodes, a server on each; torchrun trains on the others
-#   --tp N, --dp N     tensor and data parallelism of a server, tp * dp = its GPUs                   (default: tp 1, dp the rest)
-#   --vllm-port P      port of the servers                                                           (default: a free one)
+#   sbatch --gpus-per-node=8 slurm/train.sh --server-gpus 4 config/math_maxent.py
+#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh config/math_maxent.py
+#   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh --server-nodes 1 config/math_maxent.py \
+#     --prompts_per_step=96
+#
+# Account, partition, GPUs and time are sbatch's flags and come before the script's name. After it,
+# in any order: what train.py takes, and
+#
+#   --server-gpus K    one node: vLLM serves on its first K GPUs, torchrun trains on the others;
+#                      default 0: vLLM inside the training processes
+#   --server-nodes K   a vLLM server on each of the last K nodes, torchrun trains on the others
+#   --tp N, --dp N     tensor and data parallelism of a server, tp * dp = its GPUs;
+#                      default: tp 1, dp the rest
+#   --vllm-port P      port of the servers; default: a free one
 #   --suffix=TEXT      added to output_dir
 #   --help             these lines
 #
-# A node trains with one process per GPU; without GPUs with --ntasks-per-node of them, or one. Nodes are alike, and share the disk that holds the repository
-# and output_dir. Python is the repository's .venv/bin/python, or where there is none the python that is active. Hugging Face, pip, torch and vLLM keep
-# their caches in var/cache, unless HF_HOME and the like say otherwise or ~/.cache/huggingface has models already. Where a site gives a job one CPU and
-# little memory unless it asks: sbatch --cpus-per-gpu=8 --mem=0. Secrets (HF_TOKEN, WANDB_API_KEY) come in the environment, which sbatch passes on.
+# A node trains with one process per GPU; without GPUs with --ntasks-per-node of them, or one. Nodes
+# are alike, and share the disk that holds the repository and output_dir. Python is the repository's
+# .venv/bin/python, or where there is none the python that is active. Hugging Face, pip, torch and
+# vLLM keep their caches in var/cache, unless HF_HOME and the like say otherwise or
+# ~/.cache/huggingface has models already. Where a site gives a job one CPU and little memory unless
+# it asks: sbatch --cpus-per-gpu=8 --mem=0. Secrets (HF_TOKEN, WANDB_API_KEY) come in the
+# environment, which sbatch passes on.
 #
-# slurm-JOB.out has what this script says; output_dir/logs/ has trainer_0.log (of the first trainer node), trainer_1.log, ..., and server_0.log, ...
+# slurm-JOB.out has what this script says; output_dir/logs/ has trainer_0.log (of the first trainer
+# node), trainer_1.log, ..., and server_0.log, ...
 #
-# Two minutes before its time is over the run saves and ends, and the job is queued again and goes on from there, as it does after a node has failed.
-# sbatch --signal=B:USR1@600 where a step and a save take longer. To end a job for good: touch output_dir/stop (the run saves first), or scancel (it
-# saves if a step and a save fit into Slurm's KillWait, usually 30 s).
+# Two minutes before its time is over the run saves and ends, and the job is queued again and goes
+# on from there, as it does after a node has failed. sbatch --signal=B:USR1@600 where a step and a
+# save take longer. To end a job for good: touch output_dir/stop (the run saves first), or scancel
+# (it saves if a step and a save fit into Slurm's KillWait, usually 30 s).
 
 #SBATCH --job-name=maxent-grpo
 #SBATCH --signal=B:USR1@120
@@ -33,17 +45,27 @@
 
 set -euo pipefail
 
-# First of all: a signal only leaves a note for the loops below. USR1: time is nearly over. TERM: cancelled or preempted, and Slurm tells the ranks too
+# First of all: a signal only leaves a note for the loops below. USR1: time is nearly over. TERM:
+# cancelled or preempted, and Slurm tells the ranks too
 out_of_time=0 cancelled=0
 trap 'out_of_time=1' USR1
 trap 'cancelled=1' TERM
 
 for argument in "$@"; do
-  if [[ $argument == -h || $argument == --help ]]; then sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0; fi
+  if [[ $argument == -h || $argument == --help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit 0
+  fi
 done
-[[ ${SLURM_JOB_ID:-} ]] || { echo "error: this is for Slurm: sbatch slurm/train.sh ...; --help says more" >&2; exit 1; }
+[[ ${SLURM_JOB_ID:-} ]] || {
+  echo "error: this is for Slurm: sbatch slurm/train.sh ...; --help says more" >&2
+  exit 1
+}
 cd "$SLURM_SUBMIT_DIR"      # $0 is Slurm's copy, somewhere else
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2; exit 1; }
+[[ -f slurm/common.sh ]] || {
+  echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2
+  exit 1
+}
 source slurm/common.sh
 
 # --- what is asked for
@@ -51,7 +73,8 @@ source slurm/common.sh
 server_gpus=0 server_nodes=0 tp=1 dp=0 vllm_port=0 suffix='' args=()
 while (($#)); do
   case $1 in
-    --server-gpus=* | --server-nodes=* | --tp=* | --dp=* | --vllm-port=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;      # as two words
+    --server-gpus=* | --server-nodes=* | --tp=* | --dp=* | --vllm-port=*)
+      set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;      # as two words
     --server-gpus | --server-nodes | --tp | --dp | --vllm-port)
       [[ ${2:-} =~ ^[0-9]+$ ]] || die "$1 needs a number, not '${2:-}'"
       name=${1#--}
@@ -64,7 +87,10 @@ done
 
 # a wrong key or value ends the job here, with train.py's own sentence
 asked=$(python -c 'from common import load_config, script
-script(lambda argv: print(*(load_config(argv)[key] for key in ("prompts_per_step", "output_dir"))))' "${args[@]}")
+def show(argv):
+    config = load_config(argv)
+    print(config["prompts_per_step"], config["output_dir"])
+script(show)' "${args[@]}")
 prompts=${asked%% *} run=${asked#* }
 if [[ $suffix ]]; then run+=$suffix args+=("--output_dir=$run"); fi
 
@@ -74,34 +100,48 @@ commas() { local IFS=,; echo "$*"; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 mapfile -t gpus < <(gpus_here)
 
-((server_gpus == 0 || server_nodes == 0)) || die "--server-gpus is for one node, --server-nodes for several: choose one of them"
-((server_gpus == 0 || ${#nodes[@]} == 1)) || die "--server-gpus $server_gpus is for one node and the job has ${#nodes[@]}: use --server-nodes"
-((server_gpus == 0 || server_gpus < ${#gpus[@]})) || die "--server-gpus $server_gpus: the node has ${#gpus[@]} GPU(s), and one must be left to train"
-((server_nodes < ${#nodes[@]})) || die "--server-nodes $server_nodes: the job has ${#nodes[@]} node(s), and one must be left to train"
+((server_gpus == 0 || server_nodes == 0)) ||
+  die "--server-gpus is for one node, --server-nodes for several: choose one of them"
+((server_gpus == 0 || ${#nodes[@]} == 1)) ||
+  die "--server-gpus $server_gpus is for one node and the job has ${#nodes[@]}: use --server-nodes"
+((server_gpus == 0 || server_gpus < ${#gpus[@]})) ||
+  die "--server-gpus $server_gpus: the node has ${#gpus[@]} GPU(s), and one must be left to train"
+((server_nodes < ${#nodes[@]})) ||
+  die "--server-nodes $server_nodes: the job has ${#nodes[@]} node(s)," \
+    "and one must be left to train"
 
-trainers=("${nodes[@]:0:${#nodes[@]} - server_nodes}") servers=("${nodes[@]:${#nodes[@]} - server_nodes}")
-trainer_env=() server_env=() host=0.0.0.0      # vLLM takes weights from whoever reaches it: on one node only from there
+trainers=("${nodes[@]:0:${#nodes[@]} - server_nodes}")
+servers=("${nodes[@]:${#nodes[@]} - server_nodes}")
+# vLLM takes weights from whoever reaches it: on one node only from there
+trainer_env=() server_env=() host=0.0.0.0
 ranks=${#gpus[@]} serving=${#gpus[@]}      # GPUs of a trainer node and of a server
 if ((server_gpus)); then
   servers=("${nodes[0]}") ranks=$((ranks - server_gpus)) serving=$server_gpus host=127.0.0.1
-  server_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:0:server_gpus}")") trainer_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:server_gpus}")")
+  server_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:0:server_gpus}")")
+  trainer_env+=("CUDA_VISIBLE_DEVICES=$(commas "${gpus[@]:server_gpus}")")
 fi
 ((ranks)) || ranks=${SLURM_NTASKS_PER_NODE:-1}
 total=$((ranks * ${#trainers[@]}))
-((prompts % total == 0)) || die "--prompts_per_step=$prompts must be a multiple of the $total ranks that train"
+((prompts % total == 0)) ||
+  die "--prompts_per_step=$prompts must be a multiple of the $total ranks that train"
 ((tp && dp)) || dp=$((serving > tp && tp ? serving / tp : 1))
-((serving == 0 || tp * dp == serving)) || ((${#servers[@]} == 0)) || die "a server has $serving GPU(s), but --tp $tp * --dp $dp = $((tp * dp))"
+((serving == 0 || tp * dp == serving)) || ((${#servers[@]} == 0)) ||
+  die "a server has $serving GPU(s), but --tp $tp * --dp $dp = $((tp * dp))"
 
 # of an array only this task: the plain number of its last task stands for the whole array
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
 # --- starting and ending processes
 
-on() {      # LOG NODES COMMAND...: one process on each of NODES, all CPUs and GPUs its own, output in output_dir/logs/LOG.log. For "on ... &": the shell becomes srun
+# LOG NODES COMMAND...: one process on each of NODES, all CPUs and GPUs its own, output in
+# output_dir/logs/LOG.log. For "on ... &": the shell becomes srun
+on() {
   local n=${2//[^,]/}      # its commas
   n=$((${#n} + 1))
-  exec srun --overlap --cpu-bind=none --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --nodelist="$2" \
-    --wait=120 --kill-on-bad-exit=0 --open-mode=append --output="$run/logs/$1.log" "${@:3}"      # one has ended: the others get two minutes to follow
+  # one has ended: the others get two minutes to follow
+  exec srun --overlap --cpu-bind=none \
+    --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --nodelist="$2" \
+    --wait=120 --kill-on-bad-exit=0 --open-mode=append --output="$run/logs/$1.log" "${@:3}"
 }
 
 address() {      # NODE: its own name and a port that is free there
@@ -110,10 +150,13 @@ with socket.socket() as s: s.bind(("", 0)); print(socket.gethostname(), s.getsoc
 }
 
 healthy() {      # URL: whether the server there answers
-  python -c 'import sys, urllib.request as u; u.build_opener(u.ProxyHandler({})).open(sys.argv[1] + "/health", timeout=5)' "$1" 2> /dev/null
+  python -c 'import sys, urllib.request
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+direct.open(sys.argv[1] + "/health", timeout=5)' "$1" 2> /dev/null
 }
 
-newest_checkpoint() { find "$run" -maxdepth 1 -regex '.*/step_[0-9]+' | sort | tail -n 1; }      # one that is half written has another name
+# one that is half written has another name
+newest_checkpoint() { find "$run" -maxdepth 1 -regex '.*/step_[0-9]+' | sort | tail -n 1; }
 
 pids=()      # of every srun
 
@@ -135,18 +178,23 @@ if ((${SLURM_RESTART_COUNT:-0} == 0)); then
   echo "$SLURM_JOB_ID" > "$run/logs/job"
 elif [[ $before ]]; then
   more+=(--resume_from_checkpoint=latest)
-elif [[ $(cat "$run/logs/job" 2> /dev/null) == "$SLURM_JOB_ID" && $run/launches.jsonl -nt $run/logs/job ]]; then
+elif [[ $(cat "$run/logs/job" 2> /dev/null) == "$SLURM_JOB_ID" &&
+  $run/launches.jsonl -nt $run/logs/job ]]; then
   more+=(--overwrite_output_dir=True)      # this job's own beginning, without a checkpoint
 fi
-say "job $SLURM_JOB_ID, start number $((${SLURM_RESTART_COUNT:-0} + 1)), $run: ${#trainers[@]} node(s) train with $ranks rank(s) each ${more[*]}"
+starts=$((${SLURM_RESTART_COUNT:-0} + 1))
+who="${#trainers[@]} node(s) train with $ranks rank(s) each"
+say "job $SLURM_JOB_ID, start number $starts, $run: $who ${more[*]}"
 
 urls=()
 for i in "${!servers[@]}"; do
   read -r name port <<< "$(address "${servers[i]}")"
   if ((vllm_port)); then port=$vllm_port; fi
   if ((server_gpus)); then name=127.0.0.1; fi
-  # the shell stays a moment longer: when it goes Slurm kills what is left, and vLLM's helpers have shared memory to give back
-  on "server_$i" "${servers[i]}" env "${server_env[@]}" bash -c 'trap : TERM; python -m server "$@"; sleep 3' serve \
+  # the shell stays a moment longer: when it goes Slurm kills what is left, and vLLM's helpers
+  # have shared memory to give back
+  on "server_$i" "${servers[i]}" env "${server_env[@]}" \
+    bash -c 'trap : TERM; python -m server "$@"; sleep 3' serve \
     "${args[@]}" --host="$host" --port="$port" --tp="$tp" --dp="$dp" &
   pids+=($!) urls+=("http://$name:$port")
   say "vLLM server on ${servers[i]}: ${urls[i]}, log: $run/logs/server_$i.log"
@@ -154,8 +202,12 @@ done
 for i in "${!urls[@]}"; do
   deadline=$((SECONDS + 1800))      # a large model is slow to load
   until healthy "${urls[i]}"; do
-    kill -0 "${pids[i]}" 2> /dev/null || { tail -n 15 "$run/logs/server_$i.log" >&2; die "the server ${urls[i]} has died: $run/logs/server_$i.log"; }
-    ((SECONDS < deadline && !cancelled && !out_of_time)) || die "the server ${urls[i]} was not ready in time: $run/logs/server_$i.log"
+    kill -0 "${pids[i]}" 2> /dev/null || {
+      tail -n 15 "$run/logs/server_$i.log" >&2
+      die "the server ${urls[i]} has died: $run/logs/server_$i.log"
+    }
+    ((SECONDS < deadline && !cancelled && !out_of_time)) ||
+      die "the server ${urls[i]} was not ready in time: $run/logs/server_$i.log"
     sleep 1
   done
 done
@@ -166,15 +218,20 @@ if ((${#urls[@]})); then
 fi
 
 read -r name port <<< "$(address "${trainers[0]}")"
-on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" python -m torch.distributed.run --nnodes="${#trainers[@]}" --nproc_per_node="$ranks" \
-  --shutdown-timeout=600 --rdzv_backend=c10d --rdzv_endpoint="$name:$port" --rdzv_id="$SLURM_JOB_ID" train.py "${args[@]}" "${more[@]}" &
+on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" \
+  python -m torch.distributed.run --nnodes="${#trainers[@]}" --nproc_per_node="$ranks" \
+  --shutdown-timeout=600 --rdzv_backend=c10d --rdzv_endpoint="$name:$port" \
+  --rdzv_id="$SLURM_JOB_ID" train.py "${args[@]}" "${more[@]}" &
 trainer=$!
 pids+=("$trainer")
 while kill -0 "$trainer" 2> /dev/null; do
   # again and again: a run that is still starting removes the file
   if ((out_of_time || cancelled)) && [[ -e $run/config.json ]]; then touch "$run/stop"; fi
   for i in "${!urls[@]}"; do
-    kill -0 "${pids[i]}" 2> /dev/null || { say "the server ${urls[i]} has died: $run/logs/server_$i.log" >&2; unset "urls[i]"; }
+    kill -0 "${pids[i]}" 2> /dev/null || {
+      say "the server ${urls[i]} has died: $run/logs/server_$i.log" >&2
+      unset "urls[i]"
+    }
   done
   sleep 1
 done
@@ -185,7 +242,9 @@ if ((status)); then
   tail -q -n 100 "$run"/logs/trainer_*.log | grep -a '^error: ' | sort -u >&2 || true
   say "training ended with status $status: $run/logs/trainer_*.log" >&2
 elif ((out_of_time && !cancelled)) && [[ -e $run/stop && ! -e $run/done ]]; then
-  [[ $(newest_checkpoint) != "$before" ]] || die "time is over and no checkpoint was added to ${before:-$run} since the start: not queued again, it would be the same"
+  [[ $(newest_checkpoint) != "$before" ]] ||
+    die "time is over and no checkpoint was added to ${before:-$run} since the start:" \
+      "not queued again, it would be the same"
   leave
   say "time is over, saved $(newest_checkpoint): queued again"
   scontrol requeue "$job"

@@ -21,7 +21,8 @@ CONFIG = common.load_config([])
 
 
 def hold(folder: Path, said: Path) -> None:
-    """A run that holds its folder, and has started a process and forked another, until it is killed."""
+    """A run that holds its folder, and has started a process and forked another, until it is
+    killed."""
     with journal.hold_folder(folder):
         started = subprocess.Popen(["sleep", "600"], close_fds=False)
         forked = os.fork()

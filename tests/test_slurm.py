@@ -1,4 +1,5 @@
-"""slurm/*.sh on a real Slurm of two nodes on this machine (slurm_cluster.py): training on two nodes, with a server, out of time, cancelled."""
+"""slurm/*.sh on a real Slurm of two nodes on this machine (slurm_cluster.py): training on two
+nodes, with a server, out of time, cancelled."""
 
 import json
 import os
@@ -10,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
-from exact_matrix import SMALL_DATA, steps_in
+from exact_matrix import ROOT, SMALL_DATA, TORCHRUN, steps_in
 
 import checkpoint
 from common import load_config
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = [
     "config/countdown_tiny.py",
     *SMALL_DATA,
@@ -33,15 +33,17 @@ CONFIG = [
 HF = "--rollout_engine=hf"
 SECRET = "hf_of_nobody"
 
-# In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked to stop: its time is over before its steps are.
+# In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked
+# to stop: its time is over before its steps are.
 REWARD = """
 import os, time
 from pathlib import Path
 
 def parity(completion, answer, **row):
-    stop, end = Path(os.environ.get("HOLD", "/")) / "stop", time.monotonic() + 3
-    while "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ and not stop.exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    if "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+        end = time.monotonic() + 3
+        while not (Path(os.environ["HOLD"]) / "stop").exists() and time.monotonic() < end:
+            time.sleep(0.05)
     return float(len(completion) % 2)
 """
 
@@ -51,16 +53,17 @@ def slurm(tmp_path_factory):
     """The environment for sbatch and its like."""
     if slurm_cluster.missing():
         slurm_cluster.install()
-    if reason := slurm_cluster.missing():
+    reason = slurm_cluster.missing()
+    if reason:
         pytest.skip(f"no Slurm here: {reason}")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "patient_reward.py").write_text(REWARD)
     with slurm_cluster.cluster(folder / "cluster") as env:
-        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        yield {k: v for k, v in env.items() if k not in torchrun} | {
-            "PYTHONPATH": str(folder),
-            "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
-        }
+        for name in TORCHRUN:
+            env.pop(name, None)
+        env["PYTHONPATH"] = str(folder)
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        yield env
 
 
 # --- jobs
@@ -68,33 +71,23 @@ def slurm(tmp_path_factory):
 
 def submit(env: dict, folder: Path, script: str, *words, sbatch=(), **variables) -> str:
     """The number of a job that runs slurm/<script> with output_dir=folder."""
-    done = subprocess.run(
-        [
-            "sbatch",
-            "--parsable",
-            f"--output={folder}.out",
-            *sbatch,
-            f"slurm/{script}",
-            *words,
-            f"--output_dir={folder}",
-        ],
-        cwd=ROOT,
-        env=env | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["sbatch", "--parsable", f"--output={folder}.out", *sbatch]
+    command += [f"slurm/{script}", *words, f"--output_dir={folder}"]
+    env = env | variables
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+def small_run(model: Path, *words: str) -> list[str]:
+    """What train.sh is told of a run without servers."""
+    return ["train.sh", *CONFIG, HF, f"--model={model}", *words]
+
+
 def job(env: dict, number: str) -> dict:
     """What Slurm knows of it: {"JobState": ..., "Restarts": ..., "ExitCode": ...}."""
-    return dict(
-        word.split("=", 1)
-        for word in slurm_cluster.query(env, "scontrol", "show", "job", number).split()
-        if "=" in word
-    )
+    words = slurm_cluster.query(env, "scontrol", "show", "job", number).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def words_of(folder: Path) -> str:
@@ -103,16 +96,11 @@ def words_of(folder: Path) -> str:
     return "\n".join(f"--- {file}\n{slurm_cluster.tail(file, 2500)}" for file in files)
 
 
+ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL BOOT_FAIL OUT_OF_MEMORY".split()
+
+
 def is_over(env: dict, number: str) -> bool:
-    return job(env, number).get("JobState") in (
-        "COMPLETED",
-        "FAILED",
-        "CANCELLED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "BOOT_FAIL",
-        "OUT_OF_MEMORY",
-    )
+    return job(env, number).get("JobState") in ENDS
 
 
 def ended(env: dict, number: str, folder: Path, seconds: float = 300) -> str:
@@ -127,40 +115,45 @@ def processes(env: dict, number: str) -> list[psutil.Process]:
 
 def of_all(work, processes: list[psutil.Process]) -> set:
     """The union of work(process); those that have gone have nothing."""
-    found = set()
+    union = set()
     for process in processes:
         try:
-            found |= set(work(process))
+            union |= set(work(process))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return union
 
 
 def listening() -> dict[str, int]:
-    """{inode: port} of all listening TCP sockets of the machine: a port alone may be another program's by now."""
-    rows = [
-        row.split()
-        for name in ("tcp", "tcp6")
-        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    """{inode: port} of all listening TCP sockets of the machine: a port alone may be another
+    program's by now."""
+    ports = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            row = line.split()
+            address, state, inode = row[1], row[3], row[9]
+            if state == "0A":
+                ports[inode] = int(address.rpartition(":")[2], 16)
+    return ports
+
+
+def ports_of(process: psutil.Process) -> list[int]:
+    listen = psutil.CONN_LISTEN
+    return [c.laddr.port for c in process.net_connections("tcp") if c.status == listen]
 
 
 def sockets(of: list[psutil.Process]) -> set[str]:
     """The inodes of the TCP sockets that they listen on."""
-    ports = of_all(
-        lambda p: (
-            c.laddr.port for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-        ),
-        of,
-    )
+    ports = of_all(ports_of, of)
     return {inode for inode, port in listening().items() if port in ports}
 
 
+def areas_of(process: psutil.Process) -> list[str]:
+    return [area.path for area in process.memory_maps() if area.path.startswith("/dev/shm/")]
+
+
 def shared_memory(of: list[psutil.Process]) -> set[str]:
-    return of_all(
-        lambda p: (area.path for area in p.memory_maps() if area.path.startswith("/dev/shm/")), of
-    )
+    return of_all(areas_of, of)
 
 
 def all_gone(env: dict, number: str, there: list[psutil.Process]) -> None:
@@ -185,25 +178,19 @@ def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
-    """(job, run folder): two ranks on one node; 10 to 40 seconds after its start, 80 to 110 before its limit, Slurm tells it that time is nearly over. The
-    second start gets more time. First of all, because it mostly waits."""
+    """(job, run folder): two ranks on one node; 10 to 40 seconds after its start, 80 to 110
+    before its limit, Slurm tells it that time is nearly over. The second start gets more time.
+    First of all, because it mostly waits."""
     folder = tmp_path_factory.mktemp("short") / "run"
     limits = ("--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@80")
-    number = submit(
-        slurm,
-        folder,
-        "train.sh",
-        *CONFIG,
-        HF,
-        f"--model={tiny_model_dir}",
-        sbatch=limits,
-        HOLD=str(folder),
-    )
+    words = small_run(tiny_model_dir)
+    number = submit(slurm, folder, *words, sbatch=limits, HOLD=str(folder))
+
+    def is_second_start():
+        return job(slurm, number).get("Restarts") == "1"
 
     def more_time():
-        slurm_cluster.wait_until(
-            lambda: job(slurm, number).get("Restarts") == "1", 240, lambda: words_of(folder)
-        )
+        slurm_cluster.wait_until(is_second_start, 240, lambda: words_of(folder))
         slurm_cluster.query(slurm, "scontrol", "update", f"JobId={number}", "TimeLimit=30")
 
     threading.Thread(target=more_time, daemon=True).start()
@@ -212,79 +199,55 @@ def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
-    """The folder of the same run on two nodes, a rank on each, which nothing interrupts and whose last checkpoint is evaluated."""
+    """The folder of the same run on two nodes, a rank on each, which nothing interrupts and whose
+    last checkpoint is evaluated."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    evaluation = f"sbatch --output={folder}_evaluation.out slurm/evaluate.sh {{checkpoint}} --eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
-    number = submit(
-        slurm,
-        folder,
-        "train.sh",
-        *CONFIG,
-        HF,
-        f"--model={tiny_model_dir}",
-        f"--eval_command={evaluation}",
-        sbatch=["--nodes=2"],
-        HF_TOKEN=SECRET,
+    evaluation = (
+        f"sbatch --output={folder}_evaluation.out slurm/evaluate.sh {{checkpoint}} "
+        f"--eval_max_prompts=2 --eval_num_generations=2 --trust_checkpoint=True"
     )
-    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(
-        folder
-    )
-    assert (
-        len(steps_in(folder)) == 6
-        and json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
-    )
-    assert {path.name for path in (folder / "logs").iterdir()} == {
-        "job",
-        "trainer_0.log",
-        "trainer_1.log",
-    }
+    words = small_run(tiny_model_dir, f"--eval_command={evaluation}")
+    number = submit(slurm, folder, *words, sbatch=["--nodes=2"], HF_TOKEN=SECRET)
+    assert ended(slurm, number, folder) == "COMPLETED", words_of(folder)
+    assert (folder / "done").exists(), words_of(folder)
+    assert len(steps_in(folder)) == 6
+    assert json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
+    logs = {path.name for path in (folder / "logs").iterdir()}
+    assert logs == {"job", "trainer_0.log", "trainer_1.log"}
     return folder
 
 
 def test_a_checkpoint_is_evaluated_by_a_job_of_its_own_and_no_secret_is_written(two_nodes):
-    result, said = (
-        two_nodes / "evaluations" / "step_000006.json",
-        Path(f"{two_nodes}_evaluation.out"),
-    )
+    result = two_nodes / "evaluations" / "step_000006.json"
+    said = Path(f"{two_nodes}_evaluation.out")
     slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(said))
-    assert (
-        json.loads(result.read_text())["problems"] == 2
-        and len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
-    )
-    written = "".join(
-        path.read_text(errors="replace")
-        for path in (
-            Path(f"{two_nodes}.out"),
-            said,
-            *two_nodes.rglob("*.log"),
-            *two_nodes.rglob("*.json*"),
-        )
-    )
-    assert "evaluating" in written and SECRET not in written
+    assert json.loads(result.read_text())["problems"] == 2
+    assert len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
+    written = [Path(f"{two_nodes}.out"), said]
+    written += [*two_nodes.rglob("*.log"), *two_nodes.rglob("*.json*")]
+    for path in written:
+        assert SECRET not in path.read_text(errors="replace"), path
+    assert "evaluating" in said.read_text()
+
+
+def trains(process: psutil.Process) -> list[int]:
+    return [process.pid] if "train.py" in process.cmdline() else []
 
 
 def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
-    number = submit(
-        slurm,
-        folder,
-        "train.sh",
-        *CONFIG,
-        HF,
-        "--max_steps=4000",
-        f"--model={tiny_model_dir}",
-        sbatch=["--nodes=2"],
-    )
+    words = small_run(tiny_model_dir, "--max_steps=4000")
+    number = submit(slurm, folder, *words, sbatch=["--nodes=2"])
     wait_for_step(slurm, number, folder, 2)
     there = processes(slurm, number)
     opened = sockets(there)
-    assert (
-        len(of_all(lambda p: [p.pid] if "train.py" in p.cmdline() else [], there)) >= 4 and opened
-    )  # two torchruns, two ranks
+    assert opened
+    assert len(of_all(trains, there)) >= 4  # two torchruns, two ranks
     subprocess.run(["scancel", number], env=slurm, check=True, timeout=120)
     all_gone(slurm, number, there)
     assert not opened & listening().keys()
-    assert ended(slurm, number, folder) == "CANCELLED" and job(slurm, number)["Restarts"] == "0"
+    assert ended(slurm, number, folder) == "CANCELLED"
+    assert job(slurm, number)["Restarts"] == "0"
     assert checkpoint.verify(checkpoint.latest(folder)) == ""  # there was time for it
 
 
@@ -293,62 +256,48 @@ def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_serve
     slurm, tiny_model_dir, tmp_path
 ):
     folder = tmp_path / "run"
-    number = submit(
-        slurm,
-        folder,
-        "train.sh",
-        "--server-nodes=1",
-        *CONFIG,
-        f"--model={tiny_model_dir}",
-        sbatch=["--nodes=2"],
-    )
-    slurm_cluster.wait_until(
-        lambda: (folder / "config.json").exists() or is_over(slurm, number),
-        300,
-        lambda: words_of(folder),
-    )
+    words = ["train.sh", "--server-nodes=1", *CONFIG, f"--model={tiny_model_dir}"]
+    number = submit(slurm, folder, *words, sbatch=["--nodes=2"])
+
+    def has_begun():
+        return (folder / "config.json").exists() or is_over(slurm, number)
+
+    slurm_cluster.wait_until(has_begun, 300, lambda: words_of(folder))
     there = processes(slurm, number)
-    opened, shared = sockets(there), shared_memory(there)
-    assert ended(slurm, number, folder) == "COMPLETED" and (folder / "done").exists(), words_of(
-        folder
-    )
-    assert len(steps_in(folder)) == 6 and all(
-        line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in steps_in(folder)
-    )  # every sync arrived
-    assert (
-        "1 node(s) train" in Path(f"{folder}.out").read_text()
-        and (folder / "logs" / "server_0.log").exists()
-    )
+    opened = sockets(there)
+    shared = shared_memory(there)
+    assert ended(slurm, number, folder) == "COMPLETED", words_of(folder)
+    assert (folder / "done").exists(), words_of(folder)
+    steps = steps_in(folder)
+    assert len(steps) == 6
+    for line in steps:  # every sync arrived
+        assert line["sampling/sampling_logp_difference/mean"] < 1e-4
+    assert "1 node(s) train" in Path(f"{folder}.out").read_text()
+    assert (folder / "logs" / "server_0.log").exists()
     all_gone(slurm, number, there)
     assert opened and not opened & listening().keys()
-    assert shared and not [
-        path for path in shared if os.path.exists(path)
-    ]  # hundreds of MB of vLLM's
+    assert shared  # hundreds of MB of vLLM's
+    for path in shared:
+        assert not os.path.exists(path)
 
 
-def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_two_nodes_do_that_nothing_interrupts(
+def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_one_that_nothing_interrupts(
     short_of_time, two_nodes, slurm
 ):
     number, folder = short_of_time
-    assert ended(slurm, number, folder) == "COMPLETED" and job(slurm, number)["Restarts"] == "1", (
-        words_of(folder)
-    )
-    said, trained = (
-        Path(f"{folder}.out").read_text(),
-        (folder / "logs" / "trainer_0.log").read_text(),
-    )
+    assert ended(slurm, number, folder) == "COMPLETED", words_of(folder)
+    assert job(slurm, number)["Restarts"] == "1", words_of(folder)
     saved = checkpoint.steps_of(folder)[0]
-    assert (
-        saved.name < "step_000006"
-        and f"saved {saved}: queued again" in said
-        and "start number 2" in said
-        and "--resume_from_checkpoint=latest" in said
-    )
-    assert (
-        f"resumed from {saved}" in trained
-        and (folder / "done").exists()
-        and not (folder / "stop").exists()
-    )
+    assert saved.name < "step_000006"
+    said = Path(f"{folder}.out").read_text()
+    for words in (
+        f"saved {saved}: queued again",
+        "start number 2",
+        "--resume_from_checkpoint=latest",
+    ):
+        assert words in said
+    assert f"resumed from {saved}" in (folder / "logs" / "trainer_0.log").read_text()
+    assert (folder / "done").exists() and not (folder / "stop").exists()
     assert steps_in(folder) == steps_in(two_nodes)
 
 
@@ -359,57 +308,36 @@ def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_la
     slurm, tmp_path
 ):
     folder = tmp_path / "run"
-    number = submit(
-        slurm, folder, "train.sh", "--server-nodes", "1", *CONFIG, "--model=", sbatch=["--nodes=2"]
-    )
+    words = ["train.sh", "--server-nodes", "1", *CONFIG, "--model="]
+    number = submit(slurm, folder, *words, sbatch=["--nodes=2"])
     assert ended(slurm, number, folder, 120) == "FAILED"
     said = Path(f"{folder}.out").read_text()
-    assert (
-        "has died" in said
-        and "logs/server_0.log" in said
-        and "model is empty" in said
-        and not (folder / "logs" / "trainer_0.log").exists()
-    )
+    for words in ("has died", "logs/server_0.log", "model is empty"):
+        assert words in said
+    assert not (folder / "logs" / "trainer_0.log").exists()
 
 
 @pytest.mark.slow
 def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
-    number = submit(
-        slurm,
-        folder,
-        "train.sh",
-        *CONFIG,
-        HF,
-        "--max_steps=4000",
-        "--save_steps=-1",
-        f"--model={tiny_model_dir}",
-    )
+    words = small_run(tiny_model_dir, "--max_steps=4000", "--save_steps=-1")
+    number = submit(slurm, folder, *words)
     wait_for_step(slurm, number, folder, 1)
-    subprocess.run(
-        ["scancel", "--signal=USR1", "--batch", number], env=slurm, check=True, timeout=120
-    )
-    assert ended(slurm, number, folder) == "FAILED" and job(slurm, number)["Restarts"] == "0"
+    command = ["scancel", "--signal=USR1", "--batch", number]
+    subprocess.run(command, env=slurm, check=True, timeout=120)
+    assert ended(slurm, number, folder) == "FAILED"
+    assert job(slurm, number)["Restarts"] == "0"
     assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
 
 
 @pytest.mark.slow
 def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir, tmp_path):
-    number = submit(
-        slurm,
-        tmp_path / "run",
-        "seeds.sh",
-        *CONFIG,
-        HF,
-        f"--model={tiny_model_dir}",
-        "--dry_run",
-        sbatch=["--array=3"],
-    )
-    assert ended(slurm, f"{number}_3", tmp_path / "run_seed_3", 120) == "COMPLETED", words_of(
-        tmp_path / "run"
-    )
-    printed = (tmp_path / "run_seed_3" / "logs" / "trainer_0.log").read_text()
-    assert "seed = 3\n" in printed and f"output_dir = '{tmp_path}/run_seed_3'" in printed
+    words = ["seeds.sh", *CONFIG, HF, f"--model={tiny_model_dir}", "--dry_run"]
+    number = submit(slurm, tmp_path / "run", *words, sbatch=["--array=3"])
+    folder = tmp_path / "run_seed_3"
+    assert ended(slurm, f"{number}_3", folder, 120) == "COMPLETED", words_of(tmp_path / "run")
+    printed = (folder / "logs" / "trainer_0.log").read_text()
+    assert "seed = 3\n" in printed and f"output_dir = '{folder}'" in printed
 
 
 @pytest.mark.parametrize(
@@ -424,108 +352,75 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
 )
 def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
     folder = tmp_path / "a run"
-    assert (
-        ended(
-            slurm,
-            submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"]),
-            folder,
-            60,
-        )
-        == "FAILED"
-    )
-    assert sentence in Path(f"{folder}.out").read_text() and not folder.exists()
+    number = submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"])
+    assert ended(slurm, number, folder, 60) == "FAILED"
+    assert sentence in Path(f"{folder}.out").read_text()
+    assert not folder.exists()
+
+
+# --- without a cluster
+
+
+def without_slurm() -> dict:
+    return {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+
+
+def bash(*words, env: dict) -> subprocess.CompletedProcess:
+    command = ["bash", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(tmp_path):
-    """The lines of evaluate.sh that turn a checkpoint's config into flags."""
-    config = tmp_path / "train_config.json"
-    config.write_text(
-        json.dumps(
-            load_config(
-                [
-                    *CONFIG,
-                    "--rollout_engine=server",
-                    "--rollout_server=http://a:8000",
-                    "--rollout_ahead=1",
-                ]
-            )
-        )
-    )
-    lines = (ROOT / "slurm" / "evaluate.sh").read_text().split("<< 'END'\n")[1].split("\nEND\n")[0]
-    ours = tmp_path / "config.json"
-    subprocess.run(
-        [sys.executable, "-c", lines, config, ours, "--trust_checkpoint=True"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = load_config([str(ours)])
-    assert (
-        found["rollout_engine"] == "vllm"
-        and found["reward_funcs"] == ["patient_reward:parity"]
-        and found["max_steps"] == 6
-    )
+    """The lines of evaluate.sh that make a config of a checkpoint's."""
+    servers = ["--rollout_engine=server", "--rollout_server=http://a:8000", "--rollout_ahead=1"]
+    saved = tmp_path / "train_config.json"
+    saved.write_text(json.dumps(load_config([*CONFIG, *servers])))
+    made = tmp_path / "config.json"
+    script = (ROOT / "slurm" / "evaluate.sh").read_text()
+    lines = script.split("<< 'END'\n")[1].split("\nEND\n")[0]
+    command = [sys.executable, "-c", lines, saved, made, "--trust_checkpoint=True"]
+    subprocess.run(command, check=True)
+    config = load_config([str(made)])
+    assert config["rollout_engine"] == "vllm"
+    assert config["reward_funcs"] == ["patient_reward:parity"]
+    assert config["max_steps"] == 6
 
 
 @pytest.mark.parametrize("reward", ["patient_reward:parity", "auto"])
 def test_rewards_that_only_a_checkpoint_names_are_not_imported(reward, tmp_path):
-    config, checkpoint = load_config([*CONFIG, f"--reward_funcs=[{reward!r}]"]), tmp_path / "step_1"
-    checkpoint.mkdir()
-    (checkpoint / "train_config.json").write_text(json.dumps(config | {"trust_checkpoint": True}))
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(
-        ["bash", ROOT / "slurm" / "evaluate.sh", checkpoint],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1 and not (tmp_path / "evaluations").exists()
+    path = tmp_path / "step_1"
+    path.mkdir()
+    config = load_config([*CONFIG, f"--reward_funcs=[{reward!r}]"]) | {"trust_checkpoint": True}
+    (path / "train_config.json").write_text(json.dumps(config))
+    done = bash("slurm/evaluate.sh", path, env=without_slurm())
+    assert done.returncode == 1
+    assert not (tmp_path / "evaluations").exists()
     assert repr(reward) in done.stderr and "--trust_checkpoint=True" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])
 def test_help_is_the_header_and_needs_no_slurm(script):
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(
-        ["bash", ROOT / "slurm" / script, "--help"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (
-        done.returncode == 0
-        and "sbatch --" in done.stdout
-        and f"slurm/{script}" in done.stdout
-        and "#" not in done.stdout
-    )
+    done = bash(f"slurm/{script}", "--help", env=without_slurm())
+    assert done.returncode == 0
+    assert "sbatch --" in done.stdout and f"slurm/{script}" in done.stdout
+    assert "#" not in done.stdout
 
 
 def test_caches_stay_in_the_repository_unless_the_user_has_a_place(tmp_path):
     asked = 'source slurm/common.sh; echo "$HF_HOME $TORCH_HOME"'
-    env = {
-        key: value for key, value in os.environ.items() if key not in ("HF_HOME", "TORCH_HOME")
-    } | {"HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    env = os.environ | {"HF_HOME": str(tmp_path)}
+    env.pop("TORCH_HOME", None)
+    done = bash("-c", asked, env=env)
     assert done.stdout.split() == [str(tmp_path), f"{ROOT}/var/cache/torch"]
 
 
 def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
-    def places(**more) -> list[str]:
-        env = (
-            {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-            | {"HOME": str(tmp_path)}
-            | more
-        )
+    def places(**variables) -> list[str]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        env |= {"HOME": str(tmp_path)} | variables
         asked = 'source slurm/common.sh; echo "$HF_HOME" "${HF_TOKEN_PATH-none}"'
-        return subprocess.run(
-            ["bash", "-c", asked], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-        ).stdout.split()
+        return bash("-c", asked, env=env).stdout.split()
 
     home = tmp_path / ".cache" / "huggingface"
     assert places() == [f"{ROOT}/var/cache/huggingface", "none"]
@@ -539,20 +434,8 @@ def test_a_login_and_models_at_home_are_found_in_a_job(tmp_path):
 
 def test_common_sh_needs_no_home_and_knows_the_word_for_no_gpus():
     env = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "NoDevFiles"}
-    done = subprocess.run(
-        [
-            "bash",
-            "-euo",
-            "pipefail",
-            "-c",
-            "source slurm/common.sh; gpus_here; CUDA_VISIBLE_DEVICES=0,3 gpus_here",
-        ],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    asked = "source slurm/common.sh; gpus_here; CUDA_VISIBLE_DEVICES=0,3 gpus_here"
+    done = bash("-euo", "pipefail", "-c", asked, env=env)
     assert (done.returncode, done.stdout.split()) == (0, ["0", "3"]), done.stderr
 
 

@@ -1,12 +1,16 @@
-"""A real Slurm of two nodes on this machine: one slurmctld, two slurmd, a munged of its own, everything in one folder.
+"""A real Slurm of two nodes on this machine: one slurmctld, two slurmd, a munged of its own,
+everything in one folder.
 
-    python tests/helpers/slurm_cluster.py start DIR       then: export SLURM_CONF=DIR/slurm.conf, and sbatch, squeue, scancel work
-    python tests/helpers/slurm_cluster.py stop DIR        cancels all jobs, ends the daemons, leaves no process behind
+    python tests/helpers/slurm_cluster.py start DIR     then `export SLURM_CONF=DIR/slurm.conf`, and
+                                                        sbatch, squeue, scancel work
+    python tests/helpers/slurm_cluster.py stop DIR      cancels all jobs, ends the daemons, leaves
+                                                        no process behind
 
     with slurm_cluster.cluster(DIR) as env: subprocess.run(["sbatch", ...], env=env)
 
-Needs root (slurmd starts jobs) and Debian's slurm-wlm and munge. Nothing in /etc/slurm is read or written. Every process of this Slurm and of its
-jobs carries SLURM_CONF=DIR/slurm.conf in its environment: that is how stop() finds what is left.
+Needs root (slurmd starts jobs) and Debian's slurm-wlm and munge. Nothing in /etc/slurm is read or
+written. Every process of this Slurm and of its jobs carries SLURM_CONF=DIR/slurm.conf in its
+environment: that is how stop() finds what is left.
 """
 
 import os
@@ -61,7 +65,9 @@ def missing() -> str:
     lost = [name for name in PROGRAMS if not find(name)]
     if lost:
         return f"{', '.join(lost)} not found (Debian: apt-get install slurm-wlm munge)"
-    return "" if os.geteuid() == 0 else "slurmd starts jobs only as root"
+    if os.geteuid():
+        return "slurmd starts jobs only as root"
+    return ""
 
 
 def find(name: str) -> str | None:
@@ -73,85 +79,78 @@ def install(seconds: float = 300) -> None:
     if os.geteuid() or not shutil.which("apt-get"):
         return
     print("installing slurm-wlm and munge with apt-get", flush=True)
-    apt, end = ["apt-get", "-o", "DPkg::Lock::Timeout=60"], time.monotonic() + seconds
-    for command in (
-        [*apt, "update"],
-        [*apt, "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
-    ):
+    end = time.monotonic() + seconds
+    packages = ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
+    for words in (["update"], packages):
+        command = ["apt-get", "-o", "DPkg::Lock::Timeout=60", *words]
+        env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        left = end - time.monotonic()
         try:
-            done = subprocess.run(
-                command,
-                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-                capture_output=True,
-                text=True,
-                timeout=end - time.monotonic(),
-            )
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=left)
         except subprocess.TimeoutExpired:
-            return print(f"{' '.join(command)}: no end within {seconds:.0f} s", flush=True)
+            print(f"{' '.join(command)}: no end within {seconds:.0f} s", flush=True)
+            return
         if done.returncode:
             print(f"{' '.join(command)}: {done.stderr.strip()[-300:]}", flush=True)
 
 
 def environment(folder: Path) -> dict:
     """This environment, of no other job, pointed at the cluster of `folder`."""
-    outer = ("SLURM", "SBATCH", "SRUN", "SALLOC")
-    return {k: v for k, v in os.environ.items() if not k.startswith(outer)} | {
-        "SLURM_CONF": str(folder / "slurm.conf")
-    }
+    env = {"SLURM_CONF": str(folder / "slurm.conf")}
+    for key, value in os.environ.items():
+        if not key.startswith(("SLURM", "SBATCH", "SRUN", "SALLOC")):
+            env[key] = value
+    return env
 
 
 def start(folder) -> dict:
-    """Starts the cluster in a new folder and returns the environment for its commands once both nodes are idle."""
+    """Starts the cluster in a new folder and returns the environment for its commands once both
+    nodes are idle."""
     folder = Path(folder).resolve()
     for name in ("state", "spool.n1", "spool.n2"):
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    (folder / "slurm.conf").write_text(
-        CONFIG.format(folder=folder, host=platform.node().partition(".")[0], ports=free_ports(3))
-    )
+    host = platform.node().partition(".")[0]
+    config = CONFIG.format(folder=folder, host=host, ports=free_ports(3))
+    (folder / "slurm.conf").write_text(config)
     env = environment(folder)
     try:
-        daemon(
-            env,
-            folder,
-            "munged",
-            "--foreground",
-            "--force",
-            "--num-threads=2",
-            *(
-                f"--{what}={folder}/munge.{end}"
-                for what, end in (
-                    ("key-file", "key"),
-                    ("socket", "socket"),
-                    ("pid-file", "pid"),
-                    ("log-file", "log"),
-                    ("seed-file", "seed"),
-                )
-            ),
-        )
-        wait_until(
-            lambda: (folder / "munge.socket").exists(),
-            20,
-            lambda: f"munged has made no socket: {tail(folder / 'munged.out')}",
-        )
+        start_munged(env, folder)
         daemon(env, folder, "slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             daemon(env, folder, "slurmd", "-D", "-N", node)
-        wait_until(
-            lambda: query(env, "sinfo", "-h", "-N", "-o", "%t") == "idle\nidle",
-            60,
-            lambda: (
-                "the nodes are not idle:\n"
-                + "\n".join(
-                    f"{path.name}: {tail(path)}" for path in sorted(folder.glob("slurm*.log"))
-                )
-            ),
-        )
+        wait_until(lambda: nodes(env) == "idle\nidle", 60, lambda: logs(folder))
     except BaseException:
         stop(folder)
         raise
     return env
+
+
+def start_munged(env: dict, folder: Path) -> None:
+    """The daemon by which Slurm's own know each other."""
+    flags = ["--foreground", "--force", "--num-threads=2"]
+    for name in ("key", "socket", "pid", "log", "seed"):
+        flag = name if name == "socket" else f"{name}-file"
+        flags.append(f"--{flag}={folder}/munge.{name}")
+    daemon(env, folder, "munged", *flags)
+    wait_until(
+        (folder / "munge.socket").exists,
+        20,
+        lambda: f"munged has made no socket: {tail(folder / 'munged.out')}",
+    )
+
+
+def nodes(env: dict) -> str:
+    """The state of each, a line each."""
+    return query(env, "sinfo", "-h", "-N", "-o", "%t")
+
+
+def logs(folder: Path) -> str:
+    words = ["the nodes are not idle:"]
+    for path in sorted(folder.glob("slurm*.log")):
+        words.append(f"{path.name}: {tail(path)}")
+    return "\n".join(words)
 
 
 def daemon(env: dict, folder: Path, name: str, *flags) -> None:
@@ -168,26 +167,31 @@ def daemon(env: dict, folder: Path, name: str, *flags) -> None:
 
 
 def query(env: dict, *command, seconds: float = 20) -> str:
-    """What a Slurm command prints; "" where it fails, as all of them do before the controller is up."""
+    """What a Slurm command prints; "" where it fails, as all of them do before the controller is
+    up."""
     try:
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=seconds
-        ).stdout.strip()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return ""
+    return done.stdout.strip()
 
 
 def processes(**variables) -> list[psutil.Process]:
-    """Those whose environment has all of `variables`, and what they have started (some, like vLLM's, overwrite their environment with a title); this
-    process and the ones above it are left out."""
-    own, found = {os.getpid(), *(p.pid for p in psutil.Process().parents())}, {}
+    """Those whose environment has all of `variables`, and what they have started (some, like
+    vLLM's, overwrite their environment with a title); this process and the ones above it are left
+    out."""
+    own = {os.getpid()}
+    own |= {process.pid for process in psutil.Process().parents()}
+    matching = {}  # pid: process
     for process in psutil.process_iter():
         try:
-            if process.pid not in own and variables.items() <= process.environ().items():
-                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+            if process.pid in own or not variables.items() <= process.environ().items():
+                continue
+            for one in (process, *process.children(recursive=True)):
+                matching[one.pid] = one
         except (psutil.Error, OSError):
             continue  # gone, or not ours to look at
-    return [p for p in found.values() if alive(p)]
+    return [process for process in matching.values() if alive(process)]
 
 
 def alive(process: psutil.Process) -> bool:
@@ -200,23 +204,38 @@ def alive(process: psutil.Process) -> bool:
 def stop(folder) -> None:
     """Ends jobs and daemons; what has not gone after a while is killed."""
     folder = Path(folder).resolve()
-    env, conf = environment(folder), str(folder / "slurm.conf")
-    left = processes(SLURM_CONF=conf)
-    if jobs := query(env, "squeue", "-h", "-o", "%A").split():
-        query(env, "scancel", *jobs)
-        end = time.monotonic() + 30
-        while query(env, "squeue", "-h", "-o", "%A") and time.monotonic() < end:
-            time.sleep(0.2)
+    env = environment(folder)
+    left = processes(SLURM_CONF=env["SLURM_CONF"])
+    cancel_all(env)
     for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
-        left = [*filter(alive, {*left, *processes(SLURM_CONF=conf)})]
+        left = still_there(left, env)
         for process in left:
             try:
                 process.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(left, timeout=seconds)
-    if left := [*filter(alive, {*left, *processes(SLURM_CONF=conf)})]:
+    left = still_there(left, env)
+    if left:
         raise RuntimeError(f"still there: {left}")
+
+
+def cancel_all(env: dict) -> None:
+    """Ends all jobs, and waits a while for it."""
+    list_jobs = ("squeue", "-h", "-o", "%A")
+    jobs = query(env, *list_jobs).split()
+    if not jobs:
+        return
+    query(env, "scancel", *jobs)
+    end = time.monotonic() + 30
+    while query(env, *list_jobs) and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def still_there(before: list, env: dict) -> list[psutil.Process]:
+    """Those of before that live, and those that have come since."""
+    together = {*before, *processes(SLURM_CONF=env["SLURM_CONF"])}
+    return [process for process in together if alive(process)]
 
 
 @contextmanager
