@@ -182,6 +182,7 @@ def quartiles(ratios: list[float]) -> str:
 
 def print_limits(repeats: int) -> None:
     """How near both halves of a step are to the least that they could cost."""
+    # both ratios are of one process: no neighbours are needed
     print_head(["scenario", "learning / bare forward and backward", "vLLM's own time / rollouts"])
     for scenario in LIMITS:
         runs = [measure("limits", scenario, steps=LIMITS_STEPS) for _ in range(repeats)]
@@ -217,6 +218,7 @@ def measure_growth(arm: str, letter: str) -> list[dict]:
 
 
 def row_of_growth(letter: str, runs: list[dict]) -> str:
+    """Its sizes, the slopes of its phases, its memory."""
     sizes = GROWTH[letter]
     cells = [letter, ", ".join(map(str, sizes))]
     for phase in PHASES:
@@ -268,8 +270,9 @@ def growth(path: Path) -> None:
             "of it the learner's tensors",
         ]
     )
+    # a column for each size: seconds above, memory below
     figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
-    for letter, (above, below) in zip(GROWTH, axes.T):  # axes (2, sizes)
+    for letter, (above, below) in zip(GROWTH, axes.T):
         # not A B B A as in compare(): slopes are of one arm, TRL's is there to look at
         runs = measure_growth("ours", letter)
         theirs = measure_growth("trl", letter)
@@ -293,6 +296,7 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
     """Our flags and the scenarios; a UserError for what is neither, before anything is loaded."""
     flags, scenarios = own_flags(argv, FLAGS)
     for word in scenarios:
+        # a mistyped flag is left over too, and is no scenario
         if not re.fullmatch(r"P\d+G\d+T\d+V\d+(tail)?", word):
             known = " ".join(f"--{name}=" for name in FLAGS)
             raise UserError(
@@ -332,11 +336,11 @@ def check_same_loss() -> None:
 
 def main(argv: list[str]) -> None:
     flags, scenarios = read_flags(argv)
-    if flags["arm"]:
+    if flags["arm"]:  # we are one of the processes that measure() has started
         run_arm(flags["arm"], scenarios[0], flags["beta"], flags["steps"])
         return
     check_same_loss()
-    rows = []
+    rows = []  # printed together: the runs say a line each as they end
     chosen = [(scenario, flags["against"], flags["beta"]) for scenario in scenarios]
     for scenario, against, beta in chosen or COMPARISONS:
         rows.append(compare(scenario, against, beta, flags["repeats"]))

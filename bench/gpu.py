@@ -1,5 +1,5 @@
-"""Whether a GPU does what this project needs, and how fast: random weights, no network, five
-minutes.
+"""Whether a GPU does what this project needs, and how fast: random weights, no network. All checks
+should take about five minutes: an estimate, from their parts.
 
     python -m bench.gpu                          all checks; make check-gpu does the same
     python -m bench.gpu attention head           these
@@ -22,30 +22,33 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common import UserError, own_flags, script
+from common import ROOT, UserError, own_flags, script
 
-ROOT = Path(__file__).resolve().parent.parent
-NO_GPU = 3
+NO_GPU = 3  # exit status: a script can tell it from a failed check
 
 
 class Check(NamedTuple):
     module: str  # of bench, with a function of the check's name that yields Findings
-    limit: int  # seconds
+    limit: int  # seconds, far above what it should take: a GPU that hangs is a finding too
     needs: tuple = ()  # packages
     gpus: int = 1
 
 
+# in the order in which a failure explains the ones behind it
 CHECKS = {
+    # the machine
     "driver": Check("gpu_machine", 60),
     "compiler": Check("gpu_machine", 60),
     "python_h": Check("gpu_machine", 60),
     "nccl": Check("gpu_machine", 90),
     "triton": Check("gpu_machine", 90, ("triton",)),
     "peaks": Check("gpu_machine", 60),
+    # kernels of the model
     "alignment": Check("gpu_kernels", 60),
     "attention": Check("gpu_kernels", 120),
     "waits": Check("gpu_kernels", 120),
     "head": Check("gpu_kernels", 180),
+    # the learner
     "zero0": Check("gpu_learner", 180, ("deepspeed",)),
     "zero1": Check("gpu_learner", 180, ("deepspeed",)),
     "zero2": Check("gpu_learner", 180, ("deepspeed",)),
@@ -54,6 +57,7 @@ CHECKS = {
     "offload": Check("gpu_learner", 180, ("deepspeed",)),
     "reference": Check("gpu_learner", 180, ("deepspeed",)),
     "speed": Check("gpu_learner", 300, ("deepspeed",)),
+    # whole runs, and the engine alone
     "train": Check("gpu_runs", 300, ("deepspeed",)),
     "two_ranks": Check("gpu_runs", 300, ("deepspeed",), gpus=2),
     "engine": Check("gpu_engine", 300, ("vllm",)),
@@ -64,11 +68,15 @@ class Setting(NamedTuple):
     """What a check is told."""
 
     device: str = "cuda"
-    shape: str = "0.5b"
+    shape: str = "0.5b"  # of bench.shapes.SHAPES
 
 
-# check: the one that this process is
-FLAGS = {"device": "cuda", "shape": "0.5b", "json": "runs/check_gpu.json", "check": ""}
+FLAGS = {
+    "device": "cuda",
+    "shape": "0.5b",
+    "json": "runs/check_gpu.json",
+    "check": "",  # the one that this process is; empty: the process that runs them
+}
 
 
 class Finding(NamedTuple):
@@ -78,6 +86,7 @@ class Finding(NamedTuple):
     good: bool
     measured: str
     wanted: str = ""
+    # for the JSON file, never changed: all findings may share the empty one
     figures: dict = {}  # noqa: RUF012
 
 
@@ -88,6 +97,7 @@ def run_check(name: str, setting: Setting) -> None:
     """Prints a JSON line for each finding as soon as it is there."""
     module = importlib.import_module(f"bench.{CHECKS[name].module}")
     begin = time.perf_counter()
+    # as they come: what was found before a crash is not lost
     for finding in getattr(module, name)(setting):
         now = time.perf_counter()
         row = finding._asdict() | {"seconds": now - begin}
@@ -100,6 +110,7 @@ def run_check(name: str, setting: Setting) -> None:
 
 def why_not(name: str, gpus: int) -> str:
     """Why a check can't run here; empty if it can."""
+    # looked up, not imported: seconds each, and an import may fail in its own way
     missing = [p for p in CHECKS[name].needs if importlib.util.find_spec(p) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
@@ -114,24 +125,29 @@ def row_of(check: str, state: str, measured: str, seconds: float = 0.0, **more) 
 
 def last_words(text: str) -> str:
     """What a process said went wrong: its last line of an error, else its last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w|\.)*[Ee]rror\b", line)]
-    last = (errors or lines or ["no word"])[-1]
-    return last[:200].replace("|", "/")
+    last = "no word"
+    last_error = ""
+    for line in map(str.strip, text.splitlines()):
+        last = line or last
+        # "torch.OutOfMemoryError: ...", "[rank0]: RuntimeError: ..."
+        if re.match(r"(\[rank\d+\]: )?(\w|\.)*[Ee]rror\b", line):
+            last_error = line
+    return (last_error or last)[:200].replace("|", "/")  # a cell of the table
 
 
 def rows_of(name: str, setting: Setting, limit: float) -> list[dict]:
     """What a check finds; a failed row more where it stops or does not end in time."""
     command = [sys.executable, "-m", "bench.gpu", f"--check={name}"]
-    command += [f"--{key}={value}" for key, value in setting._asdict().items()]
-    begin, stopped = time.perf_counter(), ""
+    command += [f"--device={setting.device}", f"--shape={setting.shape}"]
+    begin = time.perf_counter()
+    stopped = ""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
         out, err = done.stdout, done.stderr
         if done.returncode:
             stopped = f"stopped with status {done.returncode}: {last_words(err)}"
     except subprocess.TimeoutExpired as error:
-        out = (error.stdout or b"").decode(errors="replace")
+        out = (error.stdout or b"").decode(errors="replace")  # bytes here, whatever text= says
         stopped = f"not done after {limit:.0f} seconds"
     rows = []
     for line in out.splitlines():
@@ -139,6 +155,7 @@ def rows_of(name: str, setting: Setting, limit: float) -> list[dict]:
             continue
         found = json.loads(line.removeprefix("finding "))
         state = "ok" if found.pop("good") else "FAIL"
+        # measured, wanted, figures and seconds stay as they are
         rows.append({"check": f"{name}: {found.pop('what')}", "state": state} | found)
     if stopped or not rows:
         stopped = stopped or "found nothing"
@@ -171,7 +188,9 @@ def no_gpu() -> str:
 
 def main(argv: list[str]) -> int:
     flags, names = own_flags(argv, FLAGS)
-    wanted = [*names, *([flags["check"]] if flags["check"] else [])]
+    wanted = list(names)
+    if flags["check"]:
+        wanted.append(flags["check"])
     wrong = [name for name in wanted if name not in CHECKS]
     if wrong:
         raise UserError(
@@ -190,7 +209,8 @@ def main(argv: list[str]) -> int:
 
 
 def run_all(names: list[str], setting: Setting, path: Path) -> int:
-    import torch
+    """The exit status: 1 if a check failed. Prints a table, writes it to `path` as JSON."""
+    import torch  # here: a mistyped check is told before it is loaded
 
     gpus = torch.cuda.device_count()
     where = torch.cuda.get_device_name() if gpus else "a CPU: figures mean nothing"
@@ -198,6 +218,7 @@ def run_all(names: list[str], setting: Setting, path: Path) -> int:
     print("| check | ok / FAIL / skip | measured | wanted | seconds |", "|---" * 5 + "|", sep="\n")
     rows = []
     for name in names:
+        # on a CPU ranks are processes: there is always room for two
         why = why_not(name, gpus if setting.device == "cuda" else 2)
         if why:
             found = [row_of(name, "skip", why)]

@@ -4,13 +4,14 @@ import torch
 
 import rollout
 from bench.gpu import Finding
-from bench.shapes import SHAPES, model_folder
+from bench.shapes import GIB, SHAPES, model_folder
 from common import load_config
 from policy import Policy, named_weights
 from ranks import start_distributed
 
 GAP = 0.03  # nats a token in bfloat16 between sampler and trainer
-PROMPTS, TOKENS = 8, 48
+PROMPTS = 8
+TOKENS = 48  # of a completion
 
 
 class Case:
@@ -20,23 +21,25 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         self.device = start_distributed().device
-        shape = SHAPES[setting.shape]._replace(layers=4)
+        shape = SHAPES[setting.shape]._replace(layers=4)  # widths are real, depth adds only time
         folder = model_folder(shape, self.device)
         on_gpu = self.device.type == "cuda"
-        options = {} if on_gpu else {"kv_cache_memory_bytes": 2**29}
         values = {
             "model": folder,
             "dtype": "bfloat16",
             "max_prompt_length": 32,
             "max_completion_length": TOKENS,
-            "vllm_options": options,
+            # a GPU's own share; on a CPU half a GiB of keys and values is plenty here
+            "vllm_options": {} if on_gpu else {"kv_cache_memory_bytes": 2**29},
         }
         c = load_config([f"--{key}={value}" for key, value in values.items()])
+        # the engine first: it measures what is free
         self.engine = rollout.VllmEngine(str(folder), c, torch.bfloat16, self.device)
         self.engine.sleep()
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(self.device)
-        self.policy = Policy(lm, 1.0, 512)
+        self.policy = Policy(lm, 1.0, 512)  # temperature, tokens in a chunk of the head
         generator = torch.Generator().manual_seed(0)
+        # from 3 on: the first ids may be special tokens
         prompts = torch.randint(3, shape.vocabulary, (PROMPTS, 20), generator=generator)
         self.prompts = prompts.tolist()
         self.sync()
@@ -50,7 +53,7 @@ class Case:
             "temperature": temperature,
             "max_tokens": TOKENS,
             "stop_token_ids": [0],
-            "seeds": list(range(PROMPTS)),
+            "seeds": list(range(PROMPTS)),  # the same each time: the same weights, the same tokens
         }
         return self.engine.generate(self.prompts, 2, sampling)
 
@@ -59,8 +62,9 @@ class Case:
         """Mean difference of the sampler's log-probs from the policy's."""
         self.policy.temperature = temperature
         batch = rollout.to_batch(rollouts, self.device)
-        logps, _ = self.policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-        return ((logps - batch["sampler_logps"]).abs().sum() / batch["lengths"].sum()).item()
+        logps, _ = self.policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])  # (N, T)
+        apart = (logps - batch["sampler_logps"]).abs().sum()  # both are 0 behind a row's end
+        return (apart / batch["lengths"].sum()).item()
 
 
 def tokens_of(rollouts: list[dict]) -> list:
@@ -71,15 +75,17 @@ def about(engine) -> str:
     """What vLLM has chosen to run."""
     config = engine.llm.llm_engine.vllm_config
     runner = type(engine.llm.llm_engine.engine_core).__module__
-    parts = [f"vLLM {engine.vllm.__version__}", f"core {runner.rpartition('.')[2]}"]
-    parts.append(f"async {getattr(config.scheduler_config, 'async_scheduling', '?')}")
-    parts.append(f"eager {config.model_config.enforce_eager}")
-    return ", ".join(parts)
+    scheduling = getattr(config.scheduler_config, "async_scheduling", "?")  # not in all versions
+    return (
+        f"vLLM {engine.vllm.__version__}, core {runner.rpartition('.')[2]}, "
+        f"async {scheduling}, eager {config.model_config.enforce_eager}"
+    )
 
 
 def engine(setting):
+    """Log-probs, seeds, the sync of weights, sleep: all that the trainer relies on."""
     case = Case(setting)
-    for temperature in (1.0, 0.7):
+    for temperature in (1.0, 0.7):  # vLLM must say those of what it samples from
         gap = case.gap(case.generate(temperature), temperature)
         what = f"log-probs at T {temperature}"
         wanted = f"< {GAP} nats ({about(case.engine)})"
@@ -96,10 +102,12 @@ def proof_of_sync(case: Case, first: list[dict]) -> Finding:
     before = [p.detach().clone() for p in case.policy.parameters()]
     with torch.no_grad():
         for p in case.policy.parameters():
+            # by a third of their own spread: far more than the gap. One number has no spread
             p.add_(torch.randn_like(p) * 0.3 * p.float().std().nan_to_num(0.0))
     stale = case.gap(first)
     case.sync()
     fresh = case.gap(case.generate())
+    # and back: the old tokens come only if every weight was written
     with torch.no_grad():
         for p, old in zip(case.policy.parameters(), before, strict=True):
             p.copy_(old)
@@ -112,12 +120,12 @@ def proof_of_sync(case: Case, first: list[dict]) -> Finding:
 
 def naps(case: Case, first: list[dict]):
     """Sleep gives memory back, and the engine wakes as it was."""
-    for i in range(3):
+    for i in range(3):  # what leaks shows from the second on
         free = torch.cuda.mem_get_info()[0] if case.engine.on_gpu else 0
         case.engine.sleep()
-        freed = (torch.cuda.mem_get_info()[0] - free) / 2**30 if case.engine.on_gpu else 0.0
-        case.sync()
+        freed = (torch.cuda.mem_get_info()[0] - free) / GIB if case.engine.on_gpu else 0.0
+        case.sync()  # wakes it
         same = tokens_of(case.generate()) == tokens_of(first)
-        good = same and (freed > 1 or not case.engine.on_gpu)
+        good = same and (freed > 1 or not case.engine.on_gpu)  # on a CPU it never sleeps
         measured = f"{freed:.1f} GiB freed, {'same' if same else 'other'} tokens"
         yield Finding(f"sleep {i + 1}", good, measured, "> 1 GiB, same tokens", {"gib": freed})

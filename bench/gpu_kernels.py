@@ -19,8 +19,10 @@ from bench.shapes import (
     wait_for,
 )
 
-VALUES, GRADIENTS = 0.01, 0.02  # errors allowed in bfloat16, relative, of float32
-G = 8
+# errors allowed in bfloat16, relative, of float32
+VALUES = 0.01
+GRADIENTS = 0.02
+G = 8  # completions of a prompt
 
 
 def prepare_stand_in(setting) -> None:
@@ -32,27 +34,36 @@ def prepare_stand_in(setting) -> None:
 def random_qkv(shape: Shape, queries: int, keys: int, setting) -> list:
     """(queries, heads, d), (keys, kv heads, d) twice, bfloat16, with gradients."""
     d = shape.hidden // shape.heads
-    sizes = [(queries, shape.heads), (keys, shape.kv_heads), (keys, shape.kv_heads)]
     torch.manual_seed(1)
-    return [
-        torch.randn(*size, d, device=setting.device, dtype=torch.bfloat16).requires_grad_()
-        for size in sizes
-    ]
+
+    def leaf(tokens: int, heads: int) -> torch.Tensor:
+        values = torch.randn(tokens, heads, d, device=setting.device, dtype=torch.bfloat16)
+        return values.requires_grad_()
+
+    return [leaf(queries, shape.heads), leaf(keys, shape.kv_heads), leaf(keys, shape.kv_heads)]
 
 
 def against_exact(attend, exact, leaves: list) -> list[float]:
     """Errors of the output and of each leaf's gradient."""
-    out = attend(*leaves)
+    out = attend(*leaves)  # (queries, heads, d)
     grad = torch.randn_like(out)
-    found = out, *torch.autograd.grad(out, leaves, grad)
-    raised = [x.detach().float().requires_grad_() for x in leaves]
-    wanted = exact(*raised)
-    wanted = wanted, *torch.autograd.grad(wanted, raised, grad.float())
-    return [distance(a, b) for a, b in zip(found, wanted, strict=True)]
+    grads = torch.autograd.grad(out, leaves, grad)
+    raised = [x.detach().float().requires_grad_() for x in leaves]  # the same numbers in float32
+    exact_out = exact(*raised)
+    exact_grads = torch.autograd.grad(exact_out, raised, grad.float())
+    errors = [distance(out, exact_out)]
+    for found, wanted in zip(grads, exact_grads, strict=True):
+        errors.append(distance(found, wanted))
+    return errors
 
 
 def show(errors: list[float]) -> str:
     return ", ".join(f"{error:.1e}" for error in errors)
+
+
+def small(errors: list[float]) -> bool:
+    """Of an output and of its gradients."""
+    return errors[0] < VALUES and max(errors[1:]) < GRADIENTS
 
 
 def alignment(setting):
@@ -60,28 +71,34 @@ def alignment(setting):
     sees all keys. Top-left order would be wrong everywhere behind a shared prompt."""
     prepare_stand_in(setting)
     options = {"window_size": (-1, 0), "enable_gqa": True}
-    queries, keys = torch.tensor([5, 130, 64, 1, 300]), torch.tensor([5, 400, 64, 77, 301])
+    # as many keys, far more, one query, one more: what packed rows have
+    queries = torch.tensor([5, 130, 64, 1, 300])
+    keys = torch.tensor([5, 400, 64, 77, 301])
 
     def ends(counts):
+        """Where segments begin, and the last one ends: (segments + 1,) int32."""
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(setting.device)
 
-    limits = ends(queries), ends(keys), 300, 400
+    plan = (ends(queries), ends(keys), 300, 400)
+
+    def attend(*qkv):
+        return packing.varlen_attn(*qkv, *plan, **options)
+
+    def exactly(*qkv):
+        return bottom_right_attention(*qkv, *plan, **options)
+
     for name, shape in SHAPES.items():
         if setting.device == "cpu" and name != "tiny":
-            continue
+            continue  # a loop in Python: a minute for nothing
         leaves = random_qkv(shape, int(queries.sum()), int(keys.sum()), setting)
-        errors = against_exact(
-            lambda *x: packing.varlen_attn(*x, *limits, **options),
-            lambda *x: bottom_right_attention(*x, *limits, **options),
-            leaves,
-        )
-        good = errors[0] < VALUES and max(errors[1:]) < GRADIENTS
+        errors = against_exact(attend, exactly, leaves)
         what = f"heads of {shape.hidden // shape.heads}, more keys than queries"
         wanted = f"< {VALUES}, < {GRADIENTS} (out; dq, dk, dv)"
-        yield Finding(what, good, show(errors), wanted)
+        yield Finding(what, small(errors), show(errors), wanted)
 
 
 def packed_on_device(batch: dict, setting, varlen: bool) -> packing.Packed:
+    """A batch packed for one varlen_attn a layer, or for blocks."""
     rows = packing.on_host(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     packed = packing.to_device(packing.pack(*rows, varlen=varlen), torch.device(setting.device))
     return packing.with_masks(packed)
@@ -94,14 +111,15 @@ def attention(setting):
     for tokens in (2048, 8192, 16384) if setting.device == "cuda" else (1300,):
         batch = batch_of(shape.vocabulary, tokens, max(1, tokens // 4096), G, setting.device)
         exact = packed_on_device(batch, setting, varlen=True)
-        M = exact.ids.shape[1]
+        M = exact.ids.shape[1]  # packed tokens: each prompt once
         leaves = random_qkv(shape, M, M, setting)
 
         def exactly(q, k, v, plan=exact.varlen):
-            if plan.keys is not None:
-                k, v = k[plan.keys], v[plan.keys]
-            ends = plan.ends_q, plan.ends_k, plan.longest_q, plan.longest_k
-            return bottom_right_attention(q, k, v, *ends)
+            if plan.keys is not None:  # a shared prompt's keys, before each completion's own
+                k = k[plan.keys]
+                v = v[plan.keys]
+            ends = (plan.ends_q, plan.ends_k)
+            return bottom_right_attention(q, k, v, *ends, plan.longest_q, plan.longest_k)
 
         for varlen in (True, False):
             packed = packed_on_device(batch, setting, varlen)
@@ -109,11 +127,12 @@ def attention(setting):
 
 
 def one_attention(packed, leaves: list, exactly, setting) -> Finding:
-    module = torch.nn.Module()
+    """Whether packing.attention is right, and what it costs."""
+    module = torch.nn.Module()  # stands for the layer, of which nothing is read
 
-    def attend(q, k, v):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # as transformers has them
-        return packing.attention(module, q, k, v, None, packed=packed)[0][0]
+    def attend(*qkv):
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)  # (1, heads, M, d): transformers' order
+        return packing.attention(module, q, k, v, None, packed=packed)[0][0]  # (M, heads, d)
 
     errors = against_exact(attend, exactly, leaves)
     grad = torch.randn_like(leaves[0])
@@ -121,13 +140,15 @@ def one_attention(packed, leaves: list, exactly, setting) -> Finding:
     def both():
         torch.autograd.grad(attend(*leaves), leaves, grad)
 
-    forward = seconds_of(lambda: attend(*[x.detach() for x in leaves]), setting.device) * 1e3
+    plain = [x.detach() for x in leaves]  # nothing is kept for a backward
+    forward = seconds_of(lambda: attend(*plain), setting.device) * 1e3
     whole = seconds_of(both, setting.device) * 1e3
     mib = gib_of(both, setting.device) * 1024
     way = "blocks" if packed.varlen is None else "varlen"
-    good = errors[0] < VALUES and max(errors[1:]) < GRADIENTS
+    good = small(errors)
     measured = f"{forward:.2f} + {whole - forward:.2f} ms, {mib:.0f} MiB, {show(errors)}"
     if setting.device == "cuda" and packed.varlen is not None:
+        # right but slow where torch has fallen back to a kernel of its own
         names = kernels_of(both)
         good = good and any("flash" in name for name in names)
         measured += f", {'; '.join(names[:3])}"
@@ -152,32 +173,37 @@ def kernels_of(work) -> list[str]:
 def head(setting):
     """log-probs, entropies and gradients at the real vocabulary, softmaxes kept and not."""
     if setting.device == "cpu":
-        loss.on_gpu, loss.compiled = (lambda x: True), (lambda function: function)
+        # the path of a GPU, uncompiled
+        loss.on_gpu = lambda x: True
+        loss.compiled = lambda function: function
     shape = SHAPES[setting.shape]
-    n, chunk = (4096, 1024) if setting.device == "cuda" else (100, 32)
+    V = shape.vocabulary
+    n, chunk = (4096, 1024) if setting.device == "cuda" else (100, 32)  # tokens, tokens at a time
     torch.manual_seed(2)
     hidden = torch.randn(n, shape.hidden, device=setting.device, dtype=torch.bfloat16)
-    weight = torch.randn(shape.vocabulary, shape.hidden, device=setting.device) * 0.05
-    leaves = hidden.requires_grad_(), weight.bfloat16().requires_grad_()
-    targets = torch.randint(shape.vocabulary, (n,), device=setting.device)
-    ups = torch.randn(2, n, device=setting.device)
+    # of this size log-probs are neither uniform nor certain
+    weight = torch.randn(V, shape.hidden, device=setting.device) * 0.05
+    leaves = (hidden.requires_grad_(), weight.bfloat16().requires_grad_())
+    targets = torch.randint(V, (n,), device=setting.device)
+    ups = torch.randn(2, n, device=setting.device)  # gradients of log-probs and of entropies
     exact = exact_head(leaves, targets, ups, 0.7)
     room = loss.room_for_softmaxes
     for kept in (True, False):
         loss.room_for_softmaxes = room if kept else (lambda hidden: 0)
 
         def work():
-            outs = loss.token_logps(*leaves, targets, 0.7, chunk)
+            outs = loss.token_logps(*leaves, targets, 0.7, chunk)  # log-probs, entropies (n,)
             return (*outs, *torch.autograd.grad(outs, leaves, list(ups)))
 
         errors = [distance(a, b) for a, b in zip(work(), exact, strict=True)]
         milliseconds = seconds_of(work, setting.device) * 1e3
         gib = gib_of(work, setting.device)
-        what = f"{n:,} tokens, V {shape.vocabulary:,}, {'kept' if kept else 'computed again'}"
+        what = f"{n:,} tokens, V {V:,}, {'kept' if kept else 'computed again'}"
+        # values are made in float32, gradients leave in bfloat16
         good = max(errors[:2]) < 1e-3 and max(errors[2:]) < GRADIENTS
-        share = 1e3 * 6 * n * shape.hidden * shape.vocabulary / milliseconds
-        measured = f"{milliseconds:.1f} ms, {share / 1e12:.0f} Tflop/s, {gib:.1f} GiB"
-        figures = {"ms": milliseconds, "gib": gib, "errors": errors, "flops": share}
+        flops = 1e3 * 6 * n * shape.hidden * V / milliseconds  # 2 forward, 4 backward
+        measured = f"{milliseconds:.1f} ms, {flops / 1e12:.0f} Tflop/s, {gib:.1f} GiB"
+        figures = {"ms": milliseconds, "gib": gib, "errors": errors, "flops": flops}
         wanted = f"< 0.001, < {GRADIENTS} of float64"
         yield Finding(what, good, f"{measured}, {show(errors)}", wanted, figures)
 
@@ -186,16 +212,18 @@ def exact_head(leaves, targets, ups, temperature: float, chunk: int = 256) -> tu
     """In float64, a few tokens at a time: logps, entropies, gradients of hidden and weight."""
     hidden, weight = (x.detach().double() for x in leaves)
     weight.requires_grad_()
-    weight.grad = torch.zeros_like(weight)
-    logps, entropies, grads = [], [], []
+    weight.grad = torch.zeros_like(weight)  # (V, width), added up over the chunks
+    logps = []
+    entropies = []
+    grads = []
     for i in range(0, len(targets), chunk):
-        h = hidden[i : i + chunk].clone().requires_grad_()
-        log_p = (h @ weight.T / temperature).log_softmax(1)
-        logp = log_p.gather(1, targets[i : i + chunk, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(1)
-        (
-            logp @ ups[0, i : i + chunk].double() + entropy @ ups[1, i : i + chunk].double()
-        ).backward()
+        here = slice(i, i + chunk)
+        h = hidden[here].clone().requires_grad_()  # (chunk, width)
+        log_p = (h @ weight.T / temperature).log_softmax(1)  # (chunk, V)
+        logp = log_p.gather(1, targets[here, None])[:, 0]  # (chunk,)
+        entropy = -(log_p.exp() * log_p).sum(1)  # (chunk,)
+        up = ups[:, here].double()
+        (logp @ up[0] + entropy @ up[1]).backward()
         logps.append(logp.detach())
         entropies.append(entropy.detach())
         grads.append(h.grad)
@@ -212,10 +240,10 @@ def waits_of(work, device) -> int:
         return 0
     work()  # what is compiled or set up at first use
     wait_for(device)
-    torch.cuda.set_sync_debug_mode("warn")
+    torch.cuda.set_sync_debug_mode("warn")  # torch then warns at every wait
     try:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always")  # else the second one of a line is not heard
             work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -223,11 +251,12 @@ def waits_of(work, device) -> int:
 
 
 def waits(setting):
-    """Of one micro-batch, forward and backward, with gradient checkpointing."""
+    """Of one micro-batch, forward and backward, with gradient checkpointing: as few, and as many
+    for more layers and more groups."""
     from policy import Policy
 
     prepare_stand_in(setting)
-    counts = {}
+    counts = {}  # (layers, groups): waits
     for layers in (2, 6):
         shape = SHAPES[setting.shape]._replace(layers=layers)
         lm = random_model(shape, setting.device).train()
@@ -242,5 +271,7 @@ def waits(setting):
 
             counts[layers, groups] = waits_of(work, setting.device)
     good = len(set(counts.values())) == 1 and max(counts.values()) <= 8
-    measured = ", ".join(f"{n} ({a} layers, {b} groups)" for (a, b), n in counts.items())
-    yield Finding("forward and backward", good, measured, "the same, at most 8")
+    measured = []
+    for (layers, groups), n in counts.items():
+        measured.append(f"{n} ({layers} layers, {groups} groups)")
+    yield Finding("forward and backward", good, ", ".join(measured), "the same, at most 8")

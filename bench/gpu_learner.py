@@ -14,6 +14,7 @@ import packing
 import train
 from bench.gpu import Finding
 from bench.shapes import (
+    GIB,
     SHAPES,
     batch_of,
     distance,
@@ -30,13 +31,14 @@ from ranks import start_distributed
 
 G = 8
 TOKENS = 8192  # of a micro-batch
-SHARE = 0.45  # of the matrix peak
-ESTIMATE = 1.3  # how far the peak may be above dry_run's estimate
+SHARE = 0.45  # of the matrix peak that a step must reach
+ESTIMATE = 1.3  # how far the peak may be above dry_run's estimate: it leaves small things out
 
 
 class Case:
     """A policy of random weights in an engine, a batch for it, and what is done with them."""
 
+    # layers: fewer than the shape has, where only its widths matter
     def __init__(self, setting, layers: int | None = None, tokens: int = TOKENS, **changes):
         self.device = start_distributed().device
         self.gpu = self.device.type == "cuda"
@@ -44,32 +46,34 @@ class Case:
         if layers:
             self.shape = self.shape._replace(layers=layers)
         self.tokens = tokens if self.gpu else 1300
-        self.groups = max(1, self.tokens // 4096)
+        self.groups = max(1, self.tokens // 4096)  # P: one micro-batch holds them all
         values = {
             "model": model_folder(self.shape, self.device),
             "objective": "dr_grpo",
             "importance_sampling": "none",
             "beta": 0.0,
             "dtype": "bfloat16",
-            "learning_rate": 1e-4,
+            "learning_rate": 1e-4,  # a step must show in bfloat16
             "prompts_per_step": self.groups,
             "num_generations": G,
             "max_tokens_per_micro_batch": self.tokens,
         } | changes
         self.c = load_config([f"--{key}={value}" for key, value in values.items()])
-        self.held = torch.cuda.memory_allocated() if self.gpu else 0
+        self.held = torch.cuda.memory_allocated() if self.gpu else 0  # by others, bytes
         self.engine = train.load_policy(self.c, self.device)
         self.reference = train.load_reference(self.c, self.device)
         vocabulary = self.shape.vocabulary
         self.batch = batch_of(vocabulary, self.tokens, self.groups, G, self.device)
+        # (P, G), all different: every row has a gradient
         self.rewards = torch.rand(self.groups, G, generator=torch.Generator().manual_seed(3))
 
     def learn(self, spoiled: bool = False) -> dict:
-        """Gradients of one step."""
-        self.batch.pop("old_logps", None)
-        lengths = self.batch["lengths"].view(-1, G).cpu()
+        """Gradients of one step. spoiled: NaN instead."""
+        self.batch.pop("old_logps", None)  # each time is the first update of its batch
+        lengths = self.batch["lengths"].view(-1, G).cpu()  # (P, G)
         group = {"rewards": self.rewards, "lengths": lengths}
         if self.reference is not None:
+            # of an experience measure_groups reads these
             rows = [{}] * self.groups
             lived = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
             models = self.engine, self.reference
@@ -83,7 +87,7 @@ class Case:
 
     def step(self, spoiled: bool = False) -> dict:
         metrics = self.learn(spoiled)
-        self.engine.step()
+        self.engine.step()  # skips itself when the gradient is not finite
         return metrics
 
     def weights(self) -> torch.Tensor:
@@ -95,11 +99,12 @@ class Case:
     def estimate(self) -> float:
         """GiB that dry_run would say, without a rollout engine."""
         lm = self.engine.module.lm
+        # at ZeRO stage 3 a parameter is empty here, and knows its size
         n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
-        parts = memory_estimate(self.c, lm.config, n, 2, 1)
+        parts = memory_estimate(self.c, lm.config, n, 2, 1)  # 2 bytes a number, 1 rank
         parts.pop("rollout engine's weights")
         on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
-        return sum(on_gpu) / 2**30
+        return sum(on_gpu) / GIB
 
     def peak(self, work) -> float:
         """GiB at the peak of `work`, everything of this case counted."""
@@ -110,15 +115,20 @@ class Case:
         torch.cuda.reset_peak_memory_stats()
         work()
         wait_for(self.device)
-        return (torch.cuda.max_memory_allocated() - self.held) / 2**30
+        return (torch.cuda.max_memory_allocated() - self.held) / GIB
+
+
+def few_layers(setting) -> int:
+    """Enough for a check: widths are real, depth adds only time."""
+    return 4 if setting.device == "cuda" else 2
 
 
 def steps_and_saves(setting, **changes):
     """A step moves the weights; what is saved loads to the bit and goes on; NaN moves nothing."""
-    case = Case(setting, layers=4 if setting.device == "cuda" else 2, **changes)
+    case = Case(setting, layers=few_layers(setting), **changes)
     start = case.weights()
     metrics = case.step()
-    first = case.weights()
+    first = case.weights()  # after the first step
     good = abs(metrics["loss"]) < 10 and not torch.equal(start, first)
     yield Finding("a step", good, f"loss {metrics['loss']:.2e}, weights moved", "both")
     folder = Path(tempfile.mkdtemp(prefix="bench_gpu_"))
@@ -130,16 +140,20 @@ def steps_and_saves(setting, **changes):
     case.step(spoiled=True)
     good = torch.equal(before, case.weights()) and not case.engine.was_step_applied()
     yield Finding("a NaN", good, "weights stay" if good else "weights moved", "weights stay")
-    room, loss.room_for_softmaxes = loss.room_for_softmaxes, lambda hidden: 0  # not in the estimate
-    peak, estimate = case.peak(case.step), case.estimate()
+    # softmaxes are kept only where there is room: the estimate leaves them out
+    room = loss.room_for_softmaxes
+    loss.room_for_softmaxes = lambda hidden: 0
+    peak = case.peak(case.step)
     loss.room_for_softmaxes = room
+    estimate = case.estimate()
     figures = {"gib": peak, "estimate_gib": estimate}
     measured = f"{peak:.2f} GiB, estimated {estimate:.2f}"
     yield Finding("peak", peak <= ESTIMATE * estimate, measured, f"<= {ESTIMATE} of it", figures)
 
 
 def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
-    """`first`: the weights now."""
+    """Of the engine's own part of a checkpoint, as checkpoint.py saves it. `first`: the weights
+    now."""
     case.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
     case.step()
     second = case.weights()
@@ -182,13 +196,14 @@ def reference(setting):
     first = None
     for place in ("device", "cpu", "sharded"):
         changes = {"beta": 0.1, "reference_placement": place}
-        case = Case(setting, layers=4 if setting.device == "cuda" else 2, **changes)
+        case = Case(setting, layers=few_layers(setting), **changes)
         peak = case.peak(case.learn)
         found = case.learn()["loss"]
         first = found if first is None else first
-        good = abs(found - first) <= 1e-3 * abs(first) + 1e-6
+        good = abs(found - first) <= 1e-3 * abs(first) + 1e-6  # rounding of other kernels
         measured = f"loss {found:.4e}, {peak:.2f} GiB"
         yield Finding(f"on {place}", good, measured, "the same loss", {"gib": peak})
+        # engines hold themselves in circles: the next one would start beside it
         del case
         gc.collect()
 
@@ -197,17 +212,19 @@ def speed(setting):
     """Steps of one micro-batch at the whole depth: attention by varlen_attn, then by blocks."""
     best = matrix_peak(setting.device)
     for name in ("0.5b", "1.5b") if setting.device == "cuda" else ("tiny",):
+        # the larger one as it would be trained
         changes = {"zero_stage": 1, "gradient_checkpointing": name == "1.5b"}
         case = Case(setting._replace(shape=name), tokens=2 * TOKENS, **changes)
         for way in ("varlen", "blocks"):
             yield speed_of(case, name, way, best)
-        del case
+        del case  # as in reference()
         gc.collect()
 
 
 def speed_of(case: Case, name: str, way: str, best: float) -> Finding:
     """best: operations a second of the largest product."""
     varlen = way == "varlen" and case.gpu
+    # for the rest of this process, which is the check's own
     packing.uses_varlen = lambda lm: varlen
     seconds = seconds_of(case.step, case.device, repeats=5, warm=3)
     peak = case.peak(case.step)
@@ -215,6 +232,6 @@ def speed_of(case: Case, name: str, way: str, best: float) -> Finding:
     share = products(case.shape, case.batch, case.groups) / seconds / best
     measured = f"{tokens / seconds:,.0f} completion tokens/s, {share:.1%}, {peak:.1f} GiB"
     figures = {"tokens_per_second": tokens / seconds, "share": share, "gib": peak}
-    good = share >= SHARE or not varlen
+    good = share >= SHARE or not varlen  # blocks are what older GPUs have: measured, not judged
     wanted = f">= {SHARE:.0%} of the peak" if way == "varlen" else ""
     return Finding(f"{name}, {way}", good, measured, wanted, figures)

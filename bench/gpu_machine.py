@@ -17,13 +17,14 @@ DRIVER = 580  # the oldest for CUDA 13, which PyPI's torch 2.13 is built for
 
 def output_of(*command: str) -> str:
     """What a command prints, empty if there is no such command or it fails."""
-    if shutil.which(command[0]) is None:
+    if shutil.which(command[0]) is None:  # of an empty name too
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def driver(setting):
+    """New enough for the CUDA that the wheels bring; with an older one torch sees no GPU."""
     query = ("--query-gpu=driver_version,name,memory.total", "--format=csv,noheader")
     found = output_of("nvidia-smi", *query).splitlines()
     if not found:
@@ -36,12 +37,15 @@ def driver(setting):
 
 def compiler(setting):
     """Triton compiles its driver helper with it at first use."""
-    names = [name for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name]
-    found = next((line for name in names if (line := output_of(name, "--version"))), "")
-    yield Finding("of C", bool(found), found.split("\n")[0] or "none", "gcc, clang or $CC")
+    version = ""
+    for name in (os.environ.get("CC", ""), "gcc", "clang", "cc"):  # Triton asks $CC first too
+        version = version or output_of(name, "--version")
+    measured = version.split("\n")[0] or "none"
+    yield Finding("of C", bool(version), measured, "gcc, clang or $CC")
 
 
 def python_h(setting):
+    """What Triton compiles includes it; many images come without."""
     path = Path(sysconfig.get_paths()["include"]) / "Python.h"
     yield Finding("header", path.exists(), str(path), "exists (python3-dev)")
 
@@ -50,11 +54,11 @@ def nccl(setting):
     """One rank alone: that it starts at all."""
     cuda = setting.device == "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    store = dist.HashStore()
+    store = dist.HashStore()  # in memory: no port is needed, and none can be taken
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     x = torch.ones(1000, device=setting.device)
-    dist.all_reduce(x)
+    dist.all_reduce(x)  # NCCL starts here, not above
     good = bool((x == 1).all())
     dist.destroy_process_group()
     version = ".".join(map(str, torch.cuda.nccl.version())) if cuda else "gloo stands for it"
@@ -66,6 +70,7 @@ def triton(setting):
     if setting.device == "cpu":
         yield Finding("one kernel", True, "needs a GPU")
         return
+    # here: it imports triton
     from bench.triton_kernel import add
 
     a, b = torch.randn(2, 100_000, device=setting.device)
@@ -75,7 +80,9 @@ def triton(setting):
 
 def peaks(setting):
     """The shares of the other checks are of these."""
-    products, copies = matrix_peak(setting.device), copy_peak(setting.device)
+    # measured, not the data sheet's: clocks and power limits differ between machines
+    products = matrix_peak(setting.device)
+    copies = copy_peak(setting.device)
     figures = {"flops": products, "bytes_per_second": copies}
     measured = f"{products / 1e12:.3g} Tflop/s in bfloat16, {copies / 1e12:.3g} TB/s"
     yield Finding("products and copies", True, measured, "", figures)

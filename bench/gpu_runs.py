@@ -11,65 +11,76 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.gpu import ROOT, Finding, last_words
+from bench.gpu import Finding, last_words
+from common import ROOT
 
-STEPS = 4
+STEPS = 4  # two before the kill, two behind it
 DEADLINE = 200  # seconds, for one process
 LEAVE = 60  # seconds that a rank may take to notice that another has died
 
 
 def command_of(script: str, **settings) -> list[str]:
+    """A script of this project on the smallest task there is."""
     flags = [f"--{key}={value}" for key, value in settings.items()]
     return [sys.executable, script, "config/countdown_tiny.py", *flags]
 
 
 def environment(setting) -> dict:
-    """A CPU alone, if that was asked for."""
+    """A CPU alone, if that was asked for; never the hub: everything needed is here."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {}
     return os.environ | {"HF_HUB_OFFLINE": "1"} | hidden
 
 
 def run(command: list[str], setting) -> str:
     """Its last words if it fails, else nothing."""
+    env = environment(setting)
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(setting),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE
     )
-    if not done.returncode:
-        return ""
-    return last_words(done.stderr)
+    return last_words(done.stderr) if done.returncode else ""
 
 
 def metrics_of(folder: Path) -> list[dict]:
+    """What metrics.jsonl says of each training step."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
     whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
     rows = [json.loads(line) for line in whole.splitlines()]
-    return [row for row in rows if "loss" in row]
+    return [row for row in rows if "loss" in row]  # not of evaluations
+
+
+def begin(command: list[str], out, setting) -> subprocess.Popen:
+    """All that it says goes to the file: a full pipe would stop it."""
+    env = environment(setting)
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def words_in(out) -> str:
+    out.seek(0)
+    return last_words(out.read())
+
+
+def second_checkpoint(process: subprocess.Popen, folder: Path) -> bool:
+    """Waits for it; False if the process ends before, or takes too long."""
+    end = time.monotonic() + DEADLINE
+    while not (folder / "step_000002").exists():
+        if process.poll() is not None or time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def run_and_kill(command: list[str], folder: Path, setting) -> str:
     """Starts a run and kills it after its second checkpoint; what went wrong, or nothing."""
     with open(folder.with_suffix(".out"), "w+") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(setting), stdout=out, stderr=subprocess.STDOUT
-        )
-        end = time.monotonic() + DEADLINE
+        process = begin(command, out, setting)
         try:
-            while time.monotonic() < end and process.poll() is None:
-                if (folder / "step_000002").exists():
-                    return ""
-                time.sleep(0.05)
+            came_so_far = second_checkpoint(process, folder)
         finally:
-            process.kill()
+            process.kill()  # nothing can be tidied up: as when power fails
             process.wait()
-        out.seek(0)
-        return last_words(out.read())
+        return "" if came_so_far else words_in(out)
 
 
 def train(setting):
@@ -85,12 +96,13 @@ def from_warm_start(work, setting):
         yield Finding("sft.py", not wrong, wrong or "runs", "a model")
         if not wrong:
             yield from work(base, setting)
-    finally:
+    finally:  # also when nobody asks for the next finding
         shutil.rmtree(base, ignore_errors=True)
 
 
 def settings_of(base: Path, **changes) -> dict:
-    vllm = importlib.util.find_spec("vllm") is not None
+    """Of train.py: as short as a run can be that is killed after two checkpoints."""
+    vllm = importlib.util.find_spec("vllm") is not None  # runs do not need it, only speed does
     settings = {
         "model": base / "sft",
         "output_dir": base / "run",
@@ -112,10 +124,12 @@ def two_ranks(setting):
 def pair_of_runs(base: Path, setting):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun.append("--nproc_per_node=2")
+    # [1:]: torchrun finds Python by itself
     wrong = run(torchrun + command_of("train.py", **settings_of(base))[1:], setting)
     steps = [row["step"] for row in metrics_of(base / "run")]
     good = not wrong and steps == list(range(1, STEPS + 1))
     yield Finding("train.py", good, wrong or f"steps {steps}", f"steps 1 to {STEPS}")
+    # long enough not to be done before it is killed
     changes = {"output_dir": base / "killed", "max_steps": 100_000, "save_steps": 2}
     command = torchrun + command_of("train.py", **settings_of(base, **changes))[1:]
     seconds, said = kill_one_rank(command, base / "killed", setting)
@@ -124,36 +138,33 @@ def pair_of_runs(base: Path, setting):
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Linux only, as is all of this."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def kill_one_rank(command: list[str], folder: Path, setting) -> tuple[float, str]:
     """Kills one of torchrun's processes when there is a checkpoint: (seconds until torchrun has
     gone, last words); 0 seconds if it never came so far."""
     with open(folder.with_suffix(".out"), "w+") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(setting), stdout=out, stderr=subprocess.STDOUT
-        )
+        process = begin(command, out, setting)
         try:
-            end = time.monotonic() + DEADLINE
-            while not (folder / "step_000002").exists():
-                if process.poll() is not None or time.monotonic() > end:
-                    out.seek(0)
-                    return 0.0, last_words(out.read())
-                time.sleep(0.05)
-            begin = time.monotonic()
-            os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+            if not second_checkpoint(process, folder):
+                return 0.0, words_in(out)
+            killed = time.monotonic()
+            os.kill(children_of(process.pid)[-1], signal.SIGKILL)  # the last rank
             process.wait(timeout=DEADLINE)
-            seconds = time.monotonic() - begin
+            seconds = time.monotonic() - killed
         finally:
-            for pid in [*children_of(process.pid), process.pid] if process.poll() is None else []:
-                os.kill(pid, signal.SIGKILL)
+            if process.poll() is None:
+                # ranks first: without torchrun nobody would end them
+                for pid in [*children_of(process.pid), process.pid]:
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
-        out.seek(0)
-        return seconds, last_words(out.read())
+        return seconds, words_in(out)
 
 
 def resumed_run(base: Path, setting):
+    """A run that is killed and goes on is the run that was asked for."""
     settings = settings_of(base)
     command = command_of("train.py", **settings)
     wrong = run_and_kill(command, base / "run", setting)
@@ -163,7 +174,8 @@ def resumed_run(base: Path, setting):
         return
     wrong = run([*command, "--resume_from_checkpoint=latest"], setting)
     rows = metrics_of(base / "run")
-    good = not wrong and [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    steps = [row["step"] for row in rows]
+    good = not wrong and steps == list(range(1, STEPS + 1))  # none twice, none left out
     gap = max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=0.0)
-    measured = wrong or f"steps {[row['step'] for row in rows]}, log-probs apart by {gap:.1e}"
+    measured = wrong or f"steps {steps}, log-probs apart by {gap:.1e}"
     yield Finding("train.py, resumed", good, measured, f"steps 1 to {STEPS}")

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, batches for them, and what the best a GPU can do is."""
+"""Models of real shapes with random weights, batches for them, and the best that a GPU can do."""
 
 import os
 import tempfile
@@ -10,10 +10,12 @@ import torch
 
 
 class Shape(NamedTuple):
+    """What of a model decides how long its kernels take."""
+
     hidden: int
     layers: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # heads of keys and values, each shared by heads / kv_heads queries
     feed_forward: int
     vocabulary: int
 
@@ -21,9 +23,10 @@ class Shape(NamedTuple):
 SHAPES = {
     "0.5b": Shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5-0.5B
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B
-    "tiny": Shape(128, 2, 4, 2, 256, 1000),
+    "tiny": Shape(128, 2, 4, 2, 256, 1000),  # for a CPU: shows that a check runs
 }
 PROMPT = 128  # tokens of a prompt
+GIB = 2**30
 
 
 def config_of(shape: Shape):
@@ -45,13 +48,14 @@ def random_model(shape: Shape, device, dtype=torch.bfloat16):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device(device):  # billions of random numbers: drawn where they are needed
         return AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
 
 
 def model_folder(shape: Shape, device) -> Path:
     """Random weights, saved once."""
     name = "_".join(map(str, shape))
+    # of this user only: another's folder might not be readable
     folder = Path(tempfile.gettempdir()) / f"bench_gpu_{os.getuid()}_{name}"
     if not (folder / "model.safetensors").exists():
         random_model(shape, device).save_pretrained(folder)
@@ -62,17 +66,18 @@ def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
     """About `tokens` tokens, prompts once: `groups` prompts with G completions each, lengths of
     which are between half of the longest and the longest."""
     rows = groups * G
-    longest = int((tokens - groups * PROMPT) / rows / 0.75)
+    longest = int((tokens - groups * PROMPT) / rows / 0.75)  # the mean is 3/4 of the longest
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(longest / 2, longest, rows).long().clamp(min=1)
-    lengths = lengths[torch.randperm(rows, generator=generator)]
-    ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)
-    ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)
+    lengths = lengths[torch.randperm(rows, generator=generator)]  # (N,), in no order
+    # from 3 on: the first ids may be special tokens
+    ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)  # (N, S)
+    ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)  # a prompt a group
     batch = {
         "ids": ids,
         "prompt_lengths": torch.full((rows,), PROMPT),
         "lengths": lengths,
-        "sampler_logps": torch.zeros(rows, longest),
+        "sampler_logps": torch.zeros(rows, longest),  # (N, T)
     }
     return {key: value.to(device) for key, value in batch.items()}
 
@@ -82,19 +87,22 @@ def products(shape: Shape, batch: dict, groups: int) -> float:
     vocabulary head on completion tokens only; attention left out."""
     completions = int(batch["lengths"].sum())
     tokens = completions + groups * PROMPT
+    # queries and output are square, keys and values narrower
     attention = shape.hidden * shape.hidden * (2 + 2 * shape.kv_heads / shape.heads)
     weights = shape.layers * (attention + 3 * shape.hidden * shape.feed_forward)
+    # 6 = 2 forward + 4 backward
     return 6 * (weights * tokens + shape.hidden * shape.vocabulary * completions)
 
 
 def wait_for(device) -> None:
+    """Until the device has done all that it was given: kernels run behind the host's back."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work, device, repeats: int = 5, warm: int = 2) -> float:
-    """The median of `repeats`."""
-    times = []
+    """The median of `repeats`, after `warm` that do not count."""
+    times = []  # the first ones compile, allocate and choose kernels
     for _ in range(warm + repeats):
         wait_for(device)
         begin = time.perf_counter()
@@ -114,19 +122,20 @@ def gib_of(work, device) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     work()
     wait_for(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    return (torch.cuda.max_memory_allocated(device) - before) / GIB
 
 
 def matrix_peak(device) -> float:
     """Operations a second of a large bfloat16 product."""
-    n = 8192 if torch.device(device).type == "cuda" else 256
+    n = 8192 if torch.device(device).type == "cuda" else 256  # large enough to fill the GPU
     a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    # a product and a sum for each of n**3
     return 2 * n**3 / seconds_of(lambda: a @ b, device, repeats=11, warm=3)
 
 
 def copy_peak(device) -> float:
     """Bytes a second of a large copy, read and written."""
-    n = 2**30 if torch.device(device).type == "cuda" else 2**20
+    n = GIB if torch.device(device).type == "cuda" else 2**20  # far more than the caches hold
     a = torch.empty(n, device=device, dtype=torch.uint8)
     b = torch.empty_like(a)
     return 2 * n / seconds_of(lambda: b.copy_(a), device, repeats=11, warm=3)
@@ -134,5 +143,6 @@ def copy_peak(device) -> float:
 
 def distance(found, wanted) -> float:
     """|found - wanted| / |wanted|; NaN passes for nothing."""
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found = found.detach().double()
+    wanted = wanted.detach().double()
     return ((found - wanted).norm() / wanted.norm()).item()
