@@ -200,7 +200,7 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
             if failed:
                 raise UserError(
                     f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of "
-                    f"dataset_name={dataset!r}, answer {quoted(row['answer'], 60)} "
+                    f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
                     f"({failed[0]['reason']})"
                 )
 
