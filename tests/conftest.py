@@ -65,13 +65,11 @@ def no_process_group_left_behind():
 def reward_folder(tmp_path_factory):
     """A folder of which rewards may import modules, and where helpers/hostile.py leaves its notes.
     Workers that tests have started are stopped when the module is done."""
-    import scoring
+    from reward_tools import close_pools
 
     folder = tmp_path_factory.mktemp("rewards")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("REWARD_TEST_FOLDER", str(folder))
         yield folder
-    for pool in scoring.POOLS.values():
-        pool.close()
-    scoring.POOLS.clear()
+    close_pools()

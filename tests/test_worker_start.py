@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from reward_tools import (
     SLACK,
+    close_pools,
     columns_for,
     come_true,
     config,
@@ -62,6 +63,7 @@ def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
     c = config(name, reward_workers=count)
     row = row_of("math", "1")
     said = refusal(scoring.check_answers, columns_for(c, [row]), [row], "data", c)
+    close_pools()  # as the run that hears this is over
     assert "reward_funcs" in said and repr(name) in said and word in said
 
 
@@ -126,7 +128,9 @@ def test_a_worker_that_is_lost_while_it_imports_gives_its_jobs_to_another(reward
     second += "if not mark.exists():\n    mark.touch()\n    os._exit(1)\n"
     second += "def f(completion, answer, **row): return 1.0\n"
     (reward_folder / "fine.py").write_text(second)
-    os.kill(pool.workers[0].process.pid, signal.SIGKILL)
+    first = pool.workers[0]
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert come_true(lambda: pool.attend(0.1) or pool.workers[0] is not first)
     assert pool.answers({2: job("fine:f", "2")}) == {2: 1.0}
     assert (reward_folder / "fine.py.tried").exists()
     pool.close()

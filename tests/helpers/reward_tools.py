@@ -96,6 +96,12 @@ def job(function: str, text: str, answer="") -> tuple:
     return function, text, {"answer": answer}
 
 
+def close_pools() -> None:
+    for pool in scoring.POOLS.values():
+        pool.close()
+    scoring.POOLS.clear()
+
+
 def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
