@@ -565,7 +565,8 @@ def serve(file) -> None:
 
 
 def let_go(held: list[int]) -> None:
-    """Closes them in the first process that is forked; in its own children the numbers are others'."""
+    """Closes them in the first process that is forked; in its own children the numbers are
+    others'."""
     while held:
         os.close(held.pop())
 
@@ -579,7 +580,8 @@ def work(channel: int, keeper: int, output: int) -> None:
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)
     sys.setrecursionlimit(2000)
-    # what a reward starts and leaves behind must not hold the socket: the parent would not see us die
+    # what a reward starts and leaves behind must not hold the socket: the parent would not see
+    # us die
     os.set_inheritable(channel, False)
     held = [channel]
     os.register_at_fork(after_in_child=functools.partial(let_go, held))
