@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import rewards
 import rollout
 import scoring
 from common import UserError, check_writable
@@ -219,7 +220,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     if own["output"]:
         check_writable("--output", output, folder=False)
         check_writable("--output", unfinished, folder=False)
-    scoring.check_names(c["reward_funcs"])
+    rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import data
+import rewards
 import rollout
 import scoring
 from common import UserError, check_writable, load_config, progress, read_settings, scheduled
@@ -142,11 +143,11 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     path = Path(own["output"])
     check_writable("--output", path, folder=False)
     check_settings(path, c)
-    scoring.check_names(c["reward_funcs"])
+    rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
     rows = rows[: own["max_prompts"] or len(rows)]
-    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     world = start_distributed()

@@ -21,6 +21,7 @@ from transformers.utils import cached_file, logging
 
 import data
 import packing
+import rewards
 import scoring
 from checks import entries, eval_source, rows_of_a_group, warn_config
 from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
@@ -347,7 +348,7 @@ class Inputs(NamedTuple):
 
 def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     """All that can be wrong before weights are loaded; a dry run downloads none to look at them."""
-    scoring.check_names(c["reward_funcs"])
+    rewards.check_names(c["reward_funcs"])
     if c["prompts_per_step"] % world:
         raise UserError(
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
@@ -364,7 +365,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     rows = [row for source in (*sources, easy) for row in source]
-    columns = scoring.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+    columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     eval_rows = []
@@ -400,7 +401,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
 
 def deciding(rows: list[dict], c: dict) -> list:
     """The reward columns that say what is correct: those of the first of reward_funcs."""
-    return scoring.columns_of(c["reward_funcs"][:1], [1.0], rows)
+    return rewards.columns_of(c["reward_funcs"][:1], [1.0], rows)
 
 
 # --- dry run

@@ -1,17 +1,20 @@
-"""How a batch is scored: reward functions, their weights, the routing of rows to functions, failures.
+"""How completions are scored: what each function says, failures, weights, answer modes.
 
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    begin(rollouts, row, columns, config)                               # as soon as a prompt's completions are there; returns at once
-    values, failed = measure(rollouts, rows, columns, config)           # (p, G, F): what each function says on this rank
-    rewards, metrics = combine(values_of_all_ranks, columns)            # (P, G)
+    columns = rewards.columns_of(config["reward_funcs"], config["reward_weights"], rows)
+    begin(rollouts, row, columns, config)             # a prompt's completions are there; at once
+    values, failed = measure(rollouts, rows, columns, config)     # (p, G, F), of this rank
+    rewards, metrics = combine(values_of_all_ranks, columns)      # (P, G)
 
-The functions are in rewards.py and in tasks/, and run in the processes of workers.py: reward_workers=0 runs them here, without limits.
+p prompts of this rank, P of all ranks; G completions of each; F columns, one per function. Rollouts
+are p * G dicts with "text" and "completion_ids", prompt-major.
+
+The functions run in the processes of workers.py, which know them by "module:function" alone, as
+this file does. reward_workers=0 runs them here, without limits.
 """
 
 import atexit
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,199 +23,191 @@ import torch
 import tasks
 import workers
 from common import RunStopped, UserError, quoted
-from rewards import LONGEST, REWARDS, resolve, stated_answer
-from tasks import countdown
+from tasks import mathematics
+from tasks.countdown import last_answer
 from workers import Failure
 
-TIMEOUT, ERROR = (
-    -math.inf,
-    math.inf,
-)  # in the place of a value, which is always finite; NaN: not asked
-SAVED_PER_STEP, SAVED_CHARACTERS = 20, 100_000
+# in the place of a value, which is always finite; NaN: not asked
+TIMEOUT = -math.inf
+ERROR = math.inf
+
+SAVED_PER_STEP = 20
+SAVED_CHARACTERS = 100_000
+CHECKED_TASKS = 20  # somebody's own column "task" may hold as many values as there are rows
 
 
 class Column(NamedTuple):
-    """A reward function of reward_funcs; "auto" becomes one for each task. task: the rows it scores, None for all of them.
-    decides: it is the one whose value of at least 1 counts as a correct answer."""
+    """A reward function of reward_funcs; "auto" becomes one for each task."""
 
-    name: str
+    name: str  # as metrics call it
     weight: float
-    task: str | None
-    decides: bool
+    task: str | None  # the rows that it scores; None for all of them
+    decides: bool  # whether its value of at least 1 is what counts as a correct answer
+    function: str  # "module:function", which a worker imports
 
-
-def check_names(names: list[str]) -> None:
-    """A UserError for a name that no function can be found by. Functions of the user's own are first imported by a worker."""
-    for name in names:
-        if name != "auto" and ":" not in name:
-            try:
-                resolve(name)
-            except ValueError as error:
-                raise UserError(str(error)) from None
-
-
-def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list[Column]:
-    """One Column per function that scores these rows. A UserError under "auto" if a row's task has no reward."""
-    found = []
-    for i, (name, weight) in enumerate(zip(names, weights)):
-        names_of_tasks = sorted({row["task"] for row in rows}) if name == "auto" else []
-        for task in names_of_tasks:
-            if task not in REWARDS and ":" not in task:
-                row = next(row for row in rows if row["task"] == task)
-                raise UserError(
-                    f"reward_funcs=['auto'] takes the reward from a row's task; row {quoted(row['id'])} has task {quoted(task)}, and rewards.REWARDS "
-                    f"has {', '.join(REWARDS)}: add a column `task` to the data, or name the reward in reward_funcs"
-                )
-        found += [Column(task, weight, task, i == 0) for task in names_of_tasks] or [
-            Column(name, weight, None, i == 0)
-        ]
-    return found
+    def scores(self, row: dict) -> bool:
+        return self.task is None or self.task == row["task"]
 
 
 # --- asking the workers
 
-
-@cache
-def make_pool(count: int, timeout: float, memory_gib: float, names: tuple) -> workers.Pool:
-    pool = workers.Pool(count, timeout, memory_gib, names)
-    atexit.register(pool.close)
-    return pool
+POOLS = {}  # (processes, timeout, memory): workers.Pool; one in a run
 
 
 def pool_of(c: dict) -> workers.Pool | None:
-    """The worker processes of this config, started at the first call and kept; None where it wants none."""
-    if not c.get("reward_workers"):
+    """The worker processes of this config, started at the first call and kept; None without any."""
+    if not c["reward_workers"]:
         return None
-    names = [
-        name for entry in c["reward_funcs"] for name in (REWARDS if entry == "auto" else [entry])
-    ]
-    return make_pool(c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"], tuple(names))
+    settings = (c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"])
+    if settings not in POOLS:
+        POOLS[settings] = workers.Pool(*settings)
+        atexit.register(POOLS[settings].close)
+    return POOLS[settings]
 
 
-def answers(jobs: dict, c: dict) -> dict:
+def answers_to(jobs: dict, c: dict) -> dict:
     """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
     if pool := pool_of(c):
         return pool.answers(jobs)
-    return {key: workers.believed(job[0], workers.answer(*job)) for key, job in jobs.items()}
+    return {key: workers.believed(workers.answer(*job)) for key, job in jobs.items()}
 
 
-def key_of(column: Column, row: dict, r: dict) -> tuple:
+def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """(row, its G rollouts) for each row."""
+    G = len(rollouts) // max(1, len(rows))
+    return [(row, rollouts[i * G : (i + 1) * G]) for i, row in enumerate(rows)]
+
+
+def job_key(column: Column, row: dict, r: dict) -> tuple:
     """Equal completions of a row have equal keys and are scored once."""
-    return column.name, id(row), r["text"], len(r.get("completion_ids", ()))
+    return column.function, id(row), r["text"], len(r["completion_ids"])
 
 
-def jobs_of(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
-    """{key: (function, text, row)} for the completions of one row."""
+def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
+    """{key: (function, text, arguments)} for the completions of one row."""
     seen = {name: value for name, value in row.items() if name != "prompt_ids"}
+    seen["max_completion_length"] = c["max_completion_length"]
+    seen["soft_overlong_buffer"] = c["soft_overlong_buffer"]
     jobs = {}
-    for r in rollouts:
-        more = {
-            "tokens": len(r.get("completion_ids", ())),
-            "max_completion_length": c.get("max_completion_length"),
-            "soft_overlong_buffer": c.get("soft_overlong_buffer"),
-        }
+    for r in group:
+        arguments = seen | {"tokens": len(r["completion_ids"])}
         for column in columns:
-            if column.task in (None, row["task"]):
-                jobs[key_of(column, row, r)] = (column.name, r["text"], seen | more)
+            if column.scores(row):
+                jobs[job_key(column, row, r)] = (column.function, r["text"], arguments)
     return jobs
 
 
-def begin(rollouts: list[dict], row: dict, columns: list[Column], c: dict) -> None:
-    """Lets the workers start on one row's completions while others are still being sampled; measure() collects."""
+def begin(group: list[dict], row: dict, columns: list[Column], c: dict) -> None:
+    """Lets the workers start on one row's completions while others are still being sampled;
+    measure() collects."""
     if pool := pool_of(c):
-        pool.ask(jobs_of(rollouts, row, columns, c))
+        pool.ask(jobs_of(group, row, columns, c))
 
 
 def measure(
     rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict
 ) -> tuple[torch.Tensor, list[dict]]:
-    """(P, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it failed; and a record of each failure.
-
-    rollouts: N = P * G, prompt-major, with "text" and "completion_ids"; rows: P."""
-    G = len(rollouts) // max(1, len(rows))
-    groups = [rollouts[i * G : (i + 1) * G] for i in range(len(rows))]
-    found = answers(
-        {
-            key: job
-            for group, row in zip(groups, rows)
-            for key, job in jobs_of(group, row, columns, c).items()
-        },
-        c,
-    )
-    values, failed = torch.full((len(rows), G, len(columns)), math.nan), []
-    for i, (group, row) in enumerate(zip(groups, rows)):
+    """(p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it
+    failed; and a record of each failure."""
+    groups = groups_of(rollouts, rows)
+    jobs = {}
+    for row, group in groups:
+        jobs |= jobs_of(group, row, columns, c)
+    answers = answers_to(jobs, c)
+    G = len(groups[0][1]) if groups else 0
+    values = torch.full((len(rows), G, len(columns)), math.nan)
+    failed = []
+    for i, (row, group) in enumerate(groups):
         for j, r in enumerate(group):
             for f, column in enumerate(columns):
-                value = found.get(key_of(column, row, r), math.nan)
+                if not column.scores(row):
+                    continue
+                value = as_reward(answers[job_key(column, row, r)])
                 if isinstance(value, Failure):
-                    failed.append(
-                        {
-                            "reward": column.name,
-                            "id": row["id"],
-                            "kind": value.kind,
-                            "reason": value.reason,
-                            "completion": r["text"],
-                        }
-                    )
+                    failed.append(failure_record(value, column, row, r))
                     value = TIMEOUT if value.kind == "timeout" else ERROR
                 values[i, j, f] = value
     return values, failed
 
 
+def as_reward(answer) -> float | Failure:
+    """A worker's answer, which may be a text or None, as a reward."""
+    if isinstance(answer, (int, float, Failure)):
+        return answer
+    said = "None" if answer is None else quoted(answer, 40)
+    return Failure("error", f"gave {said}; a reward must be a number")
+
+
+def failure_record(failure: Failure, column: Column, row: dict, r: dict) -> dict:
+    return {
+        "reward": column.name,
+        "id": row["id"],
+        "kind": failure.kind,
+        "reason": failure.reason,
+        "completion": r["text"],
+    }
+
+
 def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
-    """Rewards (P, G), the weighted sum of what the functions say in values (P, G, F), and {"reward/<name>/mean", "timeouts", "errors"} with
-    "reward/failures", the completions on which at least one function failed. A function that failed adds 0."""
+    """Rewards (P, G), the weighted sum of values (P, G, F), to which a function that failed adds 0;
+    and metrics: {"reward/<name>/mean", ".../timeouts", ".../errors"} over the rows that it scores,
+    and "reward/failures", the completions on which at least one function failed."""
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
-    for value, column in zip(values.unbind(-1), columns):
+    for f, column in enumerate(columns):
+        said = values[..., f]  # (P, G)
         metrics |= {
-            f"reward/{column.name}/mean": value.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
-            f"reward/{column.name}/timeouts": int((value == TIMEOUT).sum()),
-            f"reward/{column.name}/errors": int((value == ERROR).sum()),
+            f"reward/{column.name}/mean": said.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
+            f"reward/{column.name}/timeouts": int((said == TIMEOUT).sum()),
+            f"reward/{column.name}/errors": int((said == ERROR).sum()),
         }
-    weights = torch.tensor([column.weight for column in columns])
-    return (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1), metrics
+    weights = torch.tensor([column.weight for column in columns])  # (F,)
+    rewards = (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1)  # (P, G)
+    return rewards, metrics
+
+
+# --- failures
 
 
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
-    """RunStopped if more than the share `limit` of a step's completions met a timeout or an error of a reward; metrics: combine()'s."""
-    if metrics["reward/failures"] > limit * completions:
-        kinds = ", ".join(
-            f"{name} {n}"
-            for name, n in metrics.items()
-            if n and name.endswith(("/timeouts", "/errors"))
-        )
-        raise RunStopped(
-            f"rewards failed on {metrics['reward/failures']} of a step's {completions} completions (max_reward_failures={limit}): "
-            f"{kinds}; reward_failures.rank_*.jsonl in output_dir have reasons and texts"
-        )
-
-
-def score(rollouts: list[dict], rows: list[dict], config: dict) -> tuple[torch.Tensor, dict]:
-    """measure() and combine() in one process: rewards (P, G) and their metrics."""
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    return combine(measure(rollouts, rows, columns, config)[0], columns)
+    """RunStopped if a function failed on more than the share `limit` of a step's completions.
+    metrics: as combine() gives them."""
+    failures = metrics["reward/failures"]
+    if failures <= limit * completions:
+        return
+    kinds = []
+    for name, count in metrics.items():
+        if count and name.endswith(("/timeouts", "/errors")):
+            kinds.append(f"{name} {count}")
+    raise RunStopped(
+        f"rewards failed on {failures} of a step's {completions} completions "
+        f"(max_reward_failures={limit}): {', '.join(kinds)}; "
+        "reward_failures.rank_*.jsonl in output_dir have reasons and texts"
+    )
 
 
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
-    """A UserError if a function can't read the answers of its rows: another task's reward on one's own dataset."""
-    first_of_task = {row["task"]: row for row in reversed(rows)}
-    some = list(first_of_task.values())[
-        :20
-    ]  # somebody's own column "task" may hold as many values as there are rows
-    for column, row in [
-        (column, row) for column in columns for row in some if column.task in (None, row["task"])
-    ]:
-        examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
-        _, failed = measure(examples, [row], [column], c)
-        if failed:
-            raise UserError(
-                f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
-                f"({failed[0]['reason']})"
-            )
+    """UserError if a function can't read the answers of its rows: another task's reward on one's
+    own dataset. Asked is the first row of each task."""
+    first_of_task = {}
+    for row in rows:
+        first_of_task.setdefault(row["task"], row)
+    examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
+    for column in columns:
+        for row in list(first_of_task.values())[:CHECKED_TASKS]:
+            if not column.scores(row):
+                continue
+            _, failed = measure(examples, [row], [column], c)
+            if failed:
+                raise UserError(
+                    f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of "
+                    f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
+                    f"({failed[0]['reason']})"
+                )
 
 
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
-    """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one sentence about them."""
+    """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one
+    sentence about them."""
     path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
     where = f"the text is in {path}"
     try:
@@ -224,8 +219,8 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
         where = f"{path} could not be written"
     first = failed[0]
     return (
-        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: {quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}; "
-        f"{where}"
+        f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: "
+        f"{quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}; {where}"
     )
 
 
@@ -233,70 +228,70 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
 
 
 def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
-    """(P, G) bool: the first of reward_funcs gave at least 1."""
-    decides = values[..., [column.decides for column in columns]]
-    return ((decides >= 1) & decides.isfinite()).any(-1)
+    """(p, G) bool: the first of reward_funcs gave at least 1."""
+    deciding = [f for f, column in enumerate(columns) if column.decides]
+    said = values[..., deciding]  # (p, G, 1, or one for each task under "auto")
+    return ((said >= 1) & said.isfinite()).any(-1)
 
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
-    """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where the task has no modes."""
-    G = right.shape[1]
-    texts = [
-        [
-            r["text"] if right[i, j] and tasks.module(row["task"]) else None
-            for j, r in enumerate(rollouts[i * G : (i + 1) * G])
-        ]
-        for i, row in enumerate(rows)
-    ]
-    jobs = {
-        ("mode", id(row), text): ("mode", text, {"answer": row["answer"], "task": row["task"]})
-        for i, row in enumerate(rows)
-        for text in texts[i]
-        if text is not None
-    }
-    found = {
-        key: None if isinstance(value, Failure) else value
-        for key, value in answers(jobs, c).items()
-    }
-    return [
-        [found.get(("mode", id(row), text)) for text in group] for row, group in zip(rows, texts)
-    ]
-
-
-def answer_clusters(
-    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
-) -> torch.Tensor:
-    """(P, G) numbers: completions of a group that gave the same answer share one. Correct ones are told apart by their mode, wrong ones by
-    the text of their answer, which may be the bare text unless the task is a reward that reads tags, as math does; one without any answer is a cluster of its own."""
-    G, result = right.shape[1], []
-    for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
-        task = rows[i]["task"]
-        seen, bare = (
-            {},
-            (lambda text: "")
-            if task in REWARDS and task not in tasks.NAMES
-            else countdown.last_answer,
-        )
-        for j, r in enumerate(rollouts[i * G : (i + 1) * G]):
-            key = (
-                (modes[j] or "")
-                if right[i, j]
-                else (stated_answer(r["text"]) or bare(r["text"])).strip()[:LONGEST]
-            )
-            result.append(
-                seen.setdefault(
-                    (bool(right[i, j]), key) if right[i, j] or key else ("none", j), len(seen)
-                )
-            )
-    return torch.tensor(result).view(len(rows), G)
+    """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where
+    the task has no modes. right: (p, G) bool."""
+    jobs = {}
+    places = []  # (key, row, completion) of each job
+    modes = [[None] * right.shape[1] for _ in rows]
+    for i, (row, group) in enumerate(groups_of(rollouts, rows)):
+        task = tasks.module(row["task"])
+        if task is None:
+            continue
+        for j, r in enumerate(group):
+            if right[i, j]:
+                key = ("mode", id(row), r["text"])
+                jobs[key] = (f"{task.__name__}:mode", r["text"], {"answer": row["answer"]})
+                places.append((key, i, j))
+    answers = answers_to(jobs, c)
+    for key, i, j in places:
+        if isinstance(answers[key], str):
+            modes[i][j] = answers[key]
+    return modes
 
 
 def correct_modes(
     rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
 ) -> list[tuple[int, set | None]]:
-    """Per row (number of correct completions, set of distinct correct answer modes or None for a task without modes)."""
-    modes = modes_of(rollouts, rows, right, c)
-    return [
-        (int(right[i].sum()), set(modes[i]) - {None} if tasks.module(row["task"]) else None)
-        for i, row in enumerate(rows)
-    ]
+    """Per row (number of correct completions, set of their distinct modes, or None for a task
+    without modes). right: (p, G) bool."""
+    found = []
+    for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
+        has_modes = tasks.module(rows[i]["task"]) is not None
+        distinct = {mode for mode in modes if mode is not None}
+        found.append((int(right[i].sum()), distinct if has_modes else None))
+    return found
+
+
+def answer_clusters(
+    rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
+) -> torch.Tensor:
+    """(p, G) numbers: completions of a group that gave the same answer share one. Correct ones are
+    told apart by their mode, wrong ones by the text of their answer; one without any answer agrees
+    with nobody. right: (p, G) bool."""
+    clusters = torch.zeros(right.shape, dtype=torch.int64)
+    all_modes = modes_of(rollouts, rows, right, c)
+    for i, (row, group) in enumerate(groups_of(rollouts, rows)):
+        numbers = {}
+        for j, r in enumerate(group):
+            if right[i, j]:
+                answer = (True, all_modes[i][j])
+            else:
+                answer = (False, wrong_answer(r["text"], row["task"]) or j)
+            clusters[i, j] = numbers.setdefault(answer, len(numbers))
+    return clusters
+
+
+def wrong_answer(text: str, task: str) -> str:
+    r"""What a wrong completion answers: the content of its \boxed{} or <answer>; without either its
+    whole text, unless the task reads those only. "" for nothing."""
+    answer = mathematics.stated_answer(text)
+    if not answer and task not in mathematics.NAMES:
+        answer = last_answer(text)
+    return (answer or "").strip()[: mathematics.MAX_CHARACTERS]

@@ -1,10 +1,12 @@
 """Processes for work that may hang, crash or eat the memory, because a model wrote its input.
 
-    pool = Pool(count=2, timeout=5.0, memory_gib=2.0, setup=("countdown",))
-    pool.ask({key: (name, text, row)})          # starts the work, doesn't wait
-    pool.answers({key: (name, text, row)})      # {key: number, text, None or Failure}
+    pool = Pool(count=2, timeout=5.0, memory_gib=2.0)
+    pool.ask({key: (function, text, row)})        # starts the work, doesn't wait
+    pool.answers({key: (function, text, row)})    # {key: number, text, None or Failure}
 
-Every job ends within `timeout`. `python workers.py <socket> <parent>` is two processes:
+A job is function(text, **row); a function is "module:function", which a worker imports before its
+first job of that function. Every job ends within `timeout`, the import not counted.
+`python workers.py <socket> <parent>` is two processes:
 
     the worker   computes: no torch, no GPU, no process group, so that killing it harms nobody
     its keeper   waits until the worker ends, the trainer is gone, or the trainer asks for the end;
@@ -22,8 +24,10 @@ it under a name that begins with REWARD_. This is no sandbox: a reward may read 
 
 import ctypes
 import functools
+import importlib
 import itertools
 import json
+import math
 import os
 import pickle
 import selectors
@@ -35,15 +39,21 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from common import RunStopped, UserError, quoted
 
-START_SECONDS = 120  # to import what the jobs need, on a machine that is busy loading models
+START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
 END_SECONDS = 10  # for a keeper to end all that came of its worker; it takes milliseconds
+CHUNK = 64  # jobs that are handed to a worker at a time, at most
+BIGGEST = 1e38  # of a number, so that it is finite in float32 too
+LONGEST_TEXT = 1000  # of a function's answer
+LONGEST_REASON = 500
 LONGEST_LINE = 20_000
-CLOSED, SAID_TOO_MUCH = "closed its socket", "sent a malformed reply"
+CLOSED = "closed its socket"
+SAID_TOO_MUCH = "sent a malformed reply"
 LINES_SHOWN = 1000  # of what a worker prints
 
 ENVIRONMENT = (
@@ -83,9 +93,10 @@ class Failure(NamedTuple):
 
 
 class Worker:
-    """One process, its keeper, and the jobs that it has not answered yet, oldest first."""
+    """One process, its keeper, and the keys of jobs that it has not answered yet, oldest first.
+    hello: the search path of modules, and the GiB that its jobs may take."""
 
-    def __init__(self, hello: tuple):
+    def __init__(self, hello: tuple[list, float]):
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -96,11 +107,13 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is not for it
             )
         self.jobs = deque()
+        self.functions = set()  # that it has imported, or was told to
         self.received = b""
-        self.ready = False
-        self.doing = ""  # what it is at before it is ready, if that is somebody's own code
-        self.since = time.monotonic()
-        self.answered = 0
+        self.ready = False  # for jobs; not while it starts and while it imports
+        self.loading = ""  # the function whose module it is at
+        self.doing = ""  # and what it does with it, as an error goes on
+        self.since = time.monotonic()  # when it was told or said something last
+        self.answered = 0  # messages of it
         self.fault = ""  # why it can't go on
         self.socket.settimeout(START_SECONDS)
         self.send(hello)
@@ -132,19 +145,19 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, count: int, timeout: float, memory_gib: float, setup: tuple = ()):
-        """`setup`: names of rewards that a worker loads before its first job's clock runs."""
-        self.timeout, self.hello = timeout, (sys.path, memory_gib, setup)
-        self.waiting, self.found, self.asked = (
-            deque(),
-            {},
-            {},
-        )  # keys to do; key -> answer; key -> job
-        self.selector, self.failed_starts = selectors.DefaultSelector(), 0
-        self.worked = False  # whether any worker has ever become ready
-        self.lock = (
-            threading.RLock()
-        )  # rollouts made ahead come with their jobs from a thread of their own
+    """`count` workers, and the jobs that were asked for. All of it may be called from two threads:
+    rollouts that are made ahead come with their jobs from a thread of their own."""
+
+    def __init__(self, count: int, timeout: float, memory_gib: float):
+        self.timeout = timeout
+        self.hello = (sys.path, memory_gib)
+        self.asked = {}  # key: job
+        self.waiting = deque()  # keys of jobs that no worker has
+        self.found = {}  # key: answer
+        self.loaded = set()  # functions that some worker has imported
+        self.failed_starts = 0  # since a worker was ready
+        self.lock = threading.RLock()
+        self.selector = selectors.DefaultSelector()
         self.workers = []
         for _ in range(count):
             self.start()
@@ -155,7 +168,8 @@ class Pool:
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
 
     def ask(self, jobs: dict) -> None:
-        """Queues jobs {key: (name, text, row)} that were not asked before, and sees to the workers without waiting."""
+        """Queues jobs {key: (function, text, row)} that were not asked before, and sees to the
+        workers without waiting."""
         with self.lock:
             new = {key: job for key, job in jobs.items() if key not in self.asked}
             self.asked |= new
@@ -163,7 +177,8 @@ class Pool:
             self.attend(0)
 
     def answers(self, jobs: dict) -> dict:
-        """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked so far is then forgotten."""
+        """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked
+        so far is then forgotten."""
         self.ask(jobs)
         while any(key not in self.found for key in jobs):
             with self.lock:
@@ -171,68 +186,83 @@ class Pool:
         with self.lock:
             found = {key: self.found[key] for key in jobs}
             if len(self.found) == len(self.asked):  # what else is under way may not be cut off
-                self.asked, self.found = {}, {}
+                self.asked = {}
+                self.found = {}
         return found
 
     def attend(self, seconds: float) -> None:
-        """Hands out jobs, takes in answers, replaces workers that died or are late; waits at most `seconds` for something to happen."""
+        """Hands out jobs, takes in answers, replaces workers that died or are late; waits at most
+        `seconds` for something to happen."""
         for worker in self.workers:
             if worker.ready and not worker.jobs and self.waiting:
                 self.hand_out(worker)
-        now = time.monotonic()  # late is who had not answered by now; to bury others takes a while, in which answers come in
+        # late is who had not answered by now: to bury others takes a while, in which answers come
+        now = time.monotonic()
         for event, _ in self.selector.select(seconds):
             self.take_in(event.data)
         for worker in list(self.workers):
             if worker.fault:
                 self.replace(worker, "error", f"the worker {self.cause_of_death(worker)}")
-            elif (worker.jobs or not worker.ready) and now - worker.since > (
-                self.timeout if worker.ready else START_SECONDS
-            ):
-                self.replace(
-                    worker,
-                    "timeout",
-                    f"no answer in {self.timeout:g} s (reward_timeout)"
-                    if worker.ready
-                    else f"not ready in {START_SECONDS:g} s",
-                )
+                continue
+            busy = worker.jobs or not worker.ready
+            limit = self.timeout if worker.ready else START_SECONDS
+            if busy and now - worker.since > limit:
+                reason = f"not ready in {limit:g} s"
+                if worker.ready:
+                    reason = f"no answer in {limit:g} s (reward_timeout)"
+                self.replace(worker, "timeout", reason)
 
     def hand_out(self, worker: Worker) -> None:
-        # a few jobs at a time, so that no worker is left with a long queue at the end
-        n = max(1, min(64, len(self.waiting) // (4 * len(self.workers))))
-        worker.jobs = deque(self.waiting.popleft() for _ in range(min(n, len(self.waiting))))
+        """A few jobs at a time, so that no worker is left with a long queue at the end, and the
+        functions that it has to import first."""
+        count = max(1, min(CHUNK, len(self.waiting) // (4 * len(self.workers))))
+        worker.jobs = deque(self.waiting.popleft() for _ in range(count))
+        jobs = [self.asked[key] for key in worker.jobs]
+        new = {function for function, _, _ in jobs} - worker.functions
+        worker.functions |= new
         worker.since = time.monotonic()
         worker.socket.settimeout(self.timeout + 10)
         try:
-            worker.send([self.asked[key] for key in worker.jobs])
+            worker.send((sorted(new), jobs))
         except OSError:  # it is gone or deaf: nothing was computed, so nobody is to blame
-            self.waiting.extendleft(reversed(worker.jobs))
-            worker.jobs, worker.fault = deque(), CLOSED
+            self.take_back(worker)
+            worker.fault = CLOSED
+        else:
+            worker.ready = not new
+
+    def take_back(self, worker: Worker) -> None:
+        """Its jobs go to the front of the queue."""
+        self.waiting.extendleft(reversed(worker.jobs))
+        worker.jobs = deque()
 
     def take_in(self, worker: Worker) -> None:
         for line in worker.lines():
             try:
                 number, message = json.loads(line)
             except (ValueError, TypeError):
-                number, message = None, None
+                number = None
             if number != worker.answered or (worker.ready and not worker.jobs):
-                worker.fault = SAID_TOO_MUCH  # something else wrote into its socket: nothing more of it is believed
+                # something else wrote into its socket: nothing more of it is believed
+                worker.fault = SAID_TOO_MUCH
                 return
             worker.answered += 1
             if not worker.ready:
                 self.take_start(worker, message)
                 continue
-            key = worker.jobs.popleft()
-            self.found[key] = believed(self.asked[key][0], message)
+            self.found[worker.jobs.popleft()] = believed(message)
             worker.since = time.monotonic()
 
     def take_start(self, worker: Worker, message) -> None:
         """What a worker says until it is ready: what it is about to do, or that it can't."""
         match message:
             case "ready":
-                worker.ready, worker.doing = True, ""
+                worker.ready = True
+                worker.loading = worker.doing = ""
                 worker.since = time.monotonic()
-                self.worked, self.failed_starts = True, 0
+                self.loaded |= worker.functions
+                self.failed_starts = 0
             case ["importing", name]:
+                worker.loading = name
                 worker.doing = f"when the module of {quoted(name)} was imported"
             case ["trying", name]:
                 worker.doing = f"when {quoted(name)} was called for the first time"
@@ -242,22 +272,21 @@ class Pool:
                 worker.fault = SAID_TOO_MUCH
 
     def cause_of_death(self, worker: Worker) -> str:
+        # a dying process closes its socket first, and its keeper has to clear up after it
+        patience = 5 if worker.fault == CLOSED else 0
         try:
-            status = worker.process.wait(
-                5 if worker.fault == CLOSED else 0
-            )  # a dying process closes its socket first, and its keeper has to clear up after it
+            status = worker.process.wait(patience)
         except subprocess.TimeoutExpired:
             return worker.fault
-        return (
-            "died (" + (signal.strsignal(-status) if status < 0 else f"exit status {status}") + ")"
-        )
+        how = signal.strsignal(-status) if status < 0 else f"exit status {status}"
+        return f"died ({how})"
 
     def replace(self, worker: Worker, kind: str, reason: str) -> None:
         """The job it was at is lost, the others go to the front of the queue."""
-        if worker.jobs:
+        if worker.ready and worker.jobs:
             self.found[worker.jobs.popleft()] = Failure(kind, reason)
-            self.waiting.extendleft(reversed(worker.jobs))
-        elif not worker.ready:
+        self.take_back(worker)
+        if not worker.ready:
             self.count_failed_start(worker, reason)
         self.workers.remove(worker)
         self.selector.unregister(worker.socket)
@@ -265,12 +294,13 @@ class Pool:
         self.start()
 
     def count_failed_start(self, worker: Worker, reason: str) -> None:
-        """Somebody's own code that fails before any worker is ready would fail again; later on it
-        may be the machine that is too busy, or out of memory."""
+        """Somebody's own code that fails before any worker has imported it would fail again; later
+        on it may be the machine that is too busy, or out of memory."""
         self.failed_starts += 1
-        if worker.doing and not self.worked:
+        if worker.loading and worker.loading not in self.loaded:
             raise UserError(
-                f"reward_funcs: {reason} {worker.doing}; a module must do its work when it is called"
+                f"reward_funcs: {reason} {worker.doing}; "
+                "a module must do its work when it is called"
             )
         if self.failed_starts > 2 * len(self.workers):
             raise RunStopped(
@@ -286,15 +316,15 @@ class Pool:
         self.selector.close()
 
 
-def believed(name: str, message):
-    """A worker's answer to a job, as far as it can be one: the value, or a Failure."""
+def believed(message):
+    """A worker's answer to a job, as far as it can be one: a number, a text, None or a Failure."""
     if isinstance(message, dict) and set(message) == {"error"}:
         return Failure("error", quoted(message["error"]))
-    if name == "mode":
-        fits = message is None or isinstance(message, str)
-    else:
-        fits = type(message) in (int, float) and abs(message) < 1e38  # and no NaN
-    return message if fits else Failure("error", f"the worker {SAID_TOO_MUCH}")
+    if message is None or isinstance(message, str):
+        return message
+    if type(message) in (int, float) and abs(message) < BIGGEST:  # and no NaN
+        return message
+    return Failure("error", f"the worker {SAID_TOO_MUCH}")
 
 
 # --- in a keeper
@@ -321,7 +351,7 @@ def kill(pid: int) -> None:
 
 def descendants(ancestor: int) -> list[int]:
     """The living processes that have come of `ancestor`, according to /proc."""
-    children = {}
+    children = {}  # pid: pids
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # "pid (name) state parent ..."; a name may hold anything
@@ -333,9 +363,9 @@ def descendants(ancestor: int) -> list[int]:
     found = []
     ahead = [ancestor]
     while ahead:
-        own = children.get(ahead.pop(), [])
-        found += own
-        ahead += own
+        pids = children.get(ahead.pop(), [])
+        found += pids
+        ahead += pids
     return found
 
 
@@ -432,40 +462,55 @@ def no_core_dumps() -> None:
 
 
 def limit(memory_gib: float) -> None:
-    """No more memory than now plus `memory_gib`."""
+    """No more memory than now plus `memory_gib`; inf lifts the limit."""
     import resource
 
-    if sys.platform == "linux":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most, hard = used + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(
-            resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-        )
+    if sys.platform != "linux":
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard
+    if memory_gib < math.inf:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        soft = pages * resource.getpagesize() + int(memory_gib * 2**30)
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def answer(name: str, text: str, row: dict):
-    """A JSON value: the reward as a finite number or a mode's key; {"error": sentence} for anything else."""
-    import rewards
-
+@functools.cache
+def imported(name: str):
+    """The function "module:function"; ValueError with the reason why it can't be had."""
+    module, _, function = name.partition(":")
+    here = os.stat(".")
     try:
-        if name == "mode":
-            found = rewards.mode(text, **row)
-            return (
-                found
-                if found is None or len(found) <= 1000
-                else {"error": f"a mode of {len(found)} characters"}
-            )
-        value = float(rewards.resolve(name)(text, **row))
-        return (
-            value
-            if abs(value) < 1e38
-            else {"error": f"gave {value}; a reward must be finite, in float32 too"}
-        )
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever somebody's reward raises is counted against that reward
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        found = attrgetter(function)(importlib.import_module(module))
+    except SystemExit as error:
+        raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
+    except Exception as error:  # whatever somebody's module does
+        raise ValueError(f"can't be imported: {type(error).__name__}: {error}") from None
+    if not os.path.samestat(here, os.stat(".")):
+        folder = os.getcwd()
+        raise ValueError(f"its module changes the working folder when it is imported: {folder}")
+    if not callable(found):
+        raise ValueError("is not a function")
+    return found
+
+
+def answer(function: str, text: str, row: dict):
+    """What function(text, **row) gives, as a JSON value: a finite number, a text or None;
+    {"error": sentence} for anything else."""
+    try:
+        value = imported(function)(text, **row)
+        if isinstance(value, str) and len(value) > LONGEST_TEXT:
+            return {"error": f"gave a text of {len(value)} characters"}
+        if value is None or isinstance(value, str):
+            return value
+        number = float(value)
+    except (Exception, SystemExit) as error:  # whatever somebody's reward raises
+        return {"error": f"{type(error).__name__}: {error}"[:LONGEST_REASON]}
+    if abs(number) < BIGGEST:
+        return number
+    return {"error": f"gave {number}; a reward must be finite, in float32 too"}
 
 
 def announce(module: str) -> None:
@@ -475,54 +520,53 @@ def announce(module: str) -> None:
         os.write(1, f"\n\0{module}\n".encode())
 
 
-def load(name: str, say) -> bool:
-    """Imports the module of a reward; False if it can't be had, which is said."""
-    import rewards
-
-    if ":" in name:
-        say(["importing", name])
-        announce(name)
+def load(function: str, say) -> bool:
+    """Imports a function and calls it once, for its own imports and first parse: whether its answer
+    fits is not asked here. False if it can't be had, which is said."""
+    say(["importing", function])
+    announce(function)
     try:
-        rewards.resolve(name)
+        imported(function)
     except ValueError as error:
-        say(["refused", name, str(error)[:500]])
+        say(["refused", function, str(error)[:LONGEST_REASON]])
         return False
-    if ":" in name:
-        announce("")
+    announce("")
+    say(["trying", function])
+    answer(function, "\\boxed{1}", {"answer": "x"})
     return True
 
 
 def serve(file) -> None:
-    """Reads pickled lists of jobs from our own parent; says what it does until it is ready, then
-    the answer to each job as it is done: [0, ["importing", ...]], [1, "ready"], [2, 0.5], ..."""
+    """Reads pickles from our own parent: first a hello, then pairs of functions to import and jobs
+    to do. Says what it imports and when it is ready, then the answer to each job as it is done:
+    [0, "ready"], [1, ["importing", ...]], ... [3, "ready"], [4, 0.5], ..."""
+    numbers = itertools.count()
 
     def say(message) -> None:
         file.write(json.dumps([next(numbers), message]).encode() + b"\n")
         file.flush()
 
-    numbers = itertools.count()
-    sys.path[:], memory_gib, setup = pickle.load(file)
-    for name in setup:
-        if not load(name, say):
-            return
-    for name in setup:
-        if ":" in name:
-            say(["trying", name])
-        # for its imports and first parse: whether it fits is not asked here
-        answer(name, "\\boxed{1}", {"answer": "x"})
-    limit(memory_gib)
+    sys.path[:], memory_gib = pickle.load(file)
     say("ready")
     while True:
         try:
-            jobs = pickle.load(file)
+            functions, jobs = pickle.load(file)
         except EOFError:
             return
+        if functions:
+            limit(math.inf)
+            for function in functions:
+                if not load(function, say):
+                    return
+            limit(memory_gib)
+            say("ready")
         for job in jobs:
             say(answer(*job))
 
 
 def let_go(held: list[int]) -> None:
-    """Closes them in the first process that is forked; in its own children the numbers are others'."""
+    """Closes them in the first process that is forked; in its own children the numbers are
+    others'."""
     while held:
         os.close(held.pop())
 
@@ -536,7 +580,8 @@ def work(channel: int, keeper: int, output: int) -> None:
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)
     sys.setrecursionlimit(2000)
-    # what a reward starts and leaves behind must not hold the socket: the parent would not see us die
+    # what a reward starts and leaves behind must not hold the socket: the parent would not see
+    # us die
     os.set_inheritable(channel, False)
     held = [channel]
     os.register_at_fork(after_in_child=functools.partial(let_go, held))

@@ -59,3 +59,17 @@ def no_process_group_left_behind():
         torch.distributed.destroy_process_group()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory):
+    """A folder of which rewards may import modules, and where helpers/hostile.py leaves its notes.
+    Workers that tests have started are stopped when the module is done."""
+    from reward_tools import close_pools
+
+    folder = tmp_path_factory.mktemp("rewards")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("REWARD_TEST_FOLDER", str(folder))
+        yield folder
+    close_pools()

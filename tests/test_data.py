@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+from reward_tools import config, rollouts_of
 from row_files import check_words, jsonl, load, parquet, refusal
 
 import data
 import preflight
 import rewards
-import scoring
 import sft
 from common import check_config, load_config
 
@@ -23,8 +23,7 @@ def no_cache_left_behind(tmp_path, monkeypatch):
 
 
 def score(text: str, row: dict, reward: str) -> float:
-    config = {"reward_funcs": [reward], "reward_weights": [1.0]}
-    total, _ = scoring.score([{"text": text}], [row], config)
+    total, _ = rewards.score(rollouts_of([text]), [row], config(reward, reward_workers=0))
     return total.item()
 
 
@@ -233,11 +232,10 @@ def test_a_mixture_has_no_evaluation_split_of_its_own():
 # --- columns beside prompt and answer
 
 
-def test_further_columns_reach_the_reward(tmp_path, monkeypatch):
+def test_further_columns_reach_the_reward(tmp_path):
     path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], level=[3, 5])
     (rows,), _ = mixture({"name": path, "more": ["level"]})
-    monkeypatch.setitem(rewards.REWARDS, "level", lambda completion, answer, level, **row: level)
-    assert [score("1", row, "level") for row in rows] == [3.0, 5.0]
+    assert [score("1", row, "hostile:level") for row in rows] == [3.0, 5.0]
 
 
 def rich_parquet(folder) -> str:
@@ -275,7 +273,7 @@ def test_the_other_sources_bring_the_training_datas_columns_where_they_have_them
 def test_a_row_of_data_names_no_code(tmp_path, task):
     (row,) = load(jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task}))
     assert row["task"] == ""
-    assert "rewards.REWARDS" in refusal(scoring.columns_of, ["auto"], [1.0], [row])
+    assert "rewards.REWARDS" in refusal(rewards.columns_of, ["auto"], [1.0], [row])
     path = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     (row,) = load(path, task="my_rewards:mine")  # a config may
     assert row["task"] == "my_rewards:mine"

@@ -21,7 +21,6 @@ import experience
 import prompts
 import rewards
 import rollout
-import scoring
 import sft
 import stream
 from common import ROOT, RunStopped, load_config
@@ -111,7 +110,7 @@ def rows_of(*answers, name: str = "q") -> list[dict]:
 
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
-    columns = scoring.columns_of(["fake"], [1.0], [row for source in sources for row in source])
+    columns = rewards.columns_of(["fake"], [1.0], [row for source in sources for row in source])
     return Inputs(
         None,
         TOKENIZER,

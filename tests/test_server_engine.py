@@ -388,7 +388,7 @@ def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaite
     def job(length: int) -> tuple:
         return "parity_reward:parity", "x" * length, {"answer": ""}
 
-    pool = workers.Pool(2, 20.0, 2.0, ("parity_reward:parity",))
+    pool = workers.Pool(2, 20.0, 2.0)
     stop = threading.Event()
     asked = {}
 

@@ -1,0 +1,235 @@
+r"""Mathematics: an answer in \boxed{} or <answer> tags, right if it says the same as the row's.
+
+One row, as a file or a Hugging Face dataset has it; there are no `rows` of our own:
+  {"prompt": "What is 1/2 + 1/3?", "answer": "5/6"}      also "2 + 3 = 5\n#### 5", as GSM8K has it
+
+math_reward compares values (math-verify does the algebra), math_exact compares spellings, which
+takes microseconds. Each says below what it covers and what it does not.
+"""
+
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+# what the rows of these rewards have as `task`; to both of them a bare text is no answer
+NAMES = ("math", "math_exact")
+
+MAX_CHARACTERS = 1000  # of an answer; a longer one is none, so no work below grows beyond that
+TAIL = 10_000  # characters in which the answer is looked for: it comes last
+
+SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\uff0d": "-",
+        "π": "\\pi",
+        "∞": "\\infty",
+        "×": "\\times",
+        "·": "\\cdot",
+        "÷": "/",
+        "≤": "\\le",
+        "≥": "\\ge",
+        "≠": "\\ne",
+        "°": "^\\circ",
+        "²": "^2",
+        "³": "^3",
+        "θ": "\\theta",
+        "α": "\\alpha",
+        "β": "\\beta",
+    }
+)
+
+
+# --- finding the answer
+
+
+def last_box(text: str) -> tuple[int, int] | None:
+    r"""Where the content of the last complete \boxed{...} begins and ends, braces matched."""
+    open_braces = []
+    start = -1
+    end = -1
+    # one pass: a completion may be nothing but boxes that never close
+    for i, character in enumerate(text):
+        if character == "{":
+            open_braces.append(i)
+        elif character == "}" and open_braces:
+            brace = open_braces.pop()
+            if brace > start and text.endswith("\\boxed", 0, brace):
+                start = brace
+                end = i
+    return (start + 1, end) if start >= 0 else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...}; None without one."""
+    span = last_box(text)
+    return text[slice(*span)] if span else None
+
+
+def answer_block(text: str) -> tuple[int, int] | None:
+    """Where the content of the last complete <answer>...</answer> begins and ends."""
+    last_close = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(last_close, 0))
+    if start < 0:
+        return None
+    # not last_close: more closing tags may follow the one that belongs to this opening tag
+    return start + len("<answer>"), text.find("</answer>", start)
+
+
+def stated_answer(text: str) -> str | None:
+    r"""What the text gives as its answer: the last \boxed{} or <answer> block, whichever closes
+    later; a box inside the block stands for it. None without either."""
+    text = text[-TAIL:]  # a completion may be a megabyte
+    box = last_box(text)
+    block = answer_block(text)
+    if block and (not box or box[1] < block[1]):
+        inner = text[slice(*block)]
+        boxed = last_boxed(inner)
+        return inner if boxed is None else boxed
+    return text[slice(*box)] if box else None
+
+
+def gold_text(answer) -> str:
+    """The row's answer as text. A TypeError for what is another task's."""
+    if not isinstance(answer, (str, int, float)):
+        kind = type(answer).__name__
+        raise TypeError(f"the right answer must be a text or a number, not a {kind}")
+    return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
+
+
+# --- by value
+
+SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all but those between two digits
+NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
+# minus, numerator, denominator
+LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}")
+PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
+# 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
+BASE = re.compile("[0-9]_")
+
+
+@lru_cache(maxsize=4096)  # a group shares its gold answer
+def parse_math(text: str) -> list:
+    """What math-verify makes of an answer; empty where it makes nothing of it."""
+    import math_verify
+
+    # it warns that its own time limits are off: the worker has a better one
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The value of 12, -3.50, 3/4, \frac{3}{4}; None for anything else."""
+    if NUMBER.fullmatch(text):
+        return Fraction(text)
+    found = LATEX_FRACTION.fullmatch(text) or PLAIN_FRACTION.fullmatch(text)
+    if not found or int(found[3]) == 0:
+        return None
+    value = Fraction(int(found[2]), int(found[3]))
+    return -value if found[1] else value
+
+
+def plainly_equal(gold: str, given: str) -> bool | None:
+    """Whether two answers are equal where that takes no algebra, as it is for most; None where it
+    does. What is a rounding away from equal is left to math-verify too."""
+    if SPACES.sub("", gold) == SPACES.sub("", given):
+        return True
+    a = rational(gold)
+    b = rational(given)
+    if a is None or b is None:
+        return None
+    is_near = abs(a - b) <= max(1, abs(a)) / 1000
+    if a != b and is_near and "." in gold + given:
+        return None
+    return a == b
+
+
+@lru_cache(maxsize=4096)  # and often its answers, where algebra takes milliseconds
+def same_answer(gold: str, given: str) -> bool:
+    equal = plainly_equal(gold, given)
+    if equal is not None:
+        return equal
+    import math_verify
+
+    if not parse_math(gold):
+        return False
+    return math_verify.verify(parse_math(gold), parse_math(given), timeout_seconds=None)
+
+
+def math_reward(completion: str, answer: str, **row) -> float:
+    r"""1.0 if the last \boxed{} or <answer> content equals `answer`, says math-verify, else 0.0.
+
+    Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
+    0.5. Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says;
+    so does one of over 1,000 characters."""
+    given = (stated_answer(completion) or "").translate(SYMBOLS).strip()
+    gold = gold_text(answer).translate(SYMBOLS).strip()
+    if not given or len(given) > MAX_CHARACTERS:
+        return 0.0
+    if BASE.search(given):
+        return float(canonical_math(given) == canonical_math(gold))
+    return float(same_answer(gold, given))
+
+
+# --- by spelling
+
+
+def canonical_math(text: str) -> str:
+    r"""One spelling for answers that differ in how they are written, not in what they say: no
+    spaces, $, \left, \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for
+    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different."""
+    text = text.translate(SYMBOLS)
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)
+    for _ in range(20):  # the innermost first; deeper ones stay as they are
+        text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", plain_fraction, text)
+        if not changed:
+            break
+    if is_one_pair(text):
+        text = text[1:-1]
+    text = re.sub(r"(?<![0-9.])([0-9]+)\.0+(?![0-9])", r"\1", text)  # 5.0
+    return re.sub(r"(?<![0-9a-zA-Z.)}])-0(?![0-9.])", "0", text)  # -0
+
+
+def plain_fraction(found: re.Match) -> str:
+    r"""a/b for a match of \frac{a}{b}; in parentheses where a, b or a neighbour would make another
+    number of it: 2\frac{1}{2} is not 21/2."""
+    a, b = found.groups()
+    if not re.fullmatch(r"(\\?[0-9a-zA-Z.])*", a):
+        a = f"({a})"
+    if not re.fullmatch(r"[0-9.]+|[a-zA-Z]|\\[a-z]+", b):
+        b = f"({b})"
+    before = found.string[: found.start()][-1:]
+    after = found.string[found.end() :][:1]
+    if re.match("[0-9a-zA-Z.^_/]", before) or re.match("[0-9.^_!]", after):
+        return f"({a}/{b})"
+    return f"{a}/{b}"
+
+
+def is_one_pair(text: str) -> bool:
+    """Whether the first character opens the brace or parenthesis that the last one closes."""
+    if text[:1] + text[-1:] not in ("()", "{}"):
+        return False
+    depth = 0
+    for i, character in enumerate(text):
+        if character in "({":
+            depth += 1
+        elif character in ")}":
+            depth -= 1
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def math_exact(completion: str, answer: str, **row) -> float:
+    """1.0 if the content of the last <answer> is `answer` in another spelling, else 0.0.
+
+    Covered: what canonical_math evens out. Not covered: equal values written differently (1/2,
+    0.5); the right answer anywhere else in the text; one of over 1,000 characters."""
+    block = answer_block(completion)
+    gold = canonical_math(gold_text(answer))
+    if not block or not gold or block[1] - block[0] > MAX_CHARACTERS:
+        return 0.0
+    return float(canonical_math(completion[slice(*block)]) == gold)

@@ -1,0 +1,253 @@
+"""tasks/mathematics.py: the answer that a text states, and whether it has the right value."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tasks
+from tasks.mathematics import answer_block, last_boxed, math_exact, math_reward, stated_answer
+
+
+def test_mathematics_has_rewards_and_is_no_dataset():
+    assert "mathematics" not in tasks.NAMES and tasks.module("mathematics") is None
+    assert "countdown" in tasks.NAMES
+
+
+# --- finding the answer
+
+
+def slow_box(text: str) -> str | None:
+    """The content of the complete box that opens last, by counting from each opening."""
+    starts = [i for i in range(len(text)) if text.startswith("\\boxed{", i)]
+    for start in reversed(starts):
+        depth = 1
+        for i in range(start + 7, len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + 7 : i]
+    return None
+
+
+def slow_block(text: str) -> str | None:
+    starts = [i for i in range(len(text)) if text.startswith("<answer>", i)]
+    for start in reversed(starts):
+        if "</answer>" in text[start:]:
+            return text[start + 8 : text.index("</answer>", start)]
+    return None
+
+
+PARTS = ["\\boxed{", "\\boxed", "{", "}", "<answer>", "</answer>", "1", "2"]
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from(PARTS), max_size=14).map("".join))
+def test_boxes_and_answers_are_those_that_a_slow_search_finds(text):
+    assert last_boxed(text) == slow_box(text)
+    span = answer_block(text)
+    block = text[slice(*span)] if span else None
+    assert block == slow_block(text)
+    assert stated_answer(text) in (slow_box(text), block, slow_box(block or ""))
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("", None),
+        ("5", None),
+        ("\\boxed{5}", "5"),
+        ("<answer>5</answer>", "5"),
+        ("\\boxed{4} <answer>5</answer>", "5"),
+        ("<answer>4</answer> \\boxed{5}", "5"),
+        ("<answer>so \\boxed{5}.</answer>", "5"),
+        ("<answer>\\boxed{4}\\boxed{5}</answer>", "5"),
+        ("<answer>\\boxed{5</answer>", "\\boxed{5"),
+        ("<answer></answer>", ""),
+        ("\\boxed{{5}}", "{5}"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{4}" + "x" * 10_000, None),
+        ("<answer>" + "5" * 10_000 + "</answer>", None),
+    ],
+)
+def test_the_stated_answer_is_the_box_or_block_that_closes_last(text, answer):
+    assert stated_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{a{b{c}}d} end}", "a{b{c}}d"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{never", None),
+        ("4", None),
+        (r"\boxed 4", None),
+        (r"\boxed{}", ""),
+        (r"\boxed{\boxed{3}}", "3"),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box_counts(text, content):
+    assert last_boxed(text) == content
+
+
+def test_a_megabyte_of_open_boxes_is_answered():
+    """A scan that is quadratic would take hours: beyond the time limit of every test."""
+    for text in (
+        r"\boxed{" * 100_000,
+        "{" * 500_000,
+        r"\boxed{" + "}" * 500_000,
+        r"\boxed{" + "9" * 500_000 + "}",
+    ):
+        assert math_reward(text, "4") == 0.0
+
+
+# --- the right value
+
+
+WORKING = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether that is 1080.\n#### "
+
+
+@pytest.mark.parametrize(
+    "reward, text, gold",
+    [
+        (math_reward, "\\boxed{1,080}", "1,080"),
+        (math_exact, "<answer>1080</answer>", "1080"),
+    ],
+)
+def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
+    assert reward(text, WORKING + gold) == 1.0
+    assert reward(text.replace("1", "2", 1), WORKING + gold) == 0.0
+    assert reward("\\boxed{24}<answer>24</answer>", WORKING + gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "box, gold, value",
+    [
+        ("5", "5", 1),
+        ("4", 4, 1),
+        ("5.0", "5", 1),
+        ("05", "5", 1),
+        ("-0", "0", 1),
+        ("1/2", "0.5", 1),
+        ("\\frac12", "1/2", 1),
+        ("\\dfrac{2}{4}", "0.5", 1),
+        ("2\\frac{1}{2}", "5/2", 1),
+        ("-\\frac{1}{2}", "\\frac{-1}{2}", 1),
+        ("\\sqrt{2}/2", "\\frac{1}{\\sqrt{2}}", 1),
+        ("2\u03c0r", "2\\pi r", 1),
+        ("x\u2264y", "x \\le y", 1),
+        ("x=5", "5", 1),
+        ("50\\%", "0.5", 1),
+        ("5\\text{ cm}", "5", 1),
+        ("1{,}000", "1000", 1),
+        ("10,000", "10000", 1),
+        ("\\{1,2\\}", "\\{2,1\\}", 1),
+        ("(1,2)", "(1, 2)", 1),
+        ("[0,1)", "[0,1)", 1),
+        ("(-\\infty, 3]", "(-\\infty,3]", 1),
+        ("(x+1)^2", "x^2+2x+1", 1),
+        ("3+2i", "2i+3", 1),
+        ("\\text{yes}", "yes", 1),
+        ("  5  ", " 5 ", 1),
+        ("1010_2", "1010_2", 1),
+        ("2\\sqrt{3}", "\\sqrt{12}", 1),
+        ("x+1", "1+x", 1),
+        ("-3", "3", 0),
+        ("50", "5", 0),
+        ("5", "-5", 0),
+        ("2\\frac{1}{2}", "21/2", 0),
+        ("1/2", "2", 0),
+        ("1/2", "12", 0),
+        ("0.33", "1/3", 0),
+        ("(1,2)", "(2,1)", 0),
+        ("(1,2)", "[1,2]", 0),
+        ("[0,1)", "[0,1]", 0),
+        ("\\{1,2\\}", "\\{1,2,3\\}", 0),
+        ("\\{1\\}", "\\{1,2\\}", 0),
+        ("5,6", "5", 0),
+        ("5 \\text{ or } 6", "5", 0),
+        ("x<5", "x>5", 0),
+        ("x^2", "x^3", 0),
+        ("5", "", 0),
+        ("", "5", 0),
+        ("5", "five", 0),
+        ("5.001", "5", 0),
+        ("1010_2", "1010_3", 0),
+        ("10", "1010_2", 0),
+        ("10_2", "1010_2", 0),
+    ],
+)
+def test_math_compares_values(box, gold, value):
+    for text in (
+        f"\\boxed{{{box}}}",
+        f"I get \\boxed{{{box}}}.",
+        f"So <answer>{box}</answer>",
+        f"<answer>$\\boxed{{{box}}}$.</answer>",
+        f"\\boxed{{99}} \\boxed{{{box}}}",
+        f"\\boxed{{\\boxed{{{box}}}}}",
+    ):
+        assert math_reward(text, gold) == value
+    for text in (
+        box,
+        f"${box}$",
+        f"The answer is {box}.",
+        f"\\boxed{{{box}",
+        f"<answer>{box}",
+        f"\\boxed{{{box}}} \\boxed{{99}}",
+        f"<think>\\boxed{{{box}}}</think><answer>99</answer>",
+    ):
+        assert math_reward(text, gold) == 0.0
+
+
+def test_a_number_may_be_gold():
+    assert math_reward("\\boxed{5}", 5) == 1.0
+    assert math_reward("\\boxed{0.5}", 0.5) == 1.0
+    assert math_exact("<answer>5</answer>", 5) == 1.0
+
+
+def test_an_answer_of_1000_characters_is_fine_and_one_of_1001_is_none():
+    assert math_exact(f"<answer>{' ' * 999}5</answer>", "5") == 1.0
+    assert math_exact(f"<answer>{' ' * 1000}5</answer>", "5") == 0.0
+    assert math_reward("\\boxed{" + "0" * 999 + "5}", "5") == 1.0
+    assert math_reward("\\boxed{" + "0" * 1000 + "5}", "5") == 0.0
+
+
+def test_an_empty_answer_is_never_right():
+    assert math_exact("<answer></answer>", "") == 0.0
+    assert math_exact("<answer>$</answer>", "{}") == 0.0
+    assert math_reward("\\boxed{}", "") == 0.0
+
+
+@pytest.mark.parametrize(
+    "gold, right",
+    [
+        ("10", []),
+        ("1010_2", ["\\boxed{1010_2}"]),
+        ("-5", ["\\boxed{\u22125}"]),
+    ],
+)
+def test_an_underscore_is_a_base_and_a_minus_sign_a_minus(gold, right):
+    for text in (
+        "\\boxed{1_0}",
+        "\\boxed{1010_2}",
+        "\\boxed{1010_3}",
+        "\\boxed{\u22125}",
+        "\\boxed{\u066a5}",
+    ):
+        assert math_reward(text, gold) == float(text in right)
+
+
+def test_math_reward_survives_hostile_text():
+    for box in (
+        "__import__('os').system('false')",
+        "\x00",
+        r"\frac{1}{0}",
+        "(" * 9,
+        "\ud83d",
+        r"\text{" * 9,
+        "9" * 1000,
+        "None",
+    ):
+        assert math_reward(f"\\boxed{{{box}}}", "4") == 0.0

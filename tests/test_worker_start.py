@@ -1,0 +1,286 @@
+"""workers.py: how a worker starts and ends, what it imports, prints and sees of its surroundings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from reward_tools import (
+    SLACK,
+    close_pools,
+    columns_for,
+    come_true,
+    config,
+    job,
+    lines_of,
+    refusal,
+    row_of,
+    runs,
+)
+
+import scoring
+import workers
+from workers import Pool
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# --- modules of the user's own
+
+BROKEN_MODULES = {
+    "broken": "def f(:",
+    "raising": "raise ZeroDivisionError('no\\nnews')",
+    "leaving": "import sys; sys.exit(0)",
+    "moving": "import os; os.chdir('/'); f = float",
+}
+
+
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        ("no_such_module:f", "no_such_module"),
+        ("hostile:no_such_function", "no_such_function"),
+        ("hostile:not_a_function", "not a function"),
+        ("hostile:", "''"),
+        (":act", "can't be imported"),
+        (".hostile:act", "can't be imported"),
+        ("broken:f", "SyntaxError"),
+        ("raising:f", "ZeroDivisionError: no"),
+        ("leaving:f", "sys.exit(0)"),
+        ("moving:f", "changes the working folder when it is imported: /"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
+    reward_folder, name, word, count, monkeypatch
+):
+    monkeypatch.chdir(reward_folder)  # and back, after the module that moves
+    for module, text in BROKEN_MODULES.items():
+        (reward_folder / f"{module}.py").write_text(text + "\n")
+    c = config(name, reward_workers=count)
+    row = row_of("math", "1")
+    said = refusal(scoring.check_answers, columns_for(c, [row]), [row], "data", c)
+    close_pools()  # as the run that hears this is over
+    assert "reward_funcs" in said and repr(name) in said and word in said
+
+
+SLEEPS = "import time\ntime.sleep(1000)\n"
+AT_FIRST_CALL = "import time\ndef f(completion, answer, **row): time.sleep(1000)\n"
+LEAVES = "import os\nos._exit(7)\n"
+KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+@pytest.mark.parametrize(
+    "name, code, words",
+    [
+        ("stuck", SLEEPS, "not ready in 0.3 s when the module of 'stuck:f' was imported"),
+        ("slow", AT_FIRST_CALL, "not ready in 0.3 s when 'slow:f' was called for the first time"),
+        ("gone", LEAVES, "died (exit status 7) when the module of 'gone:f' was imported"),
+        ("killed", KILLED, "died (Killed) when the module of 'killed:f' was imported"),
+    ],
+)
+@pytest.mark.parametrize("after_another", [False, True])
+def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_one_try(
+    reward_folder, monkeypatch, name, code, words, after_another
+):
+    (reward_folder / f"{name}.py").write_text(code)
+    pool = Pool(1, SLACK, 1.0)
+    if after_another:
+        assert pool.answers({0: job("hostile:act", "1")}) == {0: 1.0}
+    monkeypatch.setattr(pool, "start", lambda: pytest.fail("another worker was started"))
+    jobs = {1: job(f"{name}:f", "1")}
+    pool.ask(jobs)
+    if "not ready" in words:
+        phase = words.partition(" s ")[2]
+        assert come_true(lambda: pool.attend(0.05) or pool.workers[0].doing == phase)
+        monkeypatch.setattr(workers, "START_SECONDS", 0.3)
+    said = refusal(pool.answers, jobs)
+    pool.close()
+    assert words in said and "when it is called" in said
+
+
+WAITS_FOR_MEMORY = """
+held = bytearray(100 << 20)
+def f(completion, answer, **row):
+    return float(len(bytearray(int(completion) << 20)) > 0)
+"""
+
+
+def test_a_job_has_its_memory_on_top_of_what_was_imported_before_it(reward_folder):
+    """Also where a function was imported after jobs of another had their limit."""
+    (reward_folder / "large.py").write_text(WAITS_FOR_MEMORY)
+    pool = Pool(1, SLACK, 0.0625)
+    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
+    found = pool.answers({2: job("large:f", "20"), 3: job("large:f", "200")})
+    pool.close()
+    assert found[2] == 1.0 and "MemoryError" in found[3].reason
+
+
+def test_a_worker_that_is_lost_while_it_imports_gives_its_jobs_to_another(reward_folder):
+    """Once a function was imported, it is not to blame."""
+    (reward_folder / "fine.py").write_text("def f(completion, answer, **row): return 1.0\n")
+    pool = Pool(1, SLACK, 1.0)
+    assert pool.answers({1: job("fine:f", "")}) == {1: 1.0}
+    second = "import os\nfrom pathlib import Path\nmark = Path(__file__ + '.tried')\n"
+    second += "if not mark.exists():\n    mark.touch()\n    os._exit(1)\n"
+    second += "def f(completion, answer, **row): return 1.0\n"
+    (reward_folder / "fine.py").write_text(second)
+    first = pool.workers[0]
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert come_true(lambda: pool.attend(0.1) or pool.workers[0] is not first)
+    assert pool.answers({2: job("fine:f", "2")}) == {2: 1.0}
+    assert (reward_folder / "fine.py.tried").exists()
+    pool.close()
+
+
+# --- what they print, and what they see
+
+
+def test_what_rewards_print_is_quoted_and_what_a_module_prints_at_import_names_it(
+    reward_folder, capfd
+):
+    """Nothing of it can steer the terminal or look like a line of ours."""
+    forged = "hello \x1b[2J\rerror: the run is lost"
+    (reward_folder / "noisy.py").write_text(
+        f"import os, sys\nprint({forged!r})\nsys.stderr.write('to stderr')\nos.write(1, b'\\xff')\n"
+        "def f(completion, answer, **row): print('inside', completion); return 1.0\n"
+    )
+    pool = Pool(1, SLACK, 1.0)
+    assert pool.answers({1: job("noisy:f", "\x1b[31mred")}) == {1: 1.0}
+    pool.close()
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if "debug" not in line]
+    at_import = "reward_funcs: the module of 'noisy:f' prints when it is imported: "
+    assert out == "" and "\x1b" not in err and "\r" not in err
+    assert at_import + repr(forged) in lines
+    assert any(line.startswith(at_import) and "to stderr" in line for line in lines)
+    assert "reward worker: 'inside \\x1b[31mred'" in lines
+    assert all(line.startswith((at_import, "reward worker: ")) for line in lines)
+
+
+def test_of_a_worker_that_prints_without_end_a_thousand_lines_are_shown(reward_folder, capfd):
+    (reward_folder / "wordy.py").write_text(
+        "def f(completion, answer, **row):\n    print('x\\n' * 5000)\n    return 1.0\n"
+    )
+    pool = Pool(1, SLACK, 1.0)
+    assert pool.answers({1: job("wordy:f", "1")}) == {1: 1.0}
+    pool.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == workers.LINES_SHOWN + 1 and "more is not shown" in lines[-1]
+
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "PASSWORD")
+
+
+def test_a_reward_sees_nothing_of_the_environment_but_what_is_listed(reward_folder, monkeypatch):
+    for name in SECRETS:
+        monkeypatch.setenv(name, "a secret")
+    monkeypatch.setenv("REWARD_JUDGE_KEY", "meant for it")
+    monkeypatch.setenv("LC_TIME", "C")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (reward_folder / "curious.py").write_text(
+        "import json, os\nfrom pathlib import Path\n"
+        "Path(__file__ + '.seen').write_text(json.dumps(dict(os.environ)))\n"
+        "def f(completion, answer, **row): return 1.0\n"
+    )
+    pool = Pool(1, SLACK, 1.0)
+    assert pool.answers({1: job("curious:f", "1")}) == {1: 1.0}
+    pool.close()
+    seen = json.loads((reward_folder / "curious.py.seen").read_text())
+    assert not set(SECRETS) & set(seen) and "a secret" not in seen.values()
+    assert seen["REWARD_JUDGE_KEY"] == "meant for it" and seen["LC_TIME"] == "C"
+    assert seen["CUDA_VISIBLE_DEVICES"] == "" and seen["OMP_NUM_THREADS"] == "1"
+    assert seen["PATH"] == os.environ["PATH"] and "HOME" in seen
+
+
+# --- how they end
+
+OWNER = """
+import sys, time
+sys.path[:0] = {path!r}
+import workers
+
+def main():
+    pool = workers.Pool(2, 60.0, 0.5)
+
+    def jobs(*texts):
+        return {{text: ("hostile:act", text, {{"answer": ""}}) for text in texts}}
+
+    def ask(*texts):
+        return list(pool.answers(jobs(*texts)).values())
+
+    def pids():
+        return [worker.process.pid for worker in pool.workers]
+
+    ask("1", "2", "daemon")
+    stuck = workers.Pool(1, 60.0, 0.5)
+    stuck.ask({{1: ("stuck_too:f", "", {{}})}})
+    while not stuck.workers[0].doing:
+        stuck.attend(0.1)
+    try:
+        print(*pids(), stuck.workers[0].process.pid, flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print(*pids(), *ask("4", "5"), flush=True)
+    failure, = ask("kill_group")
+    print(failure.kind, failure.reason, flush=True)
+    pool.ask(jobs("power", "sleep"))
+    while not all(worker.ready and worker.jobs for worker in pool.workers):
+        pool.attend(0.1)
+    print(*pids(), flush=True)
+    time.sleep(60)
+
+main()
+"""
+
+
+def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_killed_even_while_they_hang(
+    reward_folder,
+):
+    started = reward_folder / "stuck_too.started"
+    (reward_folder / "stuck_too.py").write_text(
+        f"import time\nopen({str(started)!r}, 'w').close()\ntime.sleep(1000)\n"
+    )
+    (reward_folder / "daemons").unlink(missing_ok=True)
+    paths = [str(ROOT), str(ROOT / "tests" / "helpers"), str(reward_folder)]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER.format(path=paths)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        *pids, stuck = map(int, owner.stdout.readline().split())
+        os.killpg(owner.pid, signal.SIGINT)
+        assert owner.stdout.readline().split() == [*map(str, pids), "4.0", "5.0"]
+        # its own group has no one else in it
+        assert owner.stdout.readline() == "error the worker died (Killed)\n"
+        (daemon,) = map(int, lines_of(reward_folder / "daemons"))
+        pids = [*map(int, owner.stdout.readline().split()), stuck]
+        assert len(pids) == 3 and come_true(started.exists)
+        time.sleep(0.3)  # both are at their jobs
+        assert all(map(runs, pids))
+        owner.kill()
+        assert come_true(lambda: not any(map(runs, [*pids, daemon])))
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+
+
+def test_a_worker_whose_trainer_was_gone_before_it_looked_ends_at_once(reward_folder):
+    (reward_folder / "stuck_at_once.py").write_text(
+        "import os, time\nopen(__file__ + '.pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    script = (
+        f"import os, sys; sys.path[:0] = {[str(ROOT), str(reward_folder)]!r}; import workers; "
+        "worker = workers.Worker((sys.path, 1.0)); "
+        "worker.send((['stuck_at_once:f'], [('stuck_at_once:f', '', {})])); os._exit(0)"
+    )
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", script], check=True)
+    noted = reward_folder / "stuck_at_once.py.pid"
+    assert come_true(lambda: not any(runs(int(pid)) for pid in lines_of(noted)))

@@ -1,0 +1,327 @@
+"""workers.py: functions that hang, crash, eat memory or leave processes behind, in real workers."""
+
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from reward_tools import (
+    SLACK,
+    TEN,
+    column,
+    columns_for,
+    come_true,
+    config,
+    job,
+    lines_of,
+    measured,
+    rollouts_of,
+    row_of,
+    runs,
+)
+
+import rewards
+import scoring
+import workers
+from scoring import ERROR, TIMEOUT
+from tasks import mathematics
+from workers import Failure, Pool
+
+# words of helpers/hostile.py
+HANGS = ["sleep", "spin", "spin_in_c", "power", "regex", "deaf", "threads", "stop", "lock"]
+HANGS += ["fork", "subprocess"]
+FAILS = ["fork_and_leave", "system_and_leave", "raise", "mute", "interrupt", "unprintable"]
+FAILS += ["sys.exit", "os._exit", "kill", "realtime", "abort", "segfault", "recursion", "nan"]
+FAILS += ["inf", "-inf", "huge", "long", "none", "text", "long text", "complex", "list"]
+FAILS += ["allocate", "grow", "garbage", "bytes", "forged", "others", "pairs", "flood", "endless"]
+FAILS += ["close"]
+WORKS = {
+    "fork_and_answer": 1,
+    "fork_and_return": 1,
+    "print": 1,
+    "close_stdout": 1,
+    "chdir": 1,
+    "run": 1,
+    "true": 1,
+    "integer": 3,
+    "stdin": 1,
+    "light": 1,
+}
+# and those that harm nobody in this very process
+TAME = ["raise", "unprintable", "sys.exit", "recursion", "nan", "inf", "-inf", "huge", "long"]
+TAME += ["none", "text", "long text", "complex", "list", "print", "run", "true", "integer"]
+
+
+@pytest.fixture(scope="module")
+def battle(reward_folder) -> dict:
+    """All of hostile.py at once on six workers, numbers in between."""
+    c = config("hostile:act", reward_workers=6, reward_timeout=3.0, reward_memory_gib=0.125)
+    row = row_of("own")
+    assert measured(["1", "2"], row, c) == ([1.0, 2.0], [])
+    pool = scoring.pool_of(c)
+    me = psutil.Process()
+    others = {p.pid for p in me.children()} - {w.process.pid for w in pool.workers}
+    fds = me.num_fds()
+    texts = [*HANGS, *FAILS, *WORKS, "stack", *map(str, range(100, 150))]
+    random.Random(0).shuffle(texts)
+    values, failed = measured(texts, row, c)
+    return {
+        "c": c,
+        "pool": pool,
+        "row": row,
+        "values": dict(zip(texts, values)),
+        "failed": {record["completion"]: record for record in failed},
+        "texts": texts,
+        "fds": me.num_fds() - fds,
+        "children": [p for p in me.children() if p.pid not in others],
+    }
+
+
+def test_what_hangs_is_a_timeout_and_what_breaks_is_an_error(battle):
+    values = battle["values"]
+    assert {name: values[name] for name in HANGS} == dict.fromkeys(HANGS, TIMEOUT)
+    assert {name: values[name] for name in FAILS} == dict.fromkeys(FAILS, ERROR)
+    assert values["stack"] in (TIMEOUT, ERROR)  # memory or time, whichever is less
+    said = torch.tensor([[[values[text]] for text in battle["texts"]]])
+    _, metrics = scoring.combine(said, [column("act")])
+    failures = metrics["reward/act/timeouts"] + metrics["reward/act/errors"]
+    assert failures == len(HANGS) + len(FAILS) + 1  # and the stack
+
+
+def test_what_works_works_beside_them(battle):
+    assert {name: battle["values"][name] for name in WORKS} == WORKS
+    for n in range(100, 150):
+        assert battle["values"][str(n)] == n
+
+
+REASONS = {
+    "sleep": "reward_timeout",
+    "raise": "ValueError: this one",
+    "recursion": "RecursionError",
+    "allocate": "MemoryError",
+    "os._exit": "exit status 0",
+    "kill": "Killed",
+    "sys.exit": "SystemExit",
+    "nan": "nan",
+    "huge": "finite",
+    "none": "gave None; a reward must be a number",
+    "text": "gave 'good'; a reward must be a number",
+    "long text": "a text of 4000 characters",
+    "interrupt": "Interrupt",
+    "segfault": "Segmentation fault",
+    "forged": "malformed reply",
+    "close": "worker",
+}
+
+
+def test_failures_are_recorded_with_reward_row_kind_reason_and_text(battle):
+    assert set(battle["failed"]) == {*HANGS, *FAILS, "stack"}
+    for text, record in battle["failed"].items():
+        assert (record["reward"], record["id"]) == ("hostile:act", "a row of own")
+        assert record["completion"] == text
+        kind = "timeout" if battle["values"][text] == TIMEOUT else "error"
+        assert record["kind"] == kind
+        assert record["reason"].isprintable() and 0 < len(record["reason"]) <= 300
+    for text, word in REASONS.items():
+        assert word in battle["failed"][text]["reason"]
+
+
+def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
+    """Or this test would run into its time limit."""
+    pool = Pool(2, 100_000.0, 1.0)
+    assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
+    pool.ask({"hang": job("hostile:act", "sleep")})  # which is handed out alone
+    found = pool.answers({i: job("hostile:act", str(i)) for i in range(100)})
+    assert found == {i: i for i in range(100)} and "hang" not in pool.found
+    pool.close()
+
+
+def test_the_pool_is_as_large_as_before_and_nothing_is_left_behind(battle, reward_folder):
+    pool = battle["pool"]
+    assert len(pool.workers) == 6 and battle["fds"] == 0
+    pids = sorted(p.pid for p in battle["children"])  # no zombie of a killed one
+    assert pids == sorted(worker.process.pid for worker in pool.workers)
+    kept = set()  # of fork_and_answer, until its worker goes
+    for worker in pool.workers:
+        kept |= {p.pid for p in psutil.Process(worker.process.pid).children(recursive=True)}
+    children = {int(pid) for pid in lines_of(reward_folder / "children")}
+    assert len(children) >= 4
+    assert come_true(lambda: not any(map(runs, children - kept)))
+
+
+@pytest.mark.parametrize("act", ["daemon", "daemon_and_leave", "freeze_keeper"])
+def test_what_a_reward_starts_in_a_session_of_its_own_does_not_outlive_its_worker(
+    reward_folder, act, monkeypatch
+):
+    monkeypatch.setattr(workers, "END_SECONDS", 1.0)  # for a keeper that is stopped
+    (reward_folder / "daemons").unlink(missing_ok=True)
+    pool = Pool(1, SLACK, 1.0)
+    pool.answers({1: job("hostile:act", act)})
+    (pid,) = map(int, lines_of(reward_folder / "daemons"))
+    if act != "daemon_and_leave":
+        assert runs(pid)
+        pool.close()
+    assert come_true(lambda: not runs(pid))
+    pool.close()
+
+
+def test_many_hangs_in_a_row_and_the_pool_still_works(battle):
+    c = battle["c"]
+    values, _ = measured([f"{i}" if i % 2 else f"{i:03}" for i in range(20)], battle["row"], c)
+    assert values == list(range(20))
+    rows = [row_of("own") for _ in range(3)]  # the same text on another row is another job
+    rollouts = rollouts_of(["sleep", "spin", "5"] * 3)
+    values, failed = scoring.measure(rollouts, rows, columns_for(c, rows), c)
+    assert values[..., 0].tolist() == [[TIMEOUT, TIMEOUT, 5.0]] * 3 and len(failed) == 6
+    assert measured(["1", "2", "3"], battle["row"], c) == ([1.0, 2.0, 3.0], [])
+    assert len(battle["pool"].workers) == 6
+
+
+def test_failures_of_a_chunk_cost_the_others_of_it_nothing_and_each_has_its_own_time(
+    reward_folder,
+):
+    special = {3: "sleep", 20: "os._exit", 21: "raise", 22: "garbage", 70: "kill"}
+    kinds = {3: "timeout", 20: "error", 21: "error", 22: "error", 70: "error"}
+    harmless = {50: "fork_and_return"}
+    for i in range(30, 36):
+        harmless[i] = f"nap {i}"  # all six take longer than one job may
+    texts = list(map(str, range(200)))  # the first chunk has 50 of them
+    for i, text in (special | harmless).items():
+        texts[i] = text
+    pool = Pool(1, 2.5, 0.25)
+    found = pool.answers({i: job("hostile:act", text) for i, text in enumerate(texts)})
+    pid = pool.workers[0].process.pid
+    pool.close()
+    assert not psutil.pid_exists(pid)
+    assert list(found) == list(range(200))
+    for i, value in found.items():
+        if i in kinds:
+            assert isinstance(value, Failure) and value.kind == kinds[i]
+        else:
+            assert value == (1 if i in harmless else i)
+
+
+def test_an_answer_that_comes_while_another_worker_is_replaced_is_in_time(
+    reward_folder, monkeypatch
+):
+    pool = Pool(2, 5.0, 0.25)
+    pool.answers({i: job("hostile:act", str(i)) for i in range(20)})
+    assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
+    monkeypatch.setattr(pool, "cause_of_death", lambda worker: time.sleep(5.5) or "died slowly")
+    found = pool.answers({text: job("hostile:act", text) for text in ("kill", "nap 1")})
+    pool.close()
+    assert found == {"kill": Failure("error", "the worker died slowly"), "nap 1": 1.0}
+
+
+def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_and_nobody_is_blamed(battle):
+    for worker in battle["pool"].workers:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        assert come_true(lambda w=worker: not runs(w.process.pid))
+    assert measured(["1", "2", "3"], battle["row"], battle["c"]) == ([1.0, 2.0, 3.0], [])
+    assert len(battle["pool"].workers) == 6
+
+
+def test_begin_waits_for_nothing_and_measure_computes_nothing_twice(
+    battle, reward_folder, monkeypatch
+):
+    c, pool = battle["c"], battle["pool"]
+    columns = columns_for(c, [battle["row"]])
+    measured(["1"], battle["row"], c)
+    rows = [row_of("own"), row_of("own")]
+    texts = ["count a", "sleep", "count b", "count a"]
+    attend = pool.attend
+    waits = []
+    monkeypatch.setattr(pool, "attend", lambda seconds: waits.append(seconds) or attend(seconds))
+    for row in rows:
+        scoring.begin(rollouts_of(texts), row, columns, c)
+    assert waits == [0, 0]
+    counted = reward_folder / "counted"
+    # they run while nobody waits for them
+    assert come_true(lambda: pool.attend(0) or len(lines_of(counted)) == 4)
+    scoring.begin(rollouts_of(texts), rows[0], columns, c)
+    values, failed = scoring.measure(rollouts_of(texts * 2), rows, columns, c)
+    assert values[..., 0].tolist() == [[1.0, TIMEOUT, 1.0, 1.0]] * 2 and len(failed) == 2
+    assert sorted(lines_of(counted)) == ["count a", "count a", "count b", "count b"]
+    assert pool.asked == pool.found == {} and not pool.waiting
+
+
+def test_answers_that_are_asked_for_while_others_are_under_way_are_their_own(battle, reward_folder):
+    c, pool = battle["c"], battle["pool"]
+    columns = columns_for(c, [battle["row"]])
+    scoring.begin(rollouts_of(["count c", "sleep"]), battle["row"], columns, c)
+    counted = reward_folder / "counted"
+    assert come_true(lambda: pool.attend(0) or "count c" in lines_of(counted))
+    right = torch.tensor([[True]])
+    for row, modes in (
+        (row_of("countdown", TEN), {"2*3+4"}),
+        (row_of("countdown", {"numbers": [2, 3, 4], "target": 9}), set()),
+    ):
+        assert scoring.correct_modes(rollouts_of(["2*3+4"]), [row], right, c) == [(1, modes)]
+    values, _ = measured(["count c", "sleep", "7"], battle["row"], c)
+    assert values == [1.0, TIMEOUT, 7.0]
+    assert lines_of(counted).count("count c") == 1
+
+
+def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):
+    c = battle["c"] | {"reward_workers": 0}
+    before = len(psutil.Process().children())
+    texts = [*TAME, "100", "101"]
+    values, failed = measured(texts, battle["row"], c)
+    assert values == [battle["values"][text] for text in texts]
+    assert [record["completion"] for record in failed] == [text for text in texts if text in FAILS]
+    for record in failed:
+        assert record["kind"] == "error"
+        assert record["reason"] == battle["failed"][record["completion"]]["reason"]
+    scoring.begin(rollouts_of(["sleep"]), battle["row"], [], c)
+    assert len(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize(
+    "message, value",
+    [
+        (0.5, 0.5),
+        (2, 2),
+        ("1+2", "1+2"),
+        (None, None),
+        (math.nan, Failure),
+        (math.inf, Failure),
+        (1e39, Failure),
+        (True, Failure),
+        ([1.0], Failure),
+        ({"a": 1}, Failure),
+        ({"error": [1]}, Failure),
+        ({"error": "\x1b[2J"}, Failure),
+    ],
+)
+def test_of_an_answer_only_what_can_be_one_is_believed(message, value):
+    """A reward may write into the socket of its worker."""
+    found = workers.believed(message)
+    if value is Failure:
+        assert isinstance(found, Failure) and found.reason.isprintable()
+    else:
+        assert found == value
+
+
+def imports_of(module) -> set[str]:
+    """Modules that a file of ours imports at its top."""
+    found = set()
+    for line in Path(module.__file__).read_text().splitlines():
+        if line.startswith(("import ", "from ")):
+            found.add(line.split()[1].partition(".")[0])
+    return found
+
+
+def test_nothing_here_knows_of_other_ranks_and_workers_of_no_torch_and_no_rewards():
+    for module in (rewards, workers, mathematics):
+        assert not imports_of(module) & {"torch", "scoring", "math_verify"}
+    for module in (workers, scoring):
+        assert "rewards" not in imports_of(module)
+        assert "import rewards" not in Path(module.__file__).read_text()
+    for module in (rewards, workers, scoring):
+        words = Path(module.__file__).read_text().replace(".", " ").replace("(", " ").split()
+        assert not {"distributed", "all_reduce", "barrier", "gather_groups"} & set(words)
