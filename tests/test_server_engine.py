@@ -4,7 +4,7 @@ come back; ranks agree; completions may be made a step ahead."""
 import os
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 import infoseed
 import workers
-from checkpoint import in_background
 from common import RolloutsLost, RunStopped, UserError, load_config
 from server import engine as server_engine
 
@@ -399,7 +398,7 @@ def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaite
             asked.update(jobs)
 
     pool.answers({"ready": job(0)})
-    thread = in_background(come_ahead)
+    thread = ThreadPoolExecutor(1).submit(come_ahead)
     try:
         for step in range(30):
             found = pool.answers({("now", step, i): job(i) for i in range(6)})
