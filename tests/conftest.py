@@ -1,4 +1,5 @@
-"""What all tests share: the repository on the path, one thread, no network, and a tiny random model."""
+"""What all tests share: the repository on the path, one thread, no network, and a tiny random
+model."""
 
 import os
 import sys
@@ -53,7 +54,8 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_left_behind():
-    """A module that starts torch.distributed in this process must not leave its address to the scripts that others start."""
+    """A module that starts torch.distributed in this process must not leave its address to the
+    scripts that others start."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

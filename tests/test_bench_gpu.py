@@ -1,5 +1,6 @@
-"""bench.gpu: what it says where there is no GPU, how it runs its checks, and that those of attention,
-head and learner run, on a CPU with stand-ins for the kernels. Its figures are a GPU's to give."""
+"""bench.gpu: what it says where there is no GPU, how it runs its checks, and that those of
+attention, head and learner run, on a CPU with stand-ins for the kernels. Its figures are a GPU's
+to give."""
 
 import inspect
 import json

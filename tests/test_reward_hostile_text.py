@@ -90,7 +90,8 @@ def test_a_new_reward_needs_its_function_and_its_line_and_no_test_of_the_others(
     check_judgement(["", "10"], {}, config("auto", reward_workers=0))
 
 
-# what a payload is worth as it is, as <answer>payload</answer> and as \boxed{payload}; it has no tags
+# what a payload is worth as it is, as <answer>payload</answer> and as \boxed{payload}; it has no
+# tags
 PAYLOADS = {
     "power": ("9**9**9", {}),
     "two powers": ("99**98**97", {}),

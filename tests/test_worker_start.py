@@ -237,7 +237,7 @@ main()
 """
 
 
-def test_ctrl_c_does_not_reach_workers_and_they_die_with_a_trainer_that_is_killed_even_while_they_hang(
+def test_ctrl_c_spares_workers_and_they_die_with_a_killed_trainer_even_while_they_hang(
     reward_folder,
 ):
     started = reward_folder / "stuck_too.started"

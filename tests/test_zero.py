@@ -1,4 +1,5 @@
-"""One learner, any number of ranks and any ZeRO stage: the same parameters. Real DeepSpeed, gloo, two processes."""
+"""One learner, any number of ranks and any ZeRO stage: the same parameters. Real DeepSpeed, gloo,
+two processes."""
 
 import subprocess
 import sys
@@ -34,8 +35,9 @@ def results(tiny_model_dir, tmp_path_factory):
 
 
 def assert_same_weights(ours: dict, theirs: dict) -> None:
-    """Within 2e-5 after three AdamW steps of 1e-3, but for at most 1 in 10,000: AdamW divides by the gradient's own size, so where a
-    gradient is rounding noise the step is noise too, up to 1e-3 each."""
+    """Within 2e-5 after three AdamW steps of 1e-3, but for at most 1 in 10,000: AdamW divides by
+    the gradient's own size, so where a gradient is rounding noise the step is noise too, up to
+    1e-3 each."""
     difference = torch.cat(
         [(ours[name] - weight).abs().flatten() for name, weight in theirs.items()]
     )

@@ -1,4 +1,5 @@
-"""A reward of the user's own, named as parity_reward:parity: an untrained model never solves Countdown, but its texts have odd lengths."""
+"""A reward of the user's own, named as parity_reward:parity: an untrained model never solves
+Countdown, but its texts have odd lengths."""
 
 
 def parity(completion, answer, **row):
