@@ -44,7 +44,14 @@ from common import (
 from compare.results import EVAL_SEEDS, SET_HERE, draw, write_results
 from journal import hold_folder
 
-OWN = {"arms": "", "seeds": 3, "output": "", "ranks": 2, "jobs": 1, "report_only": False}
+OWN = {
+    "arms": "",  # a file, see above
+    "seeds": 3,  # runs of each arm
+    "output": "",  # empty: runs/compare_<config>
+    "ranks": 2,  # of one run
+    "jobs": 1,  # runs at a time
+    "report_only": False,
+}
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 
 
@@ -81,7 +88,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
             runs.append(plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config))
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
-    return sorted(runs, key=lambda run: run["seed"])
+    return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay as the file has them
 
 
 def read_arm(file: str, arm: str, overrides, shared: list[str]) -> tuple[list[str], dict]:
@@ -135,6 +142,7 @@ def state_of(run: dict) -> str:
     # a key that is younger than the run had its default
     there = DEFAULTS | read_settings(folder / "config.json")
     for key, value in run["config"].items():
+        # a folder may be moved: where it is makes no other run
         if key not in SET_HERE and there[key] != value:
             raise UserError(
                 f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "
@@ -143,7 +151,7 @@ def state_of(run: dict) -> str:
     if (folder / "eval.jsonl").exists():
         return "done"
     latest = checkpoint.latest(folder)
-    if latest is None:
+    if latest is None:  # it ended before its first checkpoint
         return "new"
     return "trained" if latest == run["last"] else "interrupted"
 
@@ -172,7 +180,7 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
             stderr=log,
             start_new_session=True,  # Ctrl-C reaches it through us only
             pass_fds=[locked.fileno()],
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # ranks share the cores
         )
 
 
@@ -188,6 +196,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
         flush=True,
     )
     bar = progress(total=len(waiting), unit="run", disable=not waiting)
+    # noted here, acted on below: a handler that raises could leave a run that nobody knows of
     listen(lambda number, frame: stop.append(signal.Signals(number).name))
     try:
         while (waiting or live) and not stop:
@@ -223,7 +232,7 @@ def main(argv) -> None:
     runs = plan_runs(own, shared)
     output = own["output"]
     if not own["report_only"]:
-        for run in runs:
+        for run in runs:  # here, not for each: the tenth would fail after hours
             refuse_missing_folder(run["config"]["model"])
         look = "look at what is finished with --report_only=True"
         with hold_folder(output, cure=look) as locked:

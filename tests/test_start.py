@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "vllm", "trl")
 TINY = "config/countdown_tiny.py"
 SCRIPTS = ("train.py", "sft.py", "evaluate.py", "generate.py", "checkpoint.py")
-WINGS = ("server", "compare")
+WINGS = ("server", "compare", "bench", "bench.gpu")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,13 @@ def test_compare_tells_a_mistyped_key_before_torch_is_loaded(without_torch, tmp_
     (tmp_path / "arms.py").write_text('slow = {"learning_rat": 1e-5}')
     done = without_torch("-m", "compare", TINY, f"--arms={tmp_path / 'arms.py'}")
     assert done.returncode == 2 and "did you mean 'learning_rate'?" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("wing, typo", [("bench", "--repeat=5"), ("bench.gpu", "attentoin")])
+def test_bench_tells_a_mistyped_word_before_torch_is_loaded(without_torch, wing, typo):
+    done = without_torch("-m", wing, typo)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert typo in done.stderr
 
 
 def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):

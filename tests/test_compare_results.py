@@ -1,0 +1,158 @@
+"""results.md and comparison.png: what they hold, which arms are doses of each other, and that what
+is damaged is named."""
+
+import numpy as np
+import pytest
+from compare_runs import K, plan, read_lines, write_lines, write_run
+
+from common import UserError
+from compare import __main__ as compare
+from compare import results
+
+
+def text_of(folder) -> str:
+    return (folder / "out" / "results.md").read_text()
+
+
+def test_the_table_holds_means_deviations_and_only_finished_runs(tmp_path, capsys):
+    runs, argv = plan(tmp_path, "a = {}\nb = {}\nc = {}", seeds=3)
+    finished = [run for run in runs if run["arm"] == "a" or (run["arm"], run["seed"]) == ("b", 2)]
+    for run in finished:
+        write_run(run, correct={"a": 3, "b": 5}[run["arm"]])
+    compare.main([*argv, "--report_only=True"])
+    text = text_of(tmp_path)
+    assert text in capsys.readouterr().out
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 10_000
+    means = []
+    for run in finished:
+        if run["arm"] == "a":
+            lines = read_lines(run["folder"] / "eval.jsonl")
+            means.append(np.mean([line["correct"] / K for line in lines]))
+    assert f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}" in text
+    assert "| a | 3 |" in text
+    assert "| c |" not in text
+    one_run = text.split("| b | 1 |")[1].splitlines()[0]
+    assert "±" not in one_run
+    assert "not in here: b/seed_1, c/seed_1, c/seed_2, b/seed_3, c/seed_3." in text
+    assert "6 held-out problems, k = 8, 3 evaluation seeds" in text
+    assert "do not cover the luck of training" in text
+
+
+def test_a_baseline_whose_first_seed_is_missing_still_is_the_baseline(tmp_path):
+    runs, argv = plan(tmp_path, "a = {}\nb = {}", seeds=2)
+    for run in runs[1:]:
+        write_run(run)
+    compare.main([*argv, "--report_only=True"])
+    assert "effect against a" in text_of(tmp_path)
+
+
+def test_outcomes_are_averaged_over_the_evaluation_seeds_by_hand(tmp_path):
+    (run,), _ = plan(tmp_path, "a = {}")
+    write_run(run)
+    keys = ("id", "seed", "correct", "distinct", "num_modes")
+    records = [
+        ("007", 0, 0, 0, 4),
+        ("007", 1, 8, 4, 4),
+        ("007", 2, 4, 1, 4),
+        ("x", 0, 2, 2, None),
+        ("x", 1, 2, 1, None),
+        ("x", 2, 2, 0, None),
+    ]
+    lines = [dict(zip(keys, record)) for record in records]
+    write_lines(run["folder"] / "eval.jsonl", lines)
+    outcomes = results.load_outcomes([run])
+    table = outcomes.set_index("problem")
+    shown = ["mean", "pass", "distinct", "coverage"]
+    by_hand = [0.5, 2 / 3, 5 / 3, 5 / 12]
+    assert table.loc["007", shown].tolist() == pytest.approx(by_hand)
+    assert table.loc["x", shown[:3]].tolist() == pytest.approx([0.25, 1, 1])
+    assert np.isnan(table["coverage"]["x"])
+    # a metric of some problems is no metric of the set
+    assert results.known(outcomes) == ["pass", "mean", "distinct"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-20],
+        lambda text: "".join(text.splitlines(keepends=True)[:-3]),
+        lambda text: "",
+        lambda text: text.replace('"000"', '"other"'),
+    ],
+    ids=["cut within a line", "lines missing", "empty", "another problem"],
+)
+def test_a_damaged_evaluation_is_named_not_averaged(tmp_path, damage):
+    runs, argv = plan(tmp_path, "a = {}\nb = {}")
+    for run in runs:
+        write_run(run)
+    file = runs[1]["folder"] / "eval.jsonl"
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(UserError, match=r"delete .*eval.jsonl|delete it") as caught:
+        compare.main([*argv, "--report_only=True"])
+    assert str(file) in str(caught.value)
+    assert not (tmp_path / "out" / "results.md").exists()
+
+
+def test_a_half_written_metrics_line_is_named(tmp_path):
+    (run,), argv = plan(tmp_path, "a = {}")
+    write_run(run)
+    with open(run["folder"] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 20, "eval/me')
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged"):
+        compare.main([*argv, "--report_only=True"])
+
+
+DOSES = """
+base = {"objective": "dr_grpo"}
+x3 = {"objective": "xdr", "maxent_tau": "inf"}
+x1 = {"objective": "xdr", "maxent_tau": 0.05}
+x2 = {"objective": "xdr", "maxent_tau": 0.8}
+m1 = {"maxent_tau": 0.1}
+m2 = {"maxent_tau": 0.4}
+m3 = {"maxent_tau": 0.4, "learning_rate": 1e-5}
+e1 = {"objective": "dr_grpo", "mode_entropy_coef": 0.1}
+e2 = {"objective": "dr_grpo", "mode_entropy_coef": 0.3}
+l1 = {"objective": "dr_grpo", "mode_entropy_coef": 0.1, "mode_entropy_score_norm": "length"}
+l2 = {"objective": "dr_grpo", "mode_entropy_coef": 0.2, "mode_entropy_score_norm": "length"}
+l3 = {"objective": "dr_grpo", "mode_entropy_coef": 0.3, "mode_entropy_score_norm": "length"}
+"""
+
+
+def test_doses_are_arms_that_differ_in_one_number(tmp_path):
+    runs, _ = plan(tmp_path, DOSES, seeds=2)
+    # two doses of maxent are no curve
+    assert sorted(results.doses(runs)) == [
+        ("maxent_tau", [(0.05, "x1"), (0.8, "x2"), (float("inf"), "x3")]),
+        ("mode_entropy_coef", [(0.0, "base"), (0.1, "e1"), (0.3, "e2")]),
+        ("mode_entropy_coef", [(0.1, "l1"), (0.2, "l2"), (0.3, "l3")]),
+    ]
+
+
+MANY = "".join(f'a{i} = {{"maxent_tau": {0.1 * (i + 1)}}}\n' for i in range(25))
+INFINITE = """
+x0 = {"objective": "xdr", "maxent_tau": 0.0}
+x1 = {"objective": "xdr", "maxent_tau": 0.5}
+x2 = {"objective": "xdr", "maxent_tau": "inf"}
+"""
+
+
+@pytest.mark.parametrize(
+    "arms, seeds, modes",
+    [
+        ("a = {}", 1, True),
+        ("a = {}\nb = {}", 2, False),
+        (MANY, 1, True),
+        (INFINITE, 3, True),
+    ],
+    ids=["one arm", "no modes", "many arms", "tau = inf"],
+)
+def test_a_picture_for(tmp_path, arms, seeds, modes):
+    runs, _ = plan(tmp_path, arms, seeds=seeds)
+    for i, run in enumerate(runs):
+        write_run(run, correct=1 + i % 6, modes=modes)
+    path = results.draw(runs, tmp_path / "out")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.stat().st_size > 10_000
+    text = results.write_results(runs, runs[0]["arm"], tmp_path / "out", [])
+    assert ("coverage" in text) == modes
+    assert "nan" not in text
