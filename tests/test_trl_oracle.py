@@ -1,26 +1,28 @@
-"""Losses of the policy-gradient family are those of TRL 1.16's GRPOTrainer, value and gradient, on the same batch.
+"""Losses of the policy-gradient family are those of TRL 1.16's GRPOTrainer, value and gradient, on
+the same batch.
 
-TRL's own code runs: GRPOTrainer._generate_and_score_completions (advantages, sampler correction) and then _compute_loss,
-unbound, on a stand-in for `self`. Replaced by fixed tensors are the things around the algorithm: generation (token ids and
-the sampler's log-probs), the reward functions, the forward passes (_get_per_token_logps_and_entropies returns log-probs of
-the policy, the old policy or the reference, depending on the model it is given) and the accelerator of a single process.
-Our side is test_loss.ours: learner.group_targets and token_loss with a config. What TRL calls otherwise or does otherwise:
-- gspo is loss_type "grpo" with importance_sampling_level "sequence"; cispo's cap is epsilon_high itself, not 1 + epsilon_high.
-- bnpo is dapo in one micro-batch; with several it divides each by its own tokens, which ours never does.
-- gspo's clip ratio is a share of rows there, of tokens here (each row counts with its length).
-- delta caps the ratio before the clip counts are taken: they agree only for delta above 1 + epsilon_high.
-- sampling/importance_sampling_ratio/* are of the ratio after the cap there, before it here.
-- Groups of equal rewards have rounding noise as advantages there (see the last test).
-sequence_geometric, k2 and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL; its entropy bonus is a mean
-over the tokens of a micro-batch, not over N * L as in token_entropy.
-"""
+TRL's own code runs: GRPOTrainer._generate_and_score_completions (advantages, sampler correction)
+and then _compute_loss, unbound, on a stand-in for `self`. Replaced by fixed tensors are the things
+around the algorithm: generation (token ids and the sampler's log-probs), the reward functions, the
+forward passes (_get_per_token_logps_and_entropies returns log-probs of the policy, the old policy
+or the reference, depending on the model it is given) and the accelerator of a single process. Our
+side is test_loss.ours: learner.group_targets and token_loss with a config. What TRL calls otherwise
+or does otherwise: - gspo is loss_type "grpo" with importance_sampling_level "sequence"; cispo's cap
+is epsilon_high itself, not 1 + epsilon_high. - bnpo is dapo in one micro-batch; with several it
+divides each by its own tokens, which ours never does. - gspo's clip ratio is a share of rows there,
+of tokens here (each row counts with its length). - delta caps the ratio before the clip counts are
+taken: they agree only for delta above 1 + epsilon_high. - sampling/importance_sampling_ratio/* are
+of the ratio after the cap there, before it here. - Groups of equal rewards have rounding noise as
+advantages there (see the last test). sequence_geometric, k2 and all of maxent, xdr, seed_grpo and
+mode entropy have no counterpart in TRL; its entropy bonus is a mean over the tokens of a
+micro-batch, not over N * L as in token_entropy."""
 
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_loss import (
+from loss_steps import (
     CAP,
     CISPO,
     HIGH,
@@ -181,10 +183,8 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
     value, grad = value_and_grad(lambda x: GRPOTrainer._compute_loss(trainer, x, batch), step.logps)
     assert grad.abs().max() > 1e-3
 
-    metrics, tokens = (
-        {key: values[0] for key, values in trainer._metrics["train"].items()},
-        int(step.lengths.sum()),
-    )
+    metrics = {key: values[0] for key, values in trainer._metrics["train"].items()}
+    tokens = int(step.lengths.sum())
     found = ours(step, {"objective": name, **case})
     theirs = SimpleNamespace(
         value=value.item(),
@@ -212,7 +212,8 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
 
 
 def test_every_case_drives_another_branch_of_trl():
-    """Else the comparisons above would prove less than they say. Known to be the same: bnpo and dapo, and delta does nothing to cispo."""
+    """Else the comparisons above would prove less than they say. Known to be the same: bnpo and
+    dapo, and delta does nothing to cispo."""
     values = {}
     for objective in NAMES:
         for case in CASES:
@@ -223,14 +224,10 @@ def test_every_case_drives_another_branch_of_trl():
             ).append((objective, *case))
     same = [found for found in values.values() if len(found) > 1]
     assert [("cispo",), ("cispo", "delta")] in same
-    assert (
-        all(
-            [name for name, *_ in found] == ["dapo", "bnpo"]
-            for found in same
-            if found[0][0] != "cispo"
-        )
-        and len(same) == len(CASES) + 1
+    assert all(
+        [name for name, *_ in found] == ["dapo", "bnpo"] for found in same if found[0][0] != "cispo"
     )
+    assert len(same) == len(CASES) + 1
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
