@@ -52,12 +52,8 @@ def random_rollouts(count: int, seed: int) -> list[dict]:
 
 def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
     batch = rollout.to_batch(RAGGED, "cpu")
-    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3] and batch["lengths"].tolist() == [
-        2,
-        6,
-        1,
-        1,
-    ]
+    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3]
+    assert batch["lengths"].tolist() == [2, 6, 1, 1]
     for row, r in enumerate(RAGGED):
         whole = r["prompt_ids"] + r["completion_ids"]
         assert batch["ids"][row].tolist() == whole + [0] * (11 - len(whole))
@@ -82,10 +78,8 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
     batch = rollout.to_batch(RAGGED, "cpu") | {"old_logps": torch.arange(24.0).view(4, 6)}
     part = rollout.take(batch, torch.tensor([3, 0]))
     assert part["ids"].tolist() == [[9, 9, 9, EOS], [5, 6, 7, EOS]]
-    assert part["sampler_logps"].shape == (2, 2) and part["old_logps"].tolist() == [
-        [18.0, 19.0],
-        [0.0, 1.0],
-    ]
+    assert part["sampler_logps"].shape == (2, 2)
+    assert part["old_logps"].tolist() == [[18.0, 19.0], [0.0, 1.0]]
     assert part["lengths"].tolist() == [1, 2] and batch["ids"].shape == (4, 11)
     one = rollout.take(batch, torch.tensor([1]))
     assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
@@ -109,9 +103,8 @@ def test_generate_decodes_without_special_tokens():
     found = rollout.generate(
         Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {}
     )
-    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][
-        -1
-    ] == EOS
+    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"]
+    assert found[0]["completion_ids"][-1] == EOS
 
 
 def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are_there(
@@ -141,9 +134,8 @@ def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are
         lambda i, group: told.append((i, [r["text"] for r in group])),
     )
     assert told == [(i, [r["text"] for r in found[2 * i : 2 * i + 2]]) for i in range(2)]
-    assert (
-        rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
-    )  # a rank with nothing to sample again
+    # a rank with nothing to sample again
+    assert rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +162,8 @@ plans = st.tuples(
 
 
 def batch_of(units: int, unit: int, seed: int) -> dict:
-    """Units of one prompt each, which now and then is that of the unit before, one row in ten with another; ids at random where rows have ended."""
+    """Units of one prompt each, which now and then is that of the unit before, one row in ten with
+    another; ids at random where rows have ended."""
     rng = random.Random(seed)
     pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)] + [
         [0, 1],
@@ -185,17 +178,16 @@ def batch_of(units: int, unit: int, seed: int) -> dict:
     batch = rollout.to_batch(
         [rollout_of(prompt, rng.choices([0, 1], k=rng.randint(1, 30))) for prompt in prompts], "cpu"
     )
-    ends, junk = (
-        batch["prompt_lengths"] + batch["lengths"],
-        torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed)),
-    )
+    ends = batch["prompt_lengths"] + batch["lengths"]
+    junk = torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed))
     return batch | {
         "ids": torch.where(torch.arange(junk.shape[1]) < ends[:, None], batch["ids"], junk)
     }
 
 
 def cost(batch: dict, rows, pack: bool) -> int:
-    """Tokens of a micro-batch: padded to the longest row, or packed, a prompt counted once as long as it goes on."""
+    """Tokens of a micro-batch: padded to the longest row, or packed, a prompt counted once as long
+    as it goes on."""
     P, T = (batch[key][rows].tolist() for key in ("prompt_lengths", "lengths"))
     if not pack:
         return len(P) * max(p + t for p, t in zip(P, T))
@@ -212,15 +204,12 @@ def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(pack, case):
     units, unit, budget, seed = case
     plan = learner.plan_micro_batches(batch_of(units, unit, seed), budget, unit, pack)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
-    assert not pack or torch.cat(plan).tolist() == list(
-        range(units * unit)
-    )  # rows that share a prompt stay neighbours
+    # rows that share a prompt stay neighbours
+    assert not pack or torch.cat(plan).tolist() == list(range(units * unit))
     for rows in plan:
         groups = rows.view(-1, unit)
-        assert (
-            torch.equal(groups, groups[:, :1] + torch.arange(unit))
-            and not (groups[:, 0] % unit).any()
-        )
+        assert torch.equal(groups, groups[:, :1] + torch.arange(unit))
+        assert not (groups[:, 0] % unit).any()
 
 
 @packed_or_not
@@ -268,10 +257,8 @@ def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case
 @given(plans, st.data())
 def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, case, data):
     units, unit, budget, seed = case
-    batch, rests = (
-        batch_of(units, unit, seed),
-        data.draw(st.lists(st.booleans(), min_size=units, max_size=units)),
-    )
+    batch = batch_of(units, unit, seed)
+    rests = data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
     idle = torch.tensor(rests).repeat_interleave(unit)
     plan = learner.plan_micro_batches(
         batch, budget, unit, pack, data.draw(st.integers(1, units)), idle
@@ -293,9 +280,8 @@ def test_plans_are_the_same_every_time_and_leave_the_batch_alone(pack, case):
     units, unit, budget, seed = case
     batch, untouched = (batch_of(units, unit, seed) for _ in range(2))
     first, second = (learner.plan_micro_batches(batch, budget, unit, pack, units) for _ in range(2))
-    assert all(map(torch.equal, first, second)) and all(
-        torch.equal(batch[key], untouched[key]) for key in untouched
-    )
+    assert all(map(torch.equal, first, second))
+    assert all(torch.equal(batch[key], untouched[key]) for key in untouched)
 
 
 @packed_or_not
@@ -395,12 +381,13 @@ def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm, pack):
     reverse, _ = policy_logps(policy_of(lm, pack, chunk=1000), rollouts[::-1])
     torch.testing.assert_close(reverse.flip(0), whole, rtol=0, atol=1e-5)
     batch = rollout.to_batch(rollouts, "cpu")
+    # other and more padding
     junk = torch.where(
         torch.arange(batch["ids"].shape[1] + 3)
         < (batch["prompt_lengths"] + batch["lengths"])[:, None],
         torch.nn.functional.pad(batch["ids"], (0, 3)),
         77,
-    )  # other and more padding
+    )
     padded, _ = policy(junk, batch["prompt_lengths"], batch["lengths"])
     torch.testing.assert_close(padded, whole, rtol=0, atol=1e-5)
     for row, r in enumerate(rollouts):
@@ -428,7 +415,8 @@ OBJECTIVES = [
 
 
 def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
-    """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as accumulate_gradients does."""
+    """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as
+    accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
     part = batch | {
         "old_logps": logps.detach(),
@@ -446,7 +434,8 @@ def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
 @packed_or_not
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective, pack):
-    """Of all hidden states, only those that predict a completion token get a gradient. States are told by (place in the row, token)."""
+    """Of all hidden states, only those that predict a completion token get a gradient. States are
+    told by (place in the row, token)."""
     c = load_config(["--num_generations=2", "--pkpo_k=1", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -486,9 +475,8 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
         for t in range(len(r["completion_ids"]))
     ]
     if pack:
-        wanted.remove(
-            (1, 6)
-        )  # the end of the prompt that two rows share predicts both their first tokens
+        # the end of the prompt that two rows share predicts both their first tokens
+        wanted.remove((1, 6))
     assert sorted(zip(positions[trained].tolist(), ids[trained].tolist())) == sorted(wanted)
 
 
@@ -502,7 +490,9 @@ def test_diversity_equals_a_slow_loop(prompts, n, seed):
     rollouts = [
         rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))) for _ in range(prompts * n)
     ]
-    one, two, overlap = 0.0, 0.0, 0.0
+    one = 0.0
+    two = 0.0
+    overlap = 0.0
     for g in range(prompts):
         group = [r["completion_ids"] for r in rollouts[g * n : (g + 1) * n]]
         tokens = [t for ids in group for t in ids]

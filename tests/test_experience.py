@@ -1,4 +1,5 @@
-"""experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks, once real processes with gloo."""
+"""experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks,
+once real processes with gloo."""
 
 import copy
 import json
@@ -31,7 +32,9 @@ from ranks import World
 from stream import Replay, prompt_key
 
 TOKENIZER = sft.tiny_tokenizer()
-P, G, S = 8, 4, 2
+P = 8
+G = 4
+S = 2
 COMMON = [
     f"--prompts_per_step={P}",
     f"--num_generations={G}",
@@ -47,8 +50,8 @@ INFOSEED = [
 
 
 class FakeEngine:
-    """No model: completion j of a prompt is the digit j and three more that the seed decides; the last prompt is finished first.
-    A completion asked alone, as InfoSeed does, begins with 9."""
+    """No model: completion j of a prompt is the digit j and three more that the seed decides; the
+    last prompt is finished first. A completion asked alone, as InfoSeed does, begins with 9."""
 
     def __init__(self):
         self.calls, self.naps = [], 0
@@ -87,7 +90,8 @@ class FakeEngine:
 
 
 def fake_reward(completion: str, answer, **row) -> float:
-    """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1 in turns, "luck" either; "broken" fails."""
+    """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1
+    in turns, "luck" either; "broken" fails."""
     first, last = int(completion[0]), int(completion[-1])
     if answer == "broken":
         raise RuntimeError("no idea")
@@ -133,9 +137,12 @@ def config(*flags) -> dict:
 def collect(
     c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0, state=None
 ) -> list[SimpleNamespace]:
-    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values, .rewards, .metrics, .engine, .buffer.
-    size: of a replay buffer for each. A rank that meets the others at another point than they do is a BrokenBarrierError."""
-    barrier, parts, me = threading.Barrier(world, timeout=120), {}, threading.local()
+    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values,
+    .rewards, .metrics, .engine, .buffer. size: of a replay buffer for each. A rank that meets the
+    others at another point than they do is a BrokenBarrierError."""
+    barrier = threading.Barrier(world, timeout=120)
+    parts = {}
+    me = threading.local()
 
     def gather_groups(tensor):
         parts[me.rank] = tensor.float()
@@ -163,9 +170,8 @@ def collect(
         experience.gather_groups = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
-        assert len(errors) == world and len(set(map(str, errors))) == 1, (
-            errors
-        )  # all stop alike, or something is wrong
+        # all stop alike, or something is wrong
+        assert len(errors) == world and len(set(map(str, errors))) == 1, errors
         raise errors[0]
     return ranks
 
@@ -194,9 +200,8 @@ def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_l
     ]
     assert torch.equal(got.values[..., 0], got.rewards) and "resampled_groups" not in got.metrics
     (call,) = got.engine.calls
-    assert (
-        call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)] and got.engine.naps == 1
-    )
+    assert call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)]
+    assert got.engine.naps == 1
     assert (call["n"], call["temperature"], call["max_tokens"], call["stop_token_ids"]) == (
         G,
         1.0,
@@ -222,10 +227,8 @@ def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags)
     if world == 8 and limit:  # else the last line below would show nothing
         assert any(not call["prompts_ids"] for rank in ranks for call in rank.engine.calls)
     for i, rank in enumerate(ranks):
-        assert (
-            len(rank.rows) == P // world
-            and rank.rows == whole.rows[i * P // world : (i + 1) * P // world]
-        )
+        assert len(rank.rows) == P // world
+        assert rank.rows == whole.rows[i * P // world : (i + 1) * P // world]
         assert torch.equal(rank.rewards, whole.rewards) and rank.metrics == whole.metrics
         assert rank.buffer.state == whole.buffer.state
         # ranks that share an engine ask it together: as often, with nothing to ask too
@@ -251,10 +254,10 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
     fresh = stream.prompts_for_step(MIXED.sources, [1.0], step, P, "42/again/1")
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
-    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(
-        again["seeds"]
-    ) & set(got.engine.calls[0]["seeds"])
-    # in line all the same, and counted: a call for every attempt, the last of which may still be equal
+    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places]
+    assert not set(again["seeds"]) & set(got.engine.calls[0]["seeds"])
+    # in line all the same, and counted: a call for every attempt, the last of which may still be
+    # equal
     assert got.rewards.tolist() == [
         [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G : (i + 1) * G]]
         for i, row in enumerate(got.rows)
@@ -274,23 +277,19 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
 def test_sampling_again_stops_at_the_limit_or_when_nothing_is_left_to_replace():
     hopeless, fine = inputs_of(rows_of(*["same"] * 40)), inputs_of(rows_of(*["differ"] * 40))
     (got,) = collect(config("--resample_equal_groups=3"), inputs=hopeless)
-    assert (
-        len(got.engine.calls) == 4
-        and got.metrics["resampled_groups"] == 3 * P
-        and got.engine.naps == 1
-    )
-    assert (
-        len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4
-    )  # each time other prompts
+    assert len(got.engine.calls) == 4
+    assert got.metrics["resampled_groups"] == 3 * P
+    assert got.engine.naps == 1
+    # each time other prompts
+    assert len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4
     (got,) = collect(config("--resample_equal_groups=3"), inputs=fine)
     assert len(got.engine.calls) == 1 and got.metrics["resampled_groups"] == 0
     (got,) = collect(
         config("--resample_equal_groups=50"),
         inputs=inputs_of(rows_of(*["same"] * 3, *["differ"] * 3)),
     )
-    assert len(got.engine.calls) < 51 and all(
-        len(set(group)) == 2 for group in got.rewards.tolist()
-    )
+    assert len(got.engine.calls) < 51
+    assert all(len(set(group)) == 2 for group in got.rewards.tolist())
 
 
 def test_sampling_again_is_deterministic_and_other_steps_take_other_prompts():
@@ -301,9 +300,8 @@ def test_sampling_again_is_deterministic_and_other_steps_take_other_prompts():
         second.rollouts,
         second.metrics,
     )
-    assert (
-        first.engine.calls == second.engine.calls and first.engine.calls[1] != other.engine.calls[1]
-    )
+    assert first.engine.calls == second.engine.calls
+    assert first.engine.calls[1] != other.engine.calls[1]
 
 
 def test_spread_is_that_of_the_ordinary_completions_and_seed_rows_come_along():
@@ -314,15 +312,13 @@ def test_spread_is_that_of_the_ordinary_completions_and_seed_rows_come_along():
     )
     first, stale = got.engine.calls[0], len(got.engine.calls[2]["prompts_ids"])
     answers = {tuple(row["prompt_ids"]): row["answer"] for row in rows_of(*["same", "differ"] * 20)}
-    assert (
-        stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"])
-        and 0 < stale < P
-    )
-    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1] and len(
-        got.engine.calls[3]["prompts_ids"]
-    ) == stale * S
+    assert stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"])
+    assert 0 < stale < P
+    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1]
+    assert len(got.engine.calls[3]["prompts_ids"]) == stale * S
     assert [r.get("seed_id") for r in got.rollouts] == [None, None, None, None, 0, 1] * P
-    assert got.rewards.shape == (P, G + S) and [r["prompt_ids"] for r in got.rollouts] == [
+    assert got.rewards.shape == (P, G + S)
+    assert [r["prompt_ids"] for r in got.rollouts] == [
         row["prompt_ids"] for row in got.rows for _ in range(G + S)
     ]
     assert got.rewards.tolist() == [
@@ -353,19 +349,16 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     plain = {
         step: stream.prompts_for_step(inputs.sources, [3.0, 1.0], step, P, 42) for step in range(5)
     }
-    assert (
-        experience.step_rows(inputs, None, 1, c) == plain[1]
-        and experience.step_rows(inputs, None, 4, c) == plain[4]
-    )
+    assert experience.step_rows(inputs, None, 1, c) == plain[1]
+    assert experience.step_rows(inputs, None, 4, c) == plain[4]
     assert all(
         row in easy
         for row in experience.step_rows(inputs, None, 2, c)
         + experience.step_rows(inputs, None, 3, c)
     )
     with_buffer = experience.step_rows(inputs, buffer, 2, c)
-    assert all(row in easy for row in with_buffer[:6]) and all(
-        row in inputs.sources[1] for row in with_buffer[6:]
-    )
+    assert all(row in easy for row in with_buffer[:6])
+    assert all(row in inputs.sources[1] for row in with_buffer[6:])
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
         assert again == stream.prompts_for_step(
@@ -383,9 +376,8 @@ def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_t
     ]
     seen = ids(got.rows) + ids(first)
     assert got.buffer.state["total"] == len(seen)
-    wanted = {
-        row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first
-    }  # the gap over G rows; over G + S it is another
+    # the gap over G rows; over G + S it is another
+    wanted = {row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first}
     found = {
         got.buffer.rows[key]["id"]: mean
         for key, (visits, mean, _) in got.buffer.state["prompts"].items()
@@ -395,10 +387,8 @@ def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_t
 
 def test_a_remembered_prompt_that_has_nothing_left_to_teach_is_let_go_also_when_its_group_is_sampled_again():
     inputs = inputs_of(rows_of(*["same"] + ["differ"] * 59))
-    solved, state = (
-        prompt_key(inputs.sources[0][0]),
-        {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}},
-    )
+    solved = prompt_key(inputs.sources[0][0])
+    state = {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}}
     for limit in (0, 2):
         chosen, remembered = 0, state
         for step in range(20):
@@ -440,17 +430,13 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
     (saved,) = [
         path.read_text().splitlines() for path in tmp_path.glob("reward_failures.rank_*.jsonl")
     ]
-    assert (
-        len(saved) == G
-        and "no idea" in json.loads(saved[0])["reason"]
-        and json.loads(saved[0])["step"] == 1
-    )
-    (got,) = collect(
-        c | {"resample_equal_groups": 9}, 1, inputs
-    )  # a group that only failed is replaced; what happened to it is in the file all the same
-    assert got.metrics["reward/fake/errors"] == 0 and "broken" not in [
-        row["answer"] for row in got.rows
-    ]
+    assert len(saved) == G
+    assert "no idea" in json.loads(saved[0])["reason"]
+    assert json.loads(saved[0])["step"] == 1
+    # a group that only failed is replaced; what happened to it is in the file all the same
+    (got,) = collect(c | {"resample_equal_groups": 9}, 1, inputs)
+    assert got.metrics["reward/fake/errors"] == 0
+    assert "broken" not in [row["answer"] for row in got.rows]
     assert {
         (record["step"], record["id"])
         for path in tmp_path.glob("*.jsonl")
@@ -484,11 +470,9 @@ def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_s
     set_temperature((bare, SimpleNamespace(module=inside), None), 0.5)
     batch = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2])]
     (wanted, _), (other, _) = Policy(lm, 0.5, 64)(*batch), Policy(lm, 1.0, 64)(*batch)
-    assert (
-        torch.equal(bare(*batch)[0], wanted)
-        and torch.equal(inside(*batch)[0], wanted)
-        and not torch.allclose(wanted, other)
-    )
+    assert torch.equal(bare(*batch)[0], wanted)
+    assert torch.equal(inside(*batch)[0], wanted)
+    assert not torch.allclose(wanted, other)
 
 
 # --- real ranks, and the real script
@@ -523,20 +507,18 @@ def test_two_processes_with_gloo_agree_with_one(tmp_path):
         (whole,) = collect(c, step, size=6, state=state)
         state = whole.buffer.state
         parts = [rank["steps"][step] for rank in ranks]
-        assert (
-            parts[0]["rows"] + parts[1]["rows"] == whole.rows
-            and parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
-        )
+        assert parts[0]["rows"] + parts[1]["rows"] == whole.rows
+        assert parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
         assert all(
             torch.equal(part["rewards"], whole.rewards) and part["metrics"] == whole.metrics
             for part in parts
         )
-    assert (
-        ranks[0]["buffer"] == ranks[1]["buffer"] == state and ranks[0]["calls"] == ranks[1]["calls"]
-    )
+    assert ranks[0]["buffer"] == ranks[1]["buffer"] == state
+    assert ranks[0]["calls"] == ranks[1]["calls"]
 
 
-# train.main twice, each in a fork of a process that has imported it once: the whole run, and one that goes on from the middle of a copy
+# train.main twice, each in a fork of a process that has imported it once: the whole run, and one
+# that goes on from the middle of a copy
 TWICE = """
 import os, shutil, sys, torch, train
 torch.set_num_threads(1)
@@ -556,8 +538,9 @@ for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
 def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_had(
     tiny_model_dir, tmp_path
 ):
-    """Everything of this file at once: two sources, an easy pool, a buffer, sampling again, two temperatures. max_logp_difference stops the
-    run if sampler and policy are not at the same one."""
+    """Everything of this file at once: two sources, an easy pool, a buffer, sampling again, two
+    temperatures. max_logp_difference stops the run if sampler and policy are not at the same
+    one."""
     for name in "abe":
         rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -608,6 +591,5 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
     lines = [
         json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all(
-        "resampled_groups" in line for line in lines
-    )
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all("resampled_groups" in line for line in lines)

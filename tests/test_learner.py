@@ -19,7 +19,9 @@ from learner import accumulate_gradients, group_targets, idle_rows, sampler_mism
 from policy import Policy
 from ranks import start_distributed
 
-P, G, L = 3, 4, 8
+P = 3
+G = 4
+L = 8
 
 
 def config(model, *flags) -> dict:
@@ -55,9 +57,8 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     c = config(model, *flags)
     engine, batch = train.load_policy(c, torch.device("cpu")), batch or batch_of()
     lengths = batch["lengths"].view(P, G)
-    clusters = torch.arange(G).expand(
-        P, G
-    )  # for seed_grpo: every answer another one, equally likely
+    # for seed_grpo: every answer another one, equally likely
+    clusters = torch.arange(G).expand(P, G)
     targets = group_targets(
         {
             "rewards": rewards,
@@ -93,11 +94,9 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     c, bonus = config(tiny_model_dir, f"--objective={objective}"), torch.tensor([0.0, 0, 0, 0.1])
     group = {"rewards": REWARDS + bonus, "task_rewards": REWARDS, "lengths": torch.ones(3, 4)}
     targets = group_targets(group, 0.2, 0.0, c)
-    assert (
-        torch.equal(targets["rewards"], REWARDS)
-        and targets["active"].all()
-        and targets["advantages"][2, 3] > 0
-    )
+    assert torch.equal(targets["rewards"], REWARDS)
+    assert targets["active"].all()
+    assert targets["advantages"][2, 3] > 0
     assert torch.equal(
         group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)["advantages"],
         targets["advantages"],
@@ -110,9 +109,8 @@ def largest(grads: dict) -> float:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_model_dir, objective):
-    equal = torch.tensor(
-        [[0.1] * G, [0.0] * G, [1.0] * G]
-    )  # the fp32 mean of four 0.1 need not be 0.1
+    # the fp32 mean of four 0.1 need not be 0.1
+    equal = torch.tensor([[0.1] * G, [0.0] * G, [1.0] * G])
     flags = [
         f"--objective={objective}",
         *([] if checks.OBJECTIVES[objective].group_loss else ["--mode_entropy_coef=0.5"]),
@@ -179,9 +177,9 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
         f"--objective={objective}",
         f"--max_tokens_per_micro_batch={budget}",
     )
-    assert all(g.isnan().any() for g in grads.values()) and math.isnan(metrics["loss"]) == (
-        objective == "dr_grpo"
-    )  # maxent leaves the group out
+    # maxent leaves the group out
+    assert all(g.isnan().any() for g in grads.values())
+    assert math.isnan(metrics["loss"]) == (objective == "dr_grpo")
 
 
 def test_a_kl_term_leaves_no_row_idle():
@@ -241,25 +239,23 @@ def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
 
 
 def test_the_first_gradient_is_reinforce(tiny_model_dir):
-    """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and plain autograd."""
+    """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and
+    plain autograd."""
     from transformers import AutoModelForCausalLM
 
     ours, _ = gradients(
         tiny_model_dir, REWARDS, "--objective=dr_grpo", "--importance_sampling=none"
     )
-    lm, batch = (
-        AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32),
-        batch_of(),
-    )
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    batch = batch_of()
     advantages = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten()
     loss = 0.0
     for i in range(P * G):
         n, t = int(batch["prompt_lengths"][i]), int(batch["lengths"][i])
         ids = batch["ids"][i, : n + t]
         logps = lm(ids[None]).logits[0].log_softmax(1)[:-1].gather(1, ids[1:, None])[:, 0]
-        loss = loss - advantages[i] * logps[n - 1 :].sum() / (
-            P * G * L
-        )  # prompt tokens have no loss, the EOS has
+        # prompt tokens have no loss, the EOS has
+        loss = loss - advantages[i] * logps[n - 1 :].sum() / (P * G * L)
     loss.backward()
     for name, p in lm.named_parameters():
         assert torch.allclose(ours[name], p.grad, rtol=1e-4, atol=1e-7), name
@@ -277,9 +273,8 @@ def test_padding_is_not_trained(tiny_model_dir):
 def test_a_batch_is_not_changed_but_for_its_old_logps(tiny_model_dir):
     batch, before = batch_of(), batch_of()
     gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
-    assert set(batch) == {*before, "old_logps"} and all(
-        torch.equal(batch[k], before[k]) for k in before
-    )
+    assert set(batch) == {*before, "old_logps"}
+    assert all(torch.equal(batch[k], before[k]) for k in before)
 
 
 def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
@@ -295,11 +290,9 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
 def test_learning_rate_warms_up_and_decays():
     c = {"learning_rate": 1.0, "warmup_steps": 4, "max_steps": 12, "lr_scheduler_type": "cosine"}
     rates = [train.learning_rate_at(step, c) for step in range(13)]
-    assert (
-        rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-        and rates[8] == pytest.approx(0.5)
-        and rates[12] == pytest.approx(0.0)
-    )
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.5)
+    assert rates[12] == pytest.approx(0.0)
     assert [
         train.learning_rate_at(s, {**c, "lr_scheduler_type": "linear"}) for s in (4, 8, 12)
     ] == [1.0, 0.5, 0.0]
@@ -308,10 +301,11 @@ def test_learning_rate_warms_up_and_decays():
 
 # --- InfoSeed
 
+# 3 prompts x 2 seeds
 SEEDED = [
     {"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2 :], "logprobs": [-1.0] * (3 - i % 2)}
     for i in range(6)
-]  # 3 prompts x 2 seeds
+]
 PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
 LIVED = SimpleNamespace(
     rows=PROMPTS,
@@ -359,7 +353,8 @@ def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(
 
 @pytest.mark.parametrize("kind", ["infonce", "ce"])
 def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
-    """A step against it lowers the loss by about its squared length: nothing detached, no sign turned, no factor lost."""
+    """A step against it lowers the loss by about its squared length: nothing detached, no sign
+    turned, no factor lost."""
     start_distributed() if not torch.distributed.is_initialized() else None
     torch.manual_seed(0)
     c = load_config(
@@ -390,6 +385,5 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     with torch.no_grad():
         for p in parameters:
             p -= rate * p.grad
-    assert before - loss() == pytest.approx(
-        rate * squared / 2, rel=0.15
-    )  # lambda = 2: the gradient is twice that of the loss
+    # lambda = 2: the gradient is twice that of the loss
+    assert before - loss() == pytest.approx(rate * squared / 2, rel=0.15)

@@ -1,4 +1,5 @@
-"""Packed rows against padded ones: the same log-probs, entropies, pooled states and gradients, whatever prompts neighbours share; what can't be packed is refused."""
+"""Packed rows against padded ones: the same log-probs, entropies, pooled states and gradients,
+whatever prompts neighbours share; what can't be packed is refused."""
 
 import copy
 import json
@@ -84,7 +85,8 @@ def qwen():
 
 
 def batch_of(rows: list[tuple[list, list]], junk: int = 0) -> dict:
-    """From (prompt, completion) token ids; `junk` more columns, and another token wherever a row has ended."""
+    """From (prompt, completion) token ids; `junk` more columns, and another token wherever a row
+    has ended."""
     batch = rollout.to_batch(
         [{"prompt_ids": p, "completion_ids": c, "logprobs": [0.0] * len(c)} for p, c in rows], "cpu"
     )
@@ -145,7 +147,9 @@ def group(prompt: list, *lengths: int, seed: int = 0) -> list:
     return [(prompt, tokens(rng, n)) for n in lengths]
 
 
-A, B, C = [5, 6, 7], [8, 9, 10, 11, 12], [13]
+A = [5, 6, 7]
+B = [8, 9, 10, 11, 12]
+C = [13]
 POWERS = [1, 2, 3, 4, 5, 8, 9, 16, 17]
 MIXED = (
     group(A, 3, 1, 6, 2)
@@ -253,9 +257,8 @@ def test_bfloat16_differs_by_no_more_than_its_rounding_does():
     exact = run(Policy(copy.deepcopy(lm), 0.7, 7, pack=False), batch)
     for pack in (True, False):
         values, grads = run(Policy(copy.deepcopy(lm).bfloat16(), 0.7, 7, pack=pack), batch)
-        assert values[0].dtype == torch.float32 and all(
-            g.dtype == torch.bfloat16 for g in grads.values()
-        )
+        assert values[0].dtype == torch.float32
+        assert all(g.dtype == torch.bfloat16 for g in grads.values())
         torch.testing.assert_close(values[0], exact[0][0], rtol=0, atol=0.1)
         scale = max(g.abs().max().item() for g in exact[1].values())
         for name, grad in grads.items():
@@ -267,9 +270,8 @@ def test_several_backwards_add_up(qwen):
     halves = [batch_of(MIXED[:5]), batch_of(MIXED[5:])]
     apart = [run(qwen[True], half)[1] for half in halves]
     qwen[True].zero_grad()
-    outs = [
-        qwen[True](h["ids"], h["prompt_lengths"], h["lengths"]) for h in halves
-    ]  # both forwards first
+    # both forwards first
+    outs = [qwen[True](h["ids"], h["prompt_lengths"], h["lengths"]) for h in halves]
     for pair in outs:
         generator = torch.Generator().manual_seed(0)
         sum((x * torch.randn(x.shape, generator=generator)).sum() for x in pair).backward()
@@ -493,26 +495,22 @@ def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completio
     assert packing.continues(*arguments[:2]).tolist() == [
         i not in {r[0] for r in runs} for i in range(len(rows))
     ]
-    ids, positions, last, first = (
-        packed.ids[0].tolist(),
-        packed.positions[0].tolist(),
-        packed.last.tolist(),
-        packed.first.tolist(),
-    )
+    ids = packed.ids[0].tolist()
+    positions = packed.positions[0].tolist()
+    last = packed.last.tolist()
+    first = packed.first.tolist()
     seen = set()
     for i, (prompt, completion) in enumerate(rows):
         places = [
             *range(last[i] - len(prompt) + 1, last[i] + 1),
             *range(first[i], first[i] + len(completion)),
         ]
-        assert [ids[x] for x in places] == prompt + completion and [
-            positions[x] for x in places
-        ] == list(range(len(places)))
+        assert [ids[x] for x in places] == prompt + completion
+        assert [positions[x] for x in places] == list(range(len(places)))
         seen.update(places)
     assert seen == set(range(len(ids)))
-    assert all(len({last[i] for i in r}) == 1 for r in runs) and len(
-        {last[r[0]] for r in runs}
-    ) == len(runs)
+    assert all(len({last[i] for i in r}) == 1 for r in runs)
+    assert len({last[r[0]] for r in runs}) == len(runs)
 
 
 @examples
@@ -533,12 +531,13 @@ def test_every_token_is_in_one_block_whose_padding_is_less_than_half(shape):
             assert len(set(b.real.tolist())) == size
         place += size
     assert place == packed.ids.shape[1]
+    # a prompt of one row stays with it
     assert sum(b.count for b in packed.blocks) == sum(
         len(run) + (len(run) > 1) for run in slow_runs(rows)
-    )  # a prompt of one row stays with it
-    assert (
-        len(packed.blocks) <= 6 + 5
-    )  # prompts and rows have up to 35 tokens, what follows up to 18: few kernels, however many lengths there are
+    )
+    # prompts and rows have up to 35 tokens, what follows up to 18: few kernels, however many
+    # lengths there are
+    assert len(packed.blocks) <= 6 + 5
 
 
 @examples
@@ -569,9 +568,8 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
             s, t = divmod(i, Q)
             assert keys[s][seen[s, t]].tolist() == wanted[int(queries[s, t]) + start]
     plan = packing.pack(*arguments, varlen=True)
-    assert plan.blocks == [] and all(
-        torch.equal(x, y) for x, y in zip(plan[:4], packed[:4], strict=True)
-    )
+    assert plan.blocks == []
+    assert all(torch.equal(x, y) for x, y in zip(plan[:4], packed[:4], strict=True))
     assert attended(plan.varlen, plan.ids.shape[1]) == wanted
 
 
@@ -631,10 +629,7 @@ GPT_OSS = {
 
 @pytest.mark.parametrize(
     "name, changes, words",
-    [
-        ("Gemma2", {"attn_logit_softcapping": 30.0}, "softcap"),
-        ("GptOss", GPT_OSS, "s_aux"),
-    ],
+    [("Gemma2", {"attn_logit_softcapping": 30.0}, "softcap"), ("GptOss", GPT_OSS, "s_aux")],
 )
 def test_attention_that_wants_more_than_causal_order_is_refused(name, changes, words):
     with pytest.raises(UserError, match=rf"uses {words}.*pack_sequences=False"):
@@ -656,7 +651,8 @@ def test_a_mask_and_dropout_are_refused():
         packing.attention(module, q, q, q, None, packed=packed, dropout=0.1)
 
 
-# what stands between the layers' tokens: states that run on, position biases of their own, attention that is not told of the packing
+# what stands between the layers' tokens: states that run on, position biases of their own,
+# attention that is not told of the packing
 OTHERS = {
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
     "Bloom": {"n_layer": 2, "n_head": 4},
@@ -710,10 +706,8 @@ def test_a_saved_model_does_not_know_that_it_was_packed(tmp_path):
     ids = torch.tensor([[5, 6, 7]])
     wanted = lm(ids).logits
     Policy(lm, 1.0, 64).lm.save_pretrained(tmp_path)
-    assert (
-        "packed" not in (tmp_path / "config.json").read_text()
-        and json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
-    )
+    assert "packed" not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
     assert torch.equal(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, wanted
     )
