@@ -41,10 +41,12 @@ RAGGED = [
 def random_rollouts(count: int, seed: int) -> list[dict]:
     """Ragged, with token id 0 anywhere."""
     rng = random.Random(seed)
-    return [
-        rollout_of(*(rng.choices(range(100), k=rng.randint(1, 9)) for _ in range(2)))
-        for _ in range(count)
-    ]
+    rollouts = []
+    for _ in range(count):
+        prompt = rng.choices(range(100), k=rng.randint(1, 9))
+        completion = rng.choices(range(100), k=rng.randint(1, 9))
+        rollouts.append(rollout_of(prompt, completion))
+    return rollouts
 
 
 # --- tensors
@@ -52,19 +54,15 @@ def random_rollouts(count: int, seed: int) -> list[dict]:
 
 def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
     batch = rollout.to_batch(RAGGED, "cpu")
-    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3] and batch["lengths"].tolist() == [
-        2,
-        6,
-        1,
-        1,
-    ]
+    assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3]
+    assert batch["lengths"].tolist() == [2, 6, 1, 1]
     for row, r in enumerate(RAGGED):
         whole = r["prompt_ids"] + r["completion_ids"]
         assert batch["ids"][row].tolist() == whole + [0] * (11 - len(whole))
-        assert batch["sampler_logps"][row, : len(r["logprobs"])].tolist() == pytest.approx(
-            r["logprobs"]
-        )
-    assert batch["sampler_logps"].shape == (4, 6) and batch["ids"].dtype == torch.long
+        logps = batch["sampler_logps"][row, : len(r["logprobs"])].tolist()
+        assert logps == pytest.approx(r["logprobs"])
+    assert batch["sampler_logps"].shape == (4, 6)
+    assert batch["ids"].dtype == torch.long
 
 
 def test_masks_come_from_lengths_and_keep_a_completion_of_zeros():
@@ -82,11 +80,10 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
     batch = rollout.to_batch(RAGGED, "cpu") | {"old_logps": torch.arange(24.0).view(4, 6)}
     part = rollout.take(batch, torch.tensor([3, 0]))
     assert part["ids"].tolist() == [[9, 9, 9, EOS], [5, 6, 7, EOS]]
-    assert part["sampler_logps"].shape == (2, 2) and part["old_logps"].tolist() == [
-        [18.0, 19.0],
-        [0.0, 1.0],
-    ]
-    assert part["lengths"].tolist() == [1, 2] and batch["ids"].shape == (4, 11)
+    assert part["sampler_logps"].shape == (2, 2)
+    assert part["old_logps"].tolist() == [[18.0, 19.0], [0.0, 1.0]]
+    assert part["lengths"].tolist() == [1, 2]
+    assert batch["ids"].shape == (4, 11)
     one = rollout.take(batch, torch.tensor([1]))
     assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
 
@@ -106,12 +103,10 @@ class Fake:
 def test_generate_decodes_without_special_tokens():
     tokenizer = sft.tiny_tokenizer()
     ids = tokenizer("2*3+4", add_special_tokens=False)["input_ids"]
-    found = rollout.generate(
-        Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids)), tokenizer, [[5]], 2, {}
-    )
-    assert [r["text"] for r in found] == ["2*3+4", "2*3+4"] and found[0]["completion_ids"][
-        -1
-    ] == EOS
+    engine = Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids))
+    rollouts = rollout.generate(engine, tokenizer, [[5]], 2, {})
+    assert [r["text"] for r in rollouts] == ["2*3+4", "2*3+4"]
+    assert rollouts[0]["completion_ids"][-1] == EOS
 
 
 def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are_there(
@@ -120,30 +115,21 @@ def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are
     tokenizer = sft.tiny_tokenizer()
     ids = tokenizer("abcd", add_special_tokens=False)["input_ids"]
     told = []
-    rollout.generate(
-        Fake(*[rollout_of([5], [i, EOS]) for i in ids]),
-        tokenizer,
-        [[5], [6]],
-        2,
-        {},
-        lambda i, group: told.append((i, [r["text"] for r in group])),
-    )
+
+    def group_done(i, group):
+        told.append((i, [r["text"] for r in group]))
+
+    fake = Fake(*[rollout_of([5], [i, EOS]) for i in ids])
+    rollout.generate(fake, tokenizer, [[5], [6]], 2, {}, group_done)
     assert told == [(1, ["c", "d"]), (0, ["a", "b"])]
     told.clear()
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
     sampling = {"temperature": 1.0, "max_tokens": 3, "stop_token_ids": [0], "seeds": [1, 2]}
-    found = rollout.generate(
-        engine,
-        tokenizer,
-        [[5], [6, 7]],
-        2,
-        sampling,
-        lambda i, group: told.append((i, [r["text"] for r in group])),
-    )
-    assert told == [(i, [r["text"] for r in found[2 * i : 2 * i + 2]]) for i in range(2)]
-    assert (
-        rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
-    )  # a rank with nothing to sample again
+    rollouts = rollout.generate(engine, tokenizer, [[5], [6, 7]], 2, sampling, group_done)
+    texts = [r["text"] for r in rollouts]
+    assert told == [(0, texts[:2]), (1, texts[2:])]
+    # a rank with nothing to sample again
+    assert rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
 
 
 @pytest.mark.parametrize(
@@ -170,39 +156,39 @@ plans = st.tuples(
 
 
 def batch_of(units: int, unit: int, seed: int) -> dict:
-    """Units of one prompt each, which now and then is that of the unit before, one row in ten with another; ids at random where rows have ended."""
+    """Units of one prompt each, which now and then is that of the unit before, one row in ten with
+    another; ids at random where rows have ended."""
     rng = random.Random(seed)
-    pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)] + [
-        [0, 1],
-        [0, 1, 1],
-        [1, 1, 1],
-    ]
-    prompts = [
-        prompt if rng.random() < 0.9 else rng.choice(pool)
-        for prompt in rng.choices(pool, k=units)
-        for _ in range(unit)
-    ]
-    batch = rollout.to_batch(
-        [rollout_of(prompt, rng.choices([0, 1], k=rng.randint(1, 30))) for prompt in prompts], "cpu"
-    )
-    ends, junk = (
-        batch["prompt_lengths"] + batch["lengths"],
-        torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed)),
-    )
-    return batch | {
-        "ids": torch.where(torch.arange(junk.shape[1]) < ends[:, None], batch["ids"], junk)
-    }
+    pool = [rng.choices([0, 1], k=rng.randint(1, 30)) for _ in range(2)]
+    pool += [[0, 1], [0, 1, 1], [1, 1, 1]]
+    rollouts = []
+    for unit_prompt in rng.choices(pool, k=units):
+        for _ in range(unit):
+            prompt = unit_prompt if rng.random() < 0.9 else rng.choice(pool)
+            completion = rng.choices([0, 1], k=rng.randint(1, 30))
+            rollouts.append(rollout_of(prompt, completion))
+    batch = rollout.to_batch(rollouts, "cpu")
+    ends = batch["prompt_lengths"] + batch["lengths"]
+    junk = torch.randint(2, batch["ids"].shape, generator=torch.Generator().manual_seed(seed))
+    inside = torch.arange(junk.shape[1]) < ends[:, None]
+    return batch | {"ids": torch.where(inside, batch["ids"], junk)}
 
 
 def cost(batch: dict, rows, pack: bool) -> int:
-    """Tokens of a micro-batch: padded to the longest row, or packed, a prompt counted once as long as it goes on."""
-    P, T = (batch[key][rows].tolist() for key in ("prompt_lengths", "lengths"))
+    """Tokens of a micro-batch: padded to the longest row, or packed, a prompt counted once as long
+    as it goes on."""
+    P = batch["prompt_lengths"][rows].tolist()
+    T = batch["lengths"][rows].tolist()
     if not pack:
         return len(P) * max(p + t for p, t in zip(P, T))
-    prompts = [batch["ids"][row, :p].tolist() for row, p in zip(rows.tolist(), P)]
-    return sum(T) + sum(
-        len(prompt) for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]
-    )
+    total = sum(T)
+    before = None
+    for row, p in zip(rows.tolist(), P):
+        prompt = batch["ids"][row, :p].tolist()
+        if prompt != before:
+            total += p
+        before = prompt
+    return total
 
 
 @packed_or_not
@@ -212,15 +198,12 @@ def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(pack, case):
     units, unit, budget, seed = case
     plan = learner.plan_micro_batches(batch_of(units, unit, seed), budget, unit, pack)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
-    assert not pack or torch.cat(plan).tolist() == list(
-        range(units * unit)
-    )  # rows that share a prompt stay neighbours
+    # rows that share a prompt stay neighbours
+    assert not pack or torch.cat(plan).tolist() == list(range(units * unit))
     for rows in plan:
         groups = rows.view(-1, unit)
-        assert (
-            torch.equal(groups, groups[:, :1] + torch.arange(unit))
-            and not (groups[:, 0] % unit).any()
-        )
+        assert torch.equal(groups, groups[:, :1] + torch.arange(unit))
+        assert not (groups[:, 0] % unit).any()
 
 
 @packed_or_not
@@ -241,9 +224,8 @@ def test_no_two_neighbouring_micro_batches_would_fit_into_one(pack, case):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     plan = learner.plan_micro_batches(batch, budget, unit, pack)
-    assert all(
-        cost(batch, torch.cat([a, b[:unit]]), pack) > budget for a, b in itertools.pairwise(plan)
-    )
+    for a, b in itertools.pairwise(plan):
+        assert cost(batch, torch.cat([a, b[:unit]]), pack) > budget
 
 
 @packed_or_not
@@ -255,12 +237,12 @@ def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case
     own = len(learner.plan_micro_batches(batch, budget, unit, pack))
     at_least = data.draw(st.integers(1, units))
     plan = learner.plan_micro_batches(batch, budget, unit, pack, at_least)
-    assert len(plan) == max(own, at_least) and all(len(rows) for rows in plan)
+    assert len(plan) == max(own, at_least)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
-    assert all(cost(batch, rows, pack) <= budget or len(rows) == unit for rows in plan)
-    assert all(
-        torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit)) for rows in plan
-    )
+    for rows in plan:
+        assert len(rows) > 0
+        assert cost(batch, rows, pack) <= budget or len(rows) == unit
+        assert torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit))
 
 
 @packed_or_not
@@ -268,18 +250,16 @@ def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case
 @given(plans, st.data())
 def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, case, data):
     units, unit, budget, seed = case
-    batch, rests = (
-        batch_of(units, unit, seed),
-        data.draw(st.lists(st.booleans(), min_size=units, max_size=units)),
-    )
+    batch = batch_of(units, unit, seed)
+    rests = data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
     idle = torch.tensor(rests).repeat_interleave(unit)
-    plan = learner.plan_micro_batches(
-        batch, budget, unit, pack, data.draw(st.integers(1, units)), idle
-    )
+    at_least = data.draw(st.integers(1, units))
+    plan = learner.plan_micro_batches(batch, budget, unit, pack, at_least, idle)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
     assert all(cost(batch, rows, pack) <= budget or len(rows) == unit for rows in plan)
     kinds = [set(idle[rows].tolist()) for rows in plan]
-    assert all(len(kind) == 1 for kind in kinds) and kinds == sorted(kinds, key=max, reverse=True)
+    assert all(len(kind) == 1 for kind in kinds)
+    assert kinds == sorted(kinds, key=max, reverse=True)
     if pack:  # and neighbours stay neighbours
         for rest in set(rests):
             rows = torch.cat([rows for rows in plan if idle[rows[0]] == rest]).tolist()
@@ -291,11 +271,12 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
 @given(plans)
 def test_plans_are_the_same_every_time_and_leave_the_batch_alone(pack, case):
     units, unit, budget, seed = case
-    batch, untouched = (batch_of(units, unit, seed) for _ in range(2))
-    first, second = (learner.plan_micro_batches(batch, budget, unit, pack, units) for _ in range(2))
-    assert all(map(torch.equal, first, second)) and all(
-        torch.equal(batch[key], untouched[key]) for key in untouched
-    )
+    batch = batch_of(units, unit, seed)
+    untouched = batch_of(units, unit, seed)
+    first = learner.plan_micro_batches(batch, budget, unit, pack, units)
+    second = learner.plan_micro_batches(batch, budget, unit, pack, units)
+    assert all(map(torch.equal, first, second))
+    assert all(torch.equal(batch[key], untouched[key]) for key in untouched)
 
 
 @packed_or_not
@@ -318,10 +299,10 @@ def test_a_units_tokens_are_what_it_costs_alone_and_behind_the_unit_before(pack,
     alone, saved = learner.unit_tokens(batch, unit, pack)
     rows = torch.arange(units * unit).split(unit)
     assert alone == [cost(batch, r, pack) for r in rows]
-    assert saved == [0] + [
-        alone[i + 1] + alone[i] - cost(batch, torch.cat([a, b]), pack) if pack else 0
-        for i, (a, b) in enumerate(itertools.pairwise(rows))
-    ]
+    assert saved[0] == 0
+    for i, (a, b) in enumerate(itertools.pairwise(rows)):
+        together = cost(batch, torch.cat([a, b]), pack)
+        assert saved[i + 1] == (alone[i] + alone[i + 1] - together if pack else 0)
 
 
 # --- log-probs
@@ -336,10 +317,13 @@ def naive_logps(lm, r: dict, temperature: float):
     """(T,) log-probs and entropies of one row, alone and with all its logits."""
     ids = torch.tensor([r["prompt_ids"] + r["completion_ids"]])
     all_logps = (lm(ids).logits[0].float() / temperature).log_softmax(-1)
-    at = range(len(r["prompt_ids"]), ids.shape[1])
-    return torch.stack([all_logps[t - 1, ids[0, t]] for t in at]), torch.stack(
-        [-(all_logps[t - 1].exp() * all_logps[t - 1]).sum() for t in at]
-    )
+    logps = []
+    entropies = []
+    for t in range(len(r["prompt_ids"]), ids.shape[1]):
+        log_p = all_logps[t - 1]
+        logps.append(log_p[ids[0, t]])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(logps), torch.stack(entropies)
 
 
 SHARED = [
@@ -376,10 +360,9 @@ def test_gradients_equal_those_of_the_full_logits(lm, pack):
     rollouts = random_rollouts(5, seed=3) + SHARED
     coefficients = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
-    sum(
-        (naive_logps(lm, r, 0.7)[0] * coefficients[i, : len(r["completion_ids"])]).sum()
-        for i, r in enumerate(rollouts)
-    ).backward()
+    for i, r in enumerate(rollouts):
+        logps, _ = naive_logps(lm, r, 0.7)
+        (logps * coefficients[i, : len(logps)]).sum().backward()
     policy = policy_of(lm, pack)
     policy.lm.zero_grad()
     logps, _ = policy_logps(policy, rollouts)
@@ -390,17 +373,16 @@ def test_gradients_equal_those_of_the_full_logits(lm, pack):
 
 @packed_or_not
 def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm, pack):
-    policy, rollouts = policy_of(lm, pack), RAGGED + SHARED + random_rollouts(4, seed=4)
+    policy = policy_of(lm, pack)
+    rollouts = RAGGED + SHARED + random_rollouts(4, seed=4)
     whole, _ = policy_logps(policy, rollouts)
     reverse, _ = policy_logps(policy_of(lm, pack, chunk=1000), rollouts[::-1])
     torch.testing.assert_close(reverse.flip(0), whole, rtol=0, atol=1e-5)
     batch = rollout.to_batch(rollouts, "cpu")
-    junk = torch.where(
-        torch.arange(batch["ids"].shape[1] + 3)
-        < (batch["prompt_lengths"] + batch["lengths"])[:, None],
-        torch.nn.functional.pad(batch["ids"], (0, 3)),
-        77,
-    )  # other and more padding
+    # other and more padding
+    wider = torch.nn.functional.pad(batch["ids"], (0, 3))
+    ends = batch["prompt_lengths"] + batch["lengths"]
+    junk = torch.where(torch.arange(wider.shape[1]) < ends[:, None], wider, 77)
     padded, _ = policy(junk, batch["prompt_lengths"], batch["lengths"])
     torch.testing.assert_close(padded, whole, rtol=0, atol=1e-5)
     for row, r in enumerate(rollouts):
@@ -428,7 +410,8 @@ OBJECTIVES = [
 
 
 def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
-    """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as accumulate_gradients does."""
+    """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as
+    accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
     part = batch | {
         "old_logps": logps.detach(),
@@ -437,16 +420,16 @@ def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
     }
     total, *_ = learner.token_loss(logps, entropy, part, 0.0, c, norm)
     if learner.couples_rows(c):
-        total = total + learner.group_loss(
-            learner.scores_of(logps, batch["lengths"], c).view(2, 2), targets, c, norm
-        )
+        scores = learner.scores_of(logps, batch["lengths"], c).view(2, 2)
+        total = total + learner.group_loss(scores, targets, c, norm)
     return total
 
 
 @packed_or_not
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objective, pack):
-    """Of all hidden states, only those that predict a completion token get a gradient. States are told by (place in the row, token)."""
+    """Of all hidden states, only those that predict a completion token get a gradient. States are
+    told by (place in the row, token)."""
     c = load_config(["--num_generations=2", "--pkpo_k=1", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -464,31 +447,22 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     def hook(module, args, given, out):
         out.last_hidden_state.retain_grad()
         ids = given["input_ids"]
-        seen.append(
-            (
-                ids,
-                given.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids)),
-                out.last_hidden_state,
-            )
-        )
+        in_order = torch.arange(ids.shape[1]).expand_as(ids)
+        seen.append((ids, given.get("position_ids", in_order), out.last_hidden_state))
 
     policy.lm.base_model.register_forward_hook(hook, with_kwargs=True)
     logps, entropy = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     loss_of(logps, entropy, batch, targets, c).backward()
     ((ids, positions, states),) = seen
     trained = states.grad.abs().sum(-1) != 0
-    wanted = [
-        (
-            len(r["prompt_ids"]) + t - 1,
-            [*r["prompt_ids"], *r["completion_ids"]][len(r["prompt_ids"]) + t - 1],
-        )
-        for r in SHARED
-        for t in range(len(r["completion_ids"]))
-    ]
+    wanted = []
+    for r in SHARED:
+        row = r["prompt_ids"] + r["completion_ids"]
+        for place in range(len(r["prompt_ids"]) - 1, len(row) - 1):
+            wanted.append((place, row[place]))
     if pack:
-        wanted.remove(
-            (1, 6)
-        )  # the end of the prompt that two rows share predicts both their first tokens
+        # the end of the prompt that two rows share predicts both their first tokens
+        wanted.remove((1, 6))
     assert sorted(zip(positions[trained].tolist(), ids[trained].tolist())) == sorted(wanted)
 
 
@@ -499,10 +473,12 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
 @given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 9999))
 def test_diversity_equals_a_slow_loop(prompts, n, seed):
     rng = random.Random(seed)
-    rollouts = [
-        rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))) for _ in range(prompts * n)
-    ]
-    one, two, overlap = 0.0, 0.0, 0.0
+    rollouts = []
+    for _ in range(prompts * n):
+        rollouts.append(rollout_of([1], rng.choices(range(6), k=rng.randint(1, 7))))
+    one = 0.0
+    two = 0.0
+    overlap = 0.0
     for g in range(prompts):
         group = [r["completion_ids"] for r in rollouts[g * n : (g + 1) * n]]
         tokens = [t for ids in group for t in ids]
@@ -511,15 +487,12 @@ def test_diversity_equals_a_slow_loop(prompts, n, seed):
         two += (len(set(bigrams)) / len(bigrams) if bigrams else 0.0) / prompts
         pairs = list(itertools.combinations(map(set, group), 2))
         overlap += sum(len(a & b) / len(a | b) for a, b in pairs) / len(pairs) / prompts
-    found = rollout.diversity_metrics(rollouts, n)
-    assert found == pytest.approx(
-        {
-            "completions/distinct_1": one,
-            "completions/distinct_2": two,
-            "completions/jaccard": overlap,
-        },
-        abs=1e-6,
-    )
+    slow = {
+        "completions/distinct_1": one,
+        "completions/distinct_2": two,
+        "completions/jaccard": overlap,
+    }
+    assert rollout.diversity_metrics(rollouts, n) == pytest.approx(slow, abs=1e-6)
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])

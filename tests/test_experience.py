@@ -1,4 +1,5 @@
-"""experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks, once real processes with gloo."""
+"""experience.collect with a fake engine, alone and on several ranks: threads stand in for ranks,
+once real processes with gloo."""
 
 import copy
 import json
@@ -31,7 +32,9 @@ from ranks import World
 from stream import Replay, prompt_key
 
 TOKENIZER = sft.tiny_tokenizer()
-P, G, S = 8, 4, 2
+P = 8
+G = 4
+S = 2
 COMMON = [
     f"--prompts_per_step={P}",
     f"--num_generations={G}",
@@ -40,41 +43,39 @@ COMMON = [
     "--reward_workers=0",
 ]
 INFOSEED = [
-    "--info_seed_num_seeds=4",
     f"--info_seed_num_seeds={S}",
     "--info_seed_prompt_template={prompt} #{seed}",
 ]
 
 
+def completion_of(prompt_ids: list[int], text: str) -> dict:
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [*tokens, 0],
+        "logprobs": [-1.0] * 5,
+        "finish_reason": "stop",
+    }
+
+
 class FakeEngine:
-    """No model: completion j of a prompt is the digit j and three more that the seed decides; the last prompt is finished first.
-    A completion asked alone, as InfoSeed does, begins with 9."""
+    """No model: completion j of a prompt is the digit j and three more that the seed decides; the
+    last prompt is finished first. A completion asked alone, as InfoSeed does, begins with 9."""
 
     def __init__(self):
-        self.calls, self.naps = [], 0
+        self.calls = []
+        self.naps = 0
 
     def generate(self, prompts_ids, n, sampling, finished=None):
         self.calls.append({"prompts_ids": prompts_ids, "n": n, **sampling})
         groups = []
         for ids, seed in zip(prompts_ids, sampling["seeds"], strict=True):
             rng = random.Random(seed)
-            texts = [
-                str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3)) for j in range(n)
-            ]
-            groups.append(
-                [
-                    {
-                        "prompt_ids": ids,
-                        "completion_ids": [
-                            *TOKENIZER(text, add_special_tokens=False)["input_ids"],
-                            0,
-                        ],
-                        "logprobs": [-1.0] * 5,
-                        "finish_reason": "stop",
-                    }
-                    for text in texts
-                ]
-            )
+            group = []
+            for j in range(n):
+                text = str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3))
+                group.append(completion_of(ids, text))
+            groups.append(group)
         for i in reversed(range(len(groups)) if finished else range(0)):
             finished(i, groups[i])
         return [r for group in groups for r in group]
@@ -87,13 +88,14 @@ class FakeEngine:
 
 
 def fake_reward(completion: str, answer, **row) -> float:
-    """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1 in turns, "luck" either; "broken" fails."""
-    first, last = int(completion[0]), int(completion[-1])
+    """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1
+    in turns, "luck" either; "broken" fails."""
+    first = int(completion[0])
+    last = int(completion[-1])
     if answer == "broken":
         raise RuntimeError("no idea")
-    return {"same": 1.0 if first < 9 else 0.0, "differ": float(first % 2), "luck": float(last < 2)}[
-        answer
-    ]
+    worth = {"same": first < 9, "differ": first % 2, "luck": last < 2}
+    return float(worth[answer])
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +104,9 @@ def fake_reward_function(monkeypatch):
 
 
 def rows_of(*answers, name: str = "q") -> list[dict]:
-    rows = [
-        {"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer}
-        for i, answer in enumerate(answers)
-    ]
+    rows = []
+    for i, answer in enumerate(answers):
+        rows.append({"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer})
     return prompts.encode_prompts(rows, TOKENIZER, load_config([]))
 
 
@@ -133,9 +134,12 @@ def config(*flags) -> dict:
 def collect(
     c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0, state=None
 ) -> list[SimpleNamespace]:
-    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values, .rewards, .metrics, .engine, .buffer.
-    size: of a replay buffer for each. A rank that meets the others at another point than they do is a BrokenBarrierError."""
-    barrier, parts, me = threading.Barrier(world, timeout=120), {}, threading.local()
+    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values,
+    .rewards, .metrics, .engine, .buffer. size: of a replay buffer for each. A rank that meets the
+    others at another point than they do is a BrokenBarrierError."""
+    barrier = threading.Barrier(world, timeout=120)
+    parts = {}
+    me = threading.local()
 
     def gather_groups(tensor):
         parts[me.rank] = tensor.float()
@@ -145,7 +149,8 @@ def collect(
         return whole
 
     def one(rank: int) -> SimpleNamespace:
-        me.rank, engine = rank, FakeEngine()
+        me.rank = rank
+        engine = FakeEngine()
         settings = c | {"replay": c["replay"] | {"size": size}}
         place = World(rank, world, torch.device("cpu"))
         lived = experience.Experience(engine, inputs, settings, place, state or {})
@@ -163,9 +168,9 @@ def collect(
         experience.gather_groups = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
-        assert len(errors) == world and len(set(map(str, errors))) == 1, (
-            errors
-        )  # all stop alike, or something is wrong
+        # all stop alike, or something is wrong
+        assert len(errors) == world, errors
+        assert len(set(map(str, errors))) == 1, errors
         raise errors[0]
     return ranks
 
@@ -174,8 +179,21 @@ def ids(rows: list[dict]) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def texts(rollouts: list[dict]) -> list[str]:
-    return [r["text"] for r in rollouts]
+def prompts_in_line(got, size: int) -> bool:
+    """Whether each row's `size` completions stand behind each other."""
+    wanted = []
+    for row in got.rows:
+        wanted += [row["prompt_ids"]] * size
+    return [r["prompt_ids"] for r in got.rollouts] == wanted
+
+
+def rewards_in_line(got, size: int) -> bool:
+    """Whether every completion has its own reward."""
+    wanted = []
+    for i, row in enumerate(got.rows):
+        group = got.rollouts[i * size : (i + 1) * size]
+        wanted.append([fake_reward(r["text"], row["answer"]) for r in group])
+    return got.rewards.tolist() == wanted
 
 
 # --- one step
@@ -185,31 +203,25 @@ def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_l
     c = config()
     (got,) = collect(c, step=3)
     assert got.rows == stream.prompts_for_step(MIXED.sources, [1.0], 3, P, 42)
-    assert [r["prompt_ids"] for r in got.rollouts] == [
-        row["prompt_ids"] for row in got.rows for _ in range(G)
-    ]
-    assert got.rewards.tolist() == [
-        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G : (i + 1) * G]]
-        for i, row in enumerate(got.rows)
-    ]
-    assert torch.equal(got.values[..., 0], got.rewards) and "resampled_groups" not in got.metrics
+    assert prompts_in_line(got, G)
+    assert rewards_in_line(got, G)
+    assert torch.equal(got.values[..., 0], got.rewards)
+    assert "resampled_groups" not in got.metrics
     (call,) = got.engine.calls
-    assert (
-        call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)] and got.engine.naps == 1
-    )
-    assert (call["n"], call["temperature"], call["max_tokens"], call["stop_token_ids"]) == (
-        G,
-        1.0,
-        9,
-        [0],
-    )
+    assert call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)]
+    assert got.engine.naps == 1
+    assert call["n"] == G
+    assert call["temperature"] == 1.0
+    assert call["max_tokens"] == 9
+    assert call["stop_token_ids"] == [0]
 
 
 @pytest.mark.parametrize("flags", [[], INFOSEED])
 @pytest.mark.parametrize("limit", [0, 1, 3])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags):
-    step, c = world + limit, config(f"--resample_equal_groups={limit}", "--replay.size=6", *flags)
+    step = world + limit
+    c = config(f"--resample_equal_groups={limit}", "--replay.size=6", *flags)
     state = {
         "total": 9,
         "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.sources[0][:9]},
@@ -222,16 +234,13 @@ def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags)
     if world == 8 and limit:  # else the last line below would show nothing
         assert any(not call["prompts_ids"] for rank in ranks for call in rank.engine.calls)
     for i, rank in enumerate(ranks):
-        assert (
-            len(rank.rows) == P // world
-            and rank.rows == whole.rows[i * P // world : (i + 1) * P // world]
-        )
+        assert len(rank.rows) == P // world
+        assert rank.rows == whole.rows[i * P // world : (i + 1) * P // world]
         assert torch.equal(rank.rewards, whole.rewards) and rank.metrics == whole.metrics
         assert rank.buffer.state == whole.buffer.state
         # ranks that share an engine ask it together: as often, with nothing to ask too
-        assert [call["n"] for call in rank.engine.calls] == [
-            call["n"] for call in whole.engine.calls
-        ]
+        asked = [call["n"] for call in rank.engine.calls]
+        assert asked == [call["n"] for call in whole.engine.calls]
 
 
 # --- groups that taught nothing
@@ -245,96 +254,76 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
     stale = [len(set(group)) == 1 for group in before.rewards.tolist()]
     assert any(stale) and not all(stale)
     for i, old in enumerate(stale):
-        ours, theirs = got.rollouts[i * G : (i + 1) * G], before.rollouts[i * G : (i + 1) * G]
-        assert (got.rows[i] == before.rows[i]) == (ours == theirs) == (not old)
+        group = slice(i * G, (i + 1) * G)
+        same_rollouts = got.rollouts[group] == before.rollouts[group]
+        assert (got.rows[i] == before.rows[i]) == same_rollouts == (not old)
     again = got.engine.calls[1]
     fresh = stream.prompts_for_step(MIXED.sources, [1.0], step, P, "42/again/1")
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
-    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places] and not set(
-        again["seeds"]
-    ) & set(got.engine.calls[0]["seeds"])
-    # in line all the same, and counted: a call for every attempt, the last of which may still be equal
-    assert got.rewards.tolist() == [
-        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * G : (i + 1) * G]]
-        for i, row in enumerate(got.rows)
-    ]
+    assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places]
+    assert not set(again["seeds"]) & set(got.engine.calls[0]["seeds"])
+    # in line all the same, and counted: a call for every attempt, the last of which may still be
+    # equal
+    assert rewards_in_line(got, G)
     assert torch.equal(got.values[..., 0], got.rewards)
-    assert [r["prompt_ids"] for r in got.rollouts] == [
-        row["prompt_ids"] for row in got.rows for _ in range(G)
-    ]
-    assert got.metrics["resampled_groups"] == sum(
-        len(call["prompts_ids"]) for call in got.engine.calls[1:]
-    )
+    assert prompts_in_line(got, G)
+    resampled = sum(len(call["prompts_ids"]) for call in got.engine.calls[1:])
+    assert got.metrics["resampled_groups"] == resampled
     assert got.metrics["reward/fake/mean"] == pytest.approx(got.rewards.mean().item())
     left = sum(len(set(group)) == 1 for group in got.rewards.tolist())
     assert len(got.engine.calls) == 1 + limit or left == 0
 
 
 def test_sampling_again_stops_at_the_limit_or_when_nothing_is_left_to_replace():
-    hopeless, fine = inputs_of(rows_of(*["same"] * 40)), inputs_of(rows_of(*["differ"] * 40))
+    hopeless = inputs_of(rows_of(*["same"] * 40))
+    fine = inputs_of(rows_of(*["differ"] * 40))
+    mixed = inputs_of(rows_of(*["same"] * 3, *["differ"] * 3))
     (got,) = collect(config("--resample_equal_groups=3"), inputs=hopeless)
-    assert (
-        len(got.engine.calls) == 4
-        and got.metrics["resampled_groups"] == 3 * P
-        and got.engine.naps == 1
-    )
-    assert (
-        len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4
-    )  # each time other prompts
+    assert len(got.engine.calls) == 4
+    assert got.metrics["resampled_groups"] == 3 * P
+    assert got.engine.naps == 1
+    # each time other prompts
+    assert len({tuple(map(tuple, call["prompts_ids"])) for call in got.engine.calls}) == 4
     (got,) = collect(config("--resample_equal_groups=3"), inputs=fine)
-    assert len(got.engine.calls) == 1 and got.metrics["resampled_groups"] == 0
-    (got,) = collect(
-        config("--resample_equal_groups=50"),
-        inputs=inputs_of(rows_of(*["same"] * 3, *["differ"] * 3)),
-    )
-    assert len(got.engine.calls) < 51 and all(
-        len(set(group)) == 2 for group in got.rewards.tolist()
-    )
+    assert len(got.engine.calls) == 1
+    assert got.metrics["resampled_groups"] == 0
+    (got,) = collect(config("--resample_equal_groups=50"), inputs=mixed)
+    assert len(got.engine.calls) < 51
+    assert all(len(set(group)) == 2 for group in got.rewards.tolist())
 
 
 def test_sampling_again_is_deterministic_and_other_steps_take_other_prompts():
     c = config("--resample_equal_groups=2")
     first, second, other = (collect(c, step)[0] for step in (5, 5, 6))
-    assert (first.rows, first.rollouts, first.metrics) == (
-        second.rows,
-        second.rollouts,
-        second.metrics,
-    )
-    assert (
-        first.engine.calls == second.engine.calls and first.engine.calls[1] != other.engine.calls[1]
-    )
+    assert first.rows == second.rows
+    assert first.rollouts == second.rollouts
+    assert first.metrics == second.metrics
+    assert first.engine.calls == second.engine.calls
+    assert first.engine.calls[1] != other.engine.calls[1]
 
 
 def test_spread_is_that_of_the_ordinary_completions_and_seed_rows_come_along():
     """The seed rows of "same" score 0 and its ordinary ones 1; those of "differ" are all alike."""
-    (got,) = collect(
-        config("--resample_equal_groups=1", *INFOSEED),
-        inputs=inputs_of(rows_of(*["same", "differ"] * 20)),
-    )
-    first, stale = got.engine.calls[0], len(got.engine.calls[2]["prompts_ids"])
-    answers = {tuple(row["prompt_ids"]): row["answer"] for row in rows_of(*["same", "differ"] * 20)}
-    assert (
-        stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"])
-        and 0 < stale < P
-    )
-    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1] and len(
-        got.engine.calls[3]["prompts_ids"]
-    ) == stale * S
+    rows = rows_of(*["same", "differ"] * 20)
+    (got,) = collect(config("--resample_equal_groups=1", *INFOSEED), inputs=inputs_of(rows))
+    first = got.engine.calls[0]
+    stale = len(got.engine.calls[2]["prompts_ids"])
+    answers = {tuple(row["prompt_ids"]): row["answer"] for row in rows}
+    assert stale == sum(answers[tuple(prompt)] == "same" for prompt in first["prompts_ids"])
+    assert 0 < stale < P
+    assert [call["n"] for call in got.engine.calls] == [G, 1, G, 1]
+    assert len(got.engine.calls[3]["prompts_ids"]) == stale * S
     assert [r.get("seed_id") for r in got.rollouts] == [None, None, None, None, 0, 1] * P
-    assert got.rewards.shape == (P, G + S) and [r["prompt_ids"] for r in got.rollouts] == [
-        row["prompt_ids"] for row in got.rows for _ in range(G + S)
-    ]
-    assert got.rewards.tolist() == [
-        [fake_reward(r["text"], row["answer"]) for r in got.rollouts[i * 6 : i * 6 + 6]]
-        for i, row in enumerate(got.rows)
-    ]
+    assert got.rewards.shape == (P, G + S)
+    assert prompts_in_line(got, G + S)
+    assert rewards_in_line(got, G + S)
 
 
 # --- where a step's prompts come from
 
 
-def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacements_from_the_mixture_only():
+def test_a_step_draws_from_mixture_easy_pool_and_buffer_and_replacements_from_the_mixture_only():
     easy = rows_of(*["same"] * 9, name="easy")
     inputs = inputs_of(
         rows_of(*["same"] * 60, name="a"),
@@ -353,19 +342,16 @@ def test_a_step_draws_from_the_mixture_the_easy_pool_and_the_buffer_and_replacem
     plain = {
         step: stream.prompts_for_step(inputs.sources, [3.0, 1.0], step, P, 42) for step in range(5)
     }
-    assert (
-        experience.step_rows(inputs, None, 1, c) == plain[1]
-        and experience.step_rows(inputs, None, 4, c) == plain[4]
-    )
+    assert experience.step_rows(inputs, None, 1, c) == plain[1]
+    assert experience.step_rows(inputs, None, 4, c) == plain[4]
     assert all(
         row in easy
         for row in experience.step_rows(inputs, None, 2, c)
         + experience.step_rows(inputs, None, 3, c)
     )
     with_buffer = experience.step_rows(inputs, buffer, 2, c)
-    assert all(row in easy for row in with_buffer[:6]) and all(
-        row in inputs.sources[1] for row in with_buffer[6:]
-    )
+    assert all(row in easy for row in with_buffer[:6])
+    assert all(row in inputs.sources[1] for row in with_buffer[6:])
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
         assert again == stream.prompts_for_step(
@@ -378,27 +364,22 @@ def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_t
     (got,) = collect(
         config("--resample_equal_groups=1", "--replay.size=99", *INFOSEED), inputs=inputs, size=99
     )
-    first = [
-        row for row in experience.step_rows(inputs, None, 0, config()) if row["answer"] == "same"
-    ]
+    replaced = experience.step_rows(inputs, None, 0, config())
+    first = [row for row in replaced if row["answer"] == "same"]
     seen = ids(got.rows) + ids(first)
     assert got.buffer.state["total"] == len(seen)
-    wanted = {
-        row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first
-    }  # the gap over G rows; over G + S it is another
-    found = {
-        got.buffer.rows[key]["id"]: mean
-        for key, (visits, mean, _) in got.buffer.state["prompts"].items()
-    }
-    assert found == wanted
+    # the gap over G rows; over G + S it is another
+    wanted = {row["id"]: 0.5 if row["answer"] == "differ" else 0.0 for row in got.rows + first}
+    remembered = {}
+    for key, (_visits, mean, _) in got.buffer.state["prompts"].items():
+        remembered[got.buffer.rows[key]["id"]] = mean
+    assert remembered == wanted
 
 
-def test_a_remembered_prompt_that_has_nothing_left_to_teach_is_let_go_also_when_its_group_is_sampled_again():
+def test_a_remembered_prompt_with_nothing_left_to_teach_is_let_go_also_when_sampled_again():
     inputs = inputs_of(rows_of(*["same"] + ["differ"] * 59))
-    solved, state = (
-        prompt_key(inputs.sources[0][0]),
-        {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}},
-    )
+    solved = prompt_key(inputs.sources[0][0])
+    state = {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}}
     for limit in (0, 2):
         chosen, remembered = 0, state
         for step in range(20):
@@ -437,30 +418,25 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
     c = config(f"--output_dir={tmp_path}", "--max_reward_failures=0.2")
     ranks = collect(c, 0, inputs, world=2)
     assert ranks[0].metrics["reward/fake/errors"] == 4 == ranks[1].metrics["reward/fake/errors"]
-    (saved,) = [
-        path.read_text().splitlines() for path in tmp_path.glob("reward_failures.rank_*.jsonl")
-    ]
-    assert (
-        len(saved) == G
-        and "no idea" in json.loads(saved[0])["reason"]
-        and json.loads(saved[0])["step"] == 1
-    )
-    (got,) = collect(
-        c | {"resample_equal_groups": 9}, 1, inputs
-    )  # a group that only failed is replaced; what happened to it is in the file all the same
-    assert got.metrics["reward/fake/errors"] == 0 and "broken" not in [
-        row["answer"] for row in got.rows
-    ]
-    assert {
-        (record["step"], record["id"])
-        for path in tmp_path.glob("*.jsonl")
-        for record in map(json.loads, path.read_text().splitlines())
-    } == {(1, "q0"), (2, "q0")}
+    (file,) = tmp_path.glob("reward_failures.rank_*.jsonl")
+    saved = file.read_text().splitlines()
+    assert len(saved) == G
+    assert "no idea" in json.loads(saved[0])["reason"]
+    assert json.loads(saved[0])["step"] == 1
+    # a group that only failed is replaced; what happened to it is in the file all the same
+    (got,) = collect(c | {"resample_equal_groups": 9}, 1, inputs)
+    assert got.metrics["reward/fake/errors"] == 0
+    assert "broken" not in [row["answer"] for row in got.rows]
+    failed = set()
+    for path in tmp_path.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            failed.add((record["step"], record["id"]))
+    assert failed == {(1, "q0"), (2, "q0")}
     with pytest.raises(RunStopped, match="rewards failed on 4 of a step's 32 completions"):
         collect(c | {"max_reward_failures": 0.1}, 0, inputs, world=2)
-    assert collect(
-        c | {"max_reward_failures": 1.0}, 0, inputs_of(rows_of(*["broken"] * 8)), world=2
-    )
+    all_broken = inputs_of(rows_of(*["broken"] * 8))
+    assert collect(c | {"max_reward_failures": 1.0}, 0, all_broken, world=2)
 
 
 # --- temperature
@@ -480,15 +456,15 @@ def test_a_temperature_schedule_reaches_every_request_to_the_engine():
 
 def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_step():
     lm = sft.tiny_model(101, seed=1, layers=1, width=32)
-    bare, inside = Policy(lm, 1.0, 64), Policy(lm, 1.0, 64)
+    bare = Policy(lm, 1.0, 64)
+    inside = Policy(lm, 1.0, 64)
     set_temperature((bare, SimpleNamespace(module=inside), None), 0.5)
     batch = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2])]
-    (wanted, _), (other, _) = Policy(lm, 0.5, 64)(*batch), Policy(lm, 1.0, 64)(*batch)
-    assert (
-        torch.equal(bare(*batch)[0], wanted)
-        and torch.equal(inside(*batch)[0], wanted)
-        and not torch.allclose(wanted, other)
-    )
+    wanted, _ = Policy(lm, 0.5, 64)(*batch)
+    other, _ = Policy(lm, 1.0, 64)(*batch)
+    assert torch.equal(bare(*batch)[0], wanted)
+    assert torch.equal(inside(*batch)[0], wanted)
+    assert not torch.allclose(wanted, other)
 
 
 # --- real ranks, and the real script
@@ -506,10 +482,8 @@ def one_rank(rank: int, folder: Path, c: dict) -> None:
         engine, MIXED, c | {"replay": c["replay"] | {"size": 6}}, place, {}
     )
     steps = [lived.collect(step, Timer())._asdict() for step in range(4)]
-    buffer = lived.replay
-    torch.save(
-        {"steps": steps, "buffer": buffer.state, "calls": len(engine.calls)}, folder / f"{rank}.pt"
-    )
+    result = {"steps": steps, "buffer": lived.replay.state, "calls": len(engine.calls)}
+    torch.save(result, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -518,25 +492,23 @@ def test_two_processes_with_gloo_agree_with_one(tmp_path):
     c = config("--resample_equal_groups=2")
     processes = [child.start(one_rank, rank, tmp_path, c) for rank in range(2)]
     assert [child.status(process) for process in processes] == [0, 0]
-    ranks, state = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], {}
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    state = {}
     for step in range(4):
         (whole,) = collect(c, step, size=6, state=state)
         state = whole.buffer.state
         parts = [rank["steps"][step] for rank in ranks]
-        assert (
-            parts[0]["rows"] + parts[1]["rows"] == whole.rows
-            and parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
-        )
-        assert all(
-            torch.equal(part["rewards"], whole.rewards) and part["metrics"] == whole.metrics
-            for part in parts
-        )
-    assert (
-        ranks[0]["buffer"] == ranks[1]["buffer"] == state and ranks[0]["calls"] == ranks[1]["calls"]
-    )
+        assert parts[0]["rows"] + parts[1]["rows"] == whole.rows
+        assert parts[0]["rollouts"] + parts[1]["rollouts"] == whole.rollouts
+        for part in parts:
+            assert torch.equal(part["rewards"], whole.rewards)
+            assert part["metrics"] == whole.metrics
+    assert ranks[0]["buffer"] == ranks[1]["buffer"] == state
+    assert ranks[0]["calls"] == ranks[1]["calls"]
 
 
-# train.main twice, each in a fork of a process that has imported it once: the whole run, and one that goes on from the middle of a copy
+# train.main twice, each in a fork of a process that has imported it once: the whole run, and one
+# that goes on from the middle of a copy
 TWICE = """
 import os, shutil, sys, torch, train
 torch.set_num_threads(1)
@@ -556,8 +528,9 @@ for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
 def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_had(
     tiny_model_dir, tmp_path
 ):
-    """Everything of this file at once: two sources, an easy pool, a buffer, sampling again, two temperatures. max_logp_difference stops the
-    run if sampler and policy are not at the same one."""
+    """Everything of this file at once: two sources, an easy pool, a buffer, sampling again, two
+    temperatures. max_logp_difference stops the run if sampler and policy are not at the same
+    one."""
     for name in "abe":
         rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -595,19 +568,15 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    whole, part = (
-        json.loads((tmp_path / name / "step_000003" / "controller_state.json").read_text())
-        for name in ("whole", "part")
-    )
-    assert whole == part and len(whole["replay"]["prompts"]) == 5 and whole["replay"]["total"] >= 12
-    ours, theirs = (
-        (tmp_path / name / "rollouts" / "step_000003.rank_0.jsonl").read_text()
-        for name in ("part", "whole")
-    )
-    assert ours == theirs
-    lines = [
-        json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all(
-        "resampled_groups" in line for line in lines
-    )
+    rollouts_file = "rollouts/step_000003.rank_0.jsonl"
+    whole_rollouts = (tmp_path / "whole" / rollouts_file).read_text()
+    assert (tmp_path / "part" / rollouts_file).read_text() == whole_rollouts
+    state_file = "step_000003/controller_state.json"
+    state = json.loads((tmp_path / "part" / state_file).read_text())
+    assert state == json.loads((tmp_path / "whole" / state_file).read_text())
+    assert len(state["replay"]["prompts"]) == 5
+    assert state["replay"]["total"] >= 12
+    text = (tmp_path / "part" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all("resampled_groups" in line for line in lines)

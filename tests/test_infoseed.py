@@ -1,8 +1,9 @@
-"""infoseed.py: its losses against slow loops, what reaches the gradient, and the whole thing through the real scripts.
+"""infoseed.py: its losses against slow loops, what reaches the gradient, and the whole thing
+through the real scripts.
 
-For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The warm start has seen prompts with a digit 0, 1, 2
-behind them, and then begins with "its" letter in 3 of 7 answers instead of a third: too little to show in pred_acc, enough to be amplified.
-"""
+For the last part a toy: three letters R, G, B in any order are right (a triangle to colour). The
+warm start has seen prompts with a digit 0, 1, 2 behind them, and then begins with "its" letter in 3
+of 7 answers instead of a third: too little to show in pred_acc, enough to be amplified."""
 
 import itertools
 import json
@@ -33,22 +34,23 @@ def features(P, S, seed, H=5):
 
 
 def cosine(a, b):
-    return sum(x * y for x, y in zip(a, b)) / math.sqrt(
-        sum(x * x for x in a) * sum(y * y for y in b)
-    )
+    def dot(a, b):
+        return sum(x * y for x, y in zip(a, b))
+
+    return dot(a, b) / math.sqrt(dot(a, a) * dot(b, b))
 
 
 # --- losses
 
 
 def slow_info_nce(h, S, T):
-    rows, total = h.tolist(), 0.0
+    rows = h.tolist()
+    total = 0.0
     for i, own in enumerate(rows):
+        e = [math.exp(cosine(own, row) / T) for row in rows]
+        others = sum(e) - e[i]
         positive = [j for j in range(len(rows)) if j % S == i % S and j // S != i // S]
-        everyone = sum(math.exp(cosine(own, rows[k]) / T) for k in range(len(rows)) if k != i)
-        total -= sum(
-            math.log(math.exp(cosine(own, rows[j]) / T) / everyone) for j in positive
-        ) / len(positive)
+        total -= sum(math.log(e[j] / others) for j in positive) / len(positive)
     return total / len(rows)
 
 
@@ -57,74 +59,68 @@ def slow_info_nce(h, S, T):
 def test_infonce_equals_the_slow_loop_and_its_gradient_finite_differences(P, S, seed):
     h = features(P, S, seed)
     assert infoseed.info_nce(h, S, 0.3).item() == pytest.approx(slow_info_nce(h, S, 0.3), rel=1e-9)
-    assert torch.autograd.gradcheck(
-        lambda x: infoseed.info_nce(x, S, 0.3), h.clone().requires_grad_()
-    )
+    leaf = h.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: infoseed.info_nce(x, S, 0.3), leaf)
 
 
 @examples
 @given(**sizes)
 def test_log_q_is_the_softmax_over_class_means_without_the_rows_of_the_own_prompt(P, S, seed):
     h = features(P, S, seed)
-    rows, found = h.tolist(), infoseed.log_q(h, S, 0.2)
-    for i, own in enumerate(rows):
-        others = [[rows[x * S + k] for x in range(P) if x != i // S] for k in range(S)]
-        means = [[sum(column) / len(group) for column in zip(*group)] for group in others]
+    log_q = infoseed.log_q(h, S, 0.2)
+    groups = h.view(P, S, -1)
+    for i, own in enumerate(h.tolist()):
+        other_prompts = [x for x in range(P) if x != i // S]
+        means = groups[other_prompts].mean(0).tolist()  # (S, H)
         e = [math.exp(cosine(own, mean) / 0.2) for mean in means]
-        assert found[i].exp().tolist() == pytest.approx([v / sum(e) for v in e], rel=1e-6)
+        assert log_q[i].exp().tolist() == pytest.approx([v / sum(e) for v in e], rel=1e-6)
 
 
 def test_completions_that_tell_nothing_are_guessed_at_chance_however_much_their_prompts_differ():
-    """The reason for leaving out the whole prompt: with only the row itself left out, guessing would be right far below 1/S."""
-    S, right = 4, []
+    """The reason for leaving out the whole prompt: with only the row itself left out, guessing
+    would be right far below 1/S."""
+    S = 4
+    right = []
     for seed in range(40):
-        h = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0) + features(
-            16, S, seed + 1000, H=8
-        )
-        right.append(
-            (infoseed.log_q(h, S, 0.1).argmax(1) == torch.arange(64) % S).double().mean().item()
-        )
-    assert sum(right) / len(right) == pytest.approx(
-        0.25, abs=0.03
-    )  # 2,560 rows: three standard errors
+        of_prompt = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0)
+        h = of_prompt + features(16, S, seed + 1000, H=8)
+        guesses = infoseed.log_q(h, S, 0.1).argmax(1)
+        right.append((guesses == torch.arange(64) % S).double().mean().item())
+    # 2,560 rows: three standard errors
+    assert sum(right) / len(right) == pytest.approx(0.25, abs=0.03)
 
 
 def test_seeds_that_show_are_found_and_their_loss_is_lower():
     S, h = 3, features(6, 3, 0, H=8)
     shown = h + 9 * torch.eye(8, dtype=torch.float64)[:3].repeat(6, 1)
     metrics = infoseed.measure(shown, infoseed.log_q(shown, S, 0.1), torch.ones(6, S), None, None)
-    assert metrics["seed/pred_acc"] == 1.0 and metrics["seed/reward"] == 1.0
+    assert metrics["seed/pred_acc"] == 1.0
+    assert metrics["seed/reward"] == 1.0
     assert infoseed.info_nce(shown, S, 0.1) < infoseed.info_nce(h, S, 0.1)
 
 
 def test_the_reward_is_the_information_about_the_own_seed_on_seed_rows_only():
-    log_q = torch.tensor(
-        [[0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.9, 0.1]]
-    ).log()  # 2 prompts x 2 seeds
+    q = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.9, 0.1], [0.9, 0.1]])  # 2 prompts x 2 seeds
+    log_q = q.log()
     task = torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])  # G = 2, S = 2
     shaped = infoseed.add_rewards(task, log_q, 2, 0.5)
     assert torch.equal(shaped[:, :2], task[:, :2])
     assert shaped[0, 2:].tolist() == pytest.approx([1, 0], abs=1e-6)  # tells nothing: nothing
-    assert shaped[1, 2:].tolist() == pytest.approx(
-        [1 + 0.5 * math.log(1.8), 1 + 0.5 * math.log(0.2)], rel=1e-5
-    )
-    assert torch.equal(task, torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])) and torch.equal(
-        infoseed.add_rewards(task, log_q, 2, 0.0), task
-    )
+    wanted = [1 + 0.5 * math.log(1.8), 1 + 0.5 * math.log(0.2)]
+    assert shaped[1, 2:].tolist() == pytest.approx(wanted, rel=1e-5)
+    assert torch.equal(task, torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]]))
+    assert torch.equal(infoseed.add_rewards(task, log_q, 2, 0.0), task)
 
 
 def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows():
-    w = torch.tensor([[0.25, 0.25, 0.5, 0.0]])
-    h = features(1, 2, 0)
-    found = infoseed.measure(h, torch.zeros(2, 2), torch.zeros(1, 2), w, torch.tensor([True]))
-    assert found["seed/entropy_gap"] == pytest.approx(math.log(2))
-    only_seeded = torch.tensor([[0.0, 0.0, 1.0, 0.0]])  # a tiny tau
-    assert (
-        infoseed.measure(
-            h, torch.zeros(2, 2), torch.zeros(1, 2), only_seeded, torch.tensor([True])
-        )["seed/entropy_gap"]
-        == 0
-    )
+    def gap(w):
+        h = features(1, 2, 0)
+        log_q = torch.zeros(2, 2)
+        metrics = infoseed.measure(h, log_q, torch.zeros(1, 2), w, torch.tensor([True]))
+        return metrics["seed/entropy_gap"]
+
+    assert gap(torch.tensor([[0.25, 0.25, 0.5, 0.0]])) == pytest.approx(math.log(2))
+    assert gap(torch.tensor([[0.0, 0.0, 1.0, 0.0]])) == 0  # a tiny tau
 
 
 # --- groups and prompts
@@ -147,23 +143,18 @@ def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alo
     tokenizer = sft.tiny_tokenizer()
     c = load_config(
         [
-            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=3",
             f"--info_seed_prompt_template={template}",
         ]
     )
     ids = prompts.seed_prompts({"id": "x", "prompt": "a{seed}{prompt}b"}, tokenizer, c)
-    assert (
-        tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>"
-        and len(ids) == 3
-        and len({tuple(i) for i in ids}) == 3
-    )
+    assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>"
+    assert len(ids) == 3
+    assert len({tuple(i) for i in ids}) == 3
 
 
-LONG = [
-    {"id": "x", "prompt": "abcdef"},
-    {"id": "y", "prompt": "abc"},
-]  # 8 and 5 tokens, 19 and 16 with a seed
+# 8 and 5 tokens, 19 and 16 with a seed
+LONG = [{"id": "x", "prompt": "abcdef"}, {"id": "y", "prompt": "abc"}]
 
 
 def fitting(rule: str, limit: int) -> list[dict]:
@@ -178,10 +169,10 @@ def fitting(rule: str, limit: int) -> list[dict]:
 
 
 def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
-    with pytest.raises(
-        UserError,
-        match="max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed",
-    ):
+    sentence = (
+        "max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed"
+    )
+    with pytest.raises(UserError, match=sentence):
         fitting("error", 18)
     assert len(fitting("error", 19)) == 2
     assert [row["id"] for row in fitting("drop", 18)] == ["y"]
@@ -193,46 +184,44 @@ class Sampler:
 
     def generate(self, prompts_ids, n, sampling):
         self.seeds = sampling["seeds"]
-        return [
-            {
+        rollouts = []
+        for ids in prompts_ids:
+            answer = {
                 "prompt_ids": ids,
                 "completion_ids": [ids[-2], 0],
                 "logprobs": [-1.0, -1.0],
                 "finish_reason": "stop",
             }
-            for ids in prompts_ids
-            for _ in range(n)
-        ]
+            rollouts += [dict(answer) for _ in range(n)]
+        return rollouts
 
 
 @pytest.mark.parametrize("reward, scored_under", [(0.0, "base"), (0.1, "seeded")])
-def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_unless_a_reward_asks_otherwise(
+def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_or_a_rewarded_one(
     reward, scored_under
 ):
-    tokenizer, sampler = sft.tiny_tokenizer(), Sampler()
+    tokenizer = sft.tiny_tokenizer()
+    sampler = Sampler()
     c = load_config(
         [
-            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_prompt_template={prompt}{seed}",
             f"--info_seed_reward={reward}",
         ]
     )
-    rows = [
-        {"id": p, "prompt": p, "prompt_ids": tokenizer.encode(f"<|user|>{p}<|assistant|>")}
-        for p in "ab"
-    ]
+    rows = []
+    for p in "ab":
+        prompt_ids = tokenizer.encode(f"<|user|>{p}<|assistant|>")
+        rows.append({"id": p, "prompt": p, "prompt_ids": prompt_ids})
     sampling = {"seeds": [1, 2], "names": ["x", "y"], "temperature": 1.0}
     base = [{"n": i} for i in range(6)]
     groups = infoseed.add_completions(sampler, tokenizer, rows, base, sampling, c)
     assert groups[:3] + groups[5:8] == base  # prompt by prompt, ordinary rows first
-    found = groups[3:5] + groups[8:]
-    assert [(r["seed_id"], r["text"]) for r in found] == [(0, "0"), (1, "1")] * 2
-    assert [tokenizer.decode(r["prompt_ids"]) for r in found] == (
-        [f"<|user|>{p}<|assistant|>" for p in "aabb"]
-        if scored_under == "base"
-        else [f"<|user|>{p}<|assistant|>" for p in ("a0", "a1", "b0", "b1")]
-    )
+    seeded = groups[3:5] + groups[8:]
+    assert [(r["seed_id"], r["text"]) for r in seeded] == [(0, "0"), (1, "1")] * 2
+    asked = {"base": ["a", "a", "b", "b"], "seeded": ["a0", "a1", "b0", "b1"]}[scored_under]
+    prompts_of_rows = [tokenizer.decode(r["prompt_ids"]) for r in seeded]
+    assert prompts_of_rows == [f"<|user|>{p}<|assistant|>" for p in asked]
     assert len(set(sampler.seeds)) == 4
     lived = SimpleNamespace(rows=rows, rollouts=groups)
     assert [len(r["prompt_ids"]) for r in infoseed.under_base_prompt(lived, 2)] == [3] * 4
@@ -261,13 +250,8 @@ COMMON = ["--max_prompt_length=16", "--max_completion_length=5"]
 
 
 def run(script: str, *flags) -> None:
-    own = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )  # of this process: it may be a world of one itself
+    # of this process: it may be a world of one itself
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in own}
     done = subprocess.run(
         [sys.executable, ROOT / script, *COMMON, *flags],
@@ -284,20 +268,14 @@ def toy(tmp_path_factory):
     """Rows, and the warm start."""
     folder = tmp_path_factory.mktemp("toy")
     answer = {"n": 3, "edges": [[0, 1], [1, 2], [0, 2]], "partial": "..."}
-    plain = [
-        {"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS}
-        for a in "abcdefgh"
-        for b in "abcdefgh"
-    ]
-    tagged = [
-        row
-        | {
-            "prompt": f"{row['prompt']}{z}",
-            "solutions": ORDERS * 2 + [p for p in ORDERS if p[0] == "RGB"[z]],
-        }
-        for row in plain
-        for z in range(3)
-    ]
+    plain = []
+    tagged = []
+    for a, b in itertools.product("abcdefgh", repeat=2):
+        row = {"prompt": f"{a}{b}:", "answer": answer, "solutions": ORDERS}
+        plain.append(row)
+        for z, letter in enumerate("RGB"):
+            solutions = ORDERS * 2 + [p for p in ORDERS if p[0] == letter]
+            tagged.append(row | {"prompt": f"{a}{b}:{z}", "solutions": solutions})
     for name, rows in (("rows", plain), ("start", plain + tagged)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(
@@ -320,7 +298,6 @@ def train_toy(folder, name: str, *flags) -> dict:
         "--reward_funcs=['graph_coloring']",
         "--prompts_per_step=16",
         "--num_generations=4",
-        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=3",
         "--info_seed_prompt_template={prompt}{seed}",
         "--learning_rate=3e-4",
@@ -329,30 +306,26 @@ def train_toy(folder, name: str, *flags) -> dict:
         f"--output_dir={folder / name}",
         *flags,
     )
-    lines = [
-        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
-    ][-10:]
-    found = {
-        key: [line[key] for line in lines if key in line]
-        for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass")
-    }
-    return {
-        key: sum(values) / len(values) for key, values in found.items() if values
-    }  # a step without an active group has no weights
+    text = (folder / name / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()[-10:]]
+    means = {}
+    for key in ("seed/pred_acc", "seed/reward", "reward", "weights/incorrect_mass"):
+        values = [line[key] for line in lines if key in line]
+        if values:  # a step without an active group has no weights
+            means[key] = sum(values) / len(values)
+    return means
 
 
 @pytest.mark.slow
-def test_seeds_become_predictable_with_the_loss_and_the_reward_and_stay_at_chance_without_at_the_same_task_reward(
-    toy,
-):
-    """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at 0.97."""
-    on = train_toy(
-        toy, "on", "--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3"
-    )
+def test_seeds_become_predictable_with_loss_and_reward_at_the_same_task_reward(toy):
+    """480 rows: the standard error of pred_acc is at most 0.023, that of the reward at most 0.01 at
+    0.97."""
+    flags = ["--info_seed_loss_type=ce", "--info_seed_lambda=0.01", "--info_seed_reward=0.3"]
+    on = train_toy(toy, "on", *flags)
     off = train_toy(toy, "off", "--info_seed_lambda=0")
     assert on["seed/pred_acc"] > 0.8
-    assert (
-        on["weights/incorrect_mass"] < 0.1
-    )  # by the task's reward: by the sum with the seed reward one row of a group would be best
+    # by the task's reward: by the sum with the seed reward one row of a group would be best
+    assert on["weights/incorrect_mass"] < 0.1
     assert off["seed/pred_acc"] == pytest.approx(1 / 3, abs=0.08)
-    assert on["reward"] == pytest.approx(off["reward"], abs=0.04) and off["reward"] > 0.9
+    assert on["reward"] == pytest.approx(off["reward"], abs=0.04)
+    assert off["reward"] > 0.9

@@ -19,57 +19,59 @@ from learner import accumulate_gradients, group_targets, idle_rows, sampler_mism
 from policy import Policy
 from ranks import start_distributed
 
-P, G, L = 3, 4, 8
+P = 3
+G = 4
+L = 8
+
+
+def meet() -> None:
+    """A world of one rank, once in this process."""
+    if not torch.distributed.is_initialized():
+        start_distributed()
 
 
 def config(model, *flags) -> dict:
-    return load_config(
-        [
-            f"--model={model}",
-            f"--num_generations={G}",
-            "--max_prompt_length=8",
-            f"--max_completion_length={L}",
-            "--learning_rate=1e-3",
-            *flags,
-        ]
-    )
+    common = [
+        f"--model={model}",
+        f"--num_generations={G}",
+        "--max_prompt_length=8",
+        f"--max_completion_length={L}",
+        "--learning_rate=1e-3",
+    ]
+    return load_config([*common, *flags])
 
 
 def batch_of(seed: int = 0) -> dict:
     rng = random.Random(seed)
-    rows = [
-        {
-            "prompt_ids": [5 + i // G, 7, 9],
-            "completion_ids": [rng.randrange(5, 100) for _ in range(rng.randint(1, L - 1))] + [0],
-        }
-        for i in range(P * G)
-    ]
-    return rollout.to_batch(
-        [{**row, "logprobs": [-1.0] * len(row["completion_ids"])} for row in rows], "cpu"
-    )
+    rollouts = []
+    for i in range(P * G):
+        completion = [rng.randrange(5, 100) for _ in range(rng.randint(1, L - 1))] + [0]
+        rollouts.append(
+            {
+                "prompt_ids": [5 + i // G, 7, 9],
+                "completion_ids": completion,
+                "logprobs": [-1.0] * len(completion),
+            }
+        )
+    return rollout.to_batch(rollouts, "cpu")
 
 
 def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     """({name: gradient}, metrics) of one accumulation, no step."""
-    start_distributed() if not torch.distributed.is_initialized() else None
+    meet()
     c = config(model, *flags)
-    engine, batch = train.load_policy(c, torch.device("cpu")), batch or batch_of()
+    engine = train.load_policy(c, torch.device("cpu"))
+    batch = batch or batch_of()
     lengths = batch["lengths"].view(P, G)
-    clusters = torch.arange(G).expand(
-        P, G
-    )  # for seed_grpo: every answer another one, equally likely
-    targets = group_targets(
-        {
-            "rewards": rewards,
-            "lengths": lengths,
-            "clusters": clusters,
-            "mean_logps": torch.zeros(P, G),
-            "pass_k": 2,
-        },
-        c["maxent_tau"],
-        0.0,
-        c,
-    )
+    group = {
+        "rewards": rewards,
+        "lengths": lengths,
+        # for seed_grpo: every answer another one, equally likely
+        "clusters": torch.arange(G).expand(P, G),
+        "mean_logps": torch.zeros(P, G),
+        "pass_k": 2,
+    }
+    targets = group_targets(group, c["maxent_tau"], 0.0, c)
     norm = step_counts(targets, lengths)
     metrics = accumulate_gradients(engine, batch, targets, 0.0, c, norm)
     return {name: p.grad.clone() for name, p in engine.module.lm.named_parameters()}, metrics
@@ -79,9 +81,16 @@ REWARDS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0.5, 1], [0, 0, 0, 0]])
 OBJECTIVES = list(checks.OBJECTIVES)
 
 
+def all_terms(objective: str) -> list[str]:
+    """The flags of an objective, with the mode-entropy term where it can have that."""
+    if checks.OBJECTIVES[objective].group_loss:
+        return [f"--objective={objective}"]
+    return [f"--objective={objective}", "--mode_entropy_coef=0.5"]
+
+
 def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_model_dir):
     """DeepSpeed's own limit is ten minutes, which is a server's rollout_timeout."""
-    start_distributed() if not torch.distributed.is_initialized() else None
+    meet()
     backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.options._timeout == ranks.DEADLINE
 
@@ -90,18 +99,15 @@ def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_mode
 def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct(
     tiny_model_dir, objective
 ):
-    c, bonus = config(tiny_model_dir, f"--objective={objective}"), torch.tensor([0.0, 0, 0, 0.1])
+    c = config(tiny_model_dir, f"--objective={objective}")
+    bonus = torch.tensor([0.0, 0, 0, 0.1])
     group = {"rewards": REWARDS + bonus, "task_rewards": REWARDS, "lengths": torch.ones(3, 4)}
     targets = group_targets(group, 0.2, 0.0, c)
-    assert (
-        torch.equal(targets["rewards"], REWARDS)
-        and targets["active"].all()
-        and targets["advantages"][2, 3] > 0
-    )
-    assert torch.equal(
-        group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)["advantages"],
-        targets["advantages"],
-    )
+    assert torch.equal(targets["rewards"], REWARDS)
+    assert targets["active"].all()
+    assert targets["advantages"][2, 3] > 0
+    shaped_only = group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)
+    assert torch.equal(shaped_only["advantages"], targets["advantages"])
 
 
 def largest(grads: dict) -> float:
@@ -110,13 +116,9 @@ def largest(grads: dict) -> float:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_model_dir, objective):
-    equal = torch.tensor(
-        [[0.1] * G, [0.0] * G, [1.0] * G]
-    )  # the fp32 mean of four 0.1 need not be 0.1
-    flags = [
-        f"--objective={objective}",
-        *([] if checks.OBJECTIVES[objective].group_loss else ["--mode_entropy_coef=0.5"]),
-    ]
+    # the fp32 mean of four 0.1 need not be 0.1
+    equal = torch.tensor([[0.1] * G, [0.0] * G, [1.0] * G])
+    flags = all_terms(objective)
     no_bonus = ["--token_entropy_coef=0"]  # it is meant to act everywhere
     assert largest(gradients(tiny_model_dir, equal, *flags, *no_bonus)[0]) == 0.0
     assert largest(gradients(tiny_model_dir, REWARDS, *flags)[0]) > 1e-5
@@ -144,17 +146,19 @@ def test_groups_that_the_loss_does_not_depend_on_go_forward_only(
     tiny_model_dir, monkeypatch, flags, rewards, expected
 ):
     """(forwards, backwards) of a step with three groups."""
-    calls, (forward, backward) = [], (DeepSpeedEngine.forward, DeepSpeedEngine.backward)
-    monkeypatch.setattr(
-        DeepSpeedEngine,
-        "forward",
-        lambda self, *a, **k: calls.append("forward") or forward(self, *a, **k),
-    )
-    monkeypatch.setattr(
-        DeepSpeedEngine,
-        "backward",
-        lambda self, *a, **k: calls.append("backward") or backward(self, *a, **k),
-    )
+    calls = []
+
+    def count(name: str) -> None:
+        real = getattr(DeepSpeedEngine, name)
+
+        def counted(self, *args, **kwargs):
+            calls.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(DeepSpeedEngine, name, counted)
+
+    count("forward")
+    count("backward")
     gradients(tiny_model_dir, rewards, *flags.split())
     assert (calls.count("forward"), calls.count("backward")) == expected
 
@@ -168,9 +172,8 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
 
     def forward(self, ids, *lengths):
         logps, entropy = real(self, ids, *lengths)
-        return logps.masked_fill(
-            ids[:, :1] == 7, math.nan
-        ), entropy  # the third group, of equal rewards
+        third_group = ids[:, :1] == 7  # of equal rewards
+        return logps.masked_fill(third_group, math.nan), entropy
 
     monkeypatch.setattr(Policy, "forward", forward)
     grads, metrics = gradients(
@@ -179,9 +182,9 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
         f"--objective={objective}",
         f"--max_tokens_per_micro_batch={budget}",
     )
-    assert all(g.isnan().any() for g in grads.values()) and math.isnan(metrics["loss"]) == (
-        objective == "dr_grpo"
-    )  # maxent leaves the group out
+    # maxent leaves the group out
+    assert all(g.isnan().any() for g in grads.values())
+    assert math.isnan(metrics["loss"]) == (objective == "dr_grpo")
 
 
 def test_a_kl_term_leaves_no_row_idle():
@@ -198,38 +201,29 @@ def test_a_kl_term_leaves_no_row_idle():
         (["--objective=xdr"], 0.1, False),
         (["--objective=xdr", "--xdr_ref_tilt=True"], 0.1, True),
     ):
-        idle = idle_rows(
-            targets,
-            beta,
-            load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags]),
-        )
+        c = load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags])
+        idle = idle_rows(targets, beta, c)
         assert idle.tolist() == [False] * 8 + [some] * 4, flags
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_micro_batches_of_any_size_give_the_same_gradient(tiny_model_dir, objective):
-    flags = [
-        f"--objective={objective}",
-        *([] if checks.OBJECTIVES[objective].group_loss else ["--mode_entropy_coef=0.5"]),
-    ]
+    flags = all_terms(objective)
     whole, metrics = gradients(tiny_model_dir, REWARDS, *flags)
     for budget in (16, 30, 60):  # 16 cuts every group, 60 holds one
-        split, same = gradients(
-            tiny_model_dir, REWARDS, *flags, f"--max_tokens_per_micro_batch={budget}"
-        )
+        limit = f"--max_tokens_per_micro_batch={budget}"
+        split, same = gradients(tiny_model_dir, REWARDS, *flags, limit)
         assert same["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-7)
-        assert all(
-            torch.allclose(split[name], whole[name], rtol=1e-4, atol=1e-5 * largest(whole))
-            for name in whole
-        )
+        atol = 1e-5 * largest(whole)
+        for name, gradient in whole.items():
+            assert torch.allclose(split[name], gradient, rtol=1e-4, atol=atol), name
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(tiny_model_dir):
     plain, _ = gradients(tiny_model_dir, REWARDS)
     recomputed, _ = gradients(tiny_model_dir, REWARDS, "--gradient_checkpointing=True")
-    assert all(
-        torch.allclose(recomputed[name], plain[name], rtol=1e-5, atol=1e-7) for name in plain
-    )
+    for name, gradient in plain.items():
+        assert torch.allclose(recomputed[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
@@ -241,25 +235,23 @@ def test_xdr_at_infinite_tau_is_dr_grpo_to_the_bit(tiny_model_dir):
 
 
 def test_the_first_gradient_is_reinforce(tiny_model_dir):
-    """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and plain autograd."""
+    """dr_grpo on policy: -sum_i A_i * d sum_t logp / (N * L), computed here with full logits and
+    plain autograd."""
     from transformers import AutoModelForCausalLM
 
-    ours, _ = gradients(
-        tiny_model_dir, REWARDS, "--objective=dr_grpo", "--importance_sampling=none"
-    )
-    lm, batch = (
-        AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32),
-        batch_of(),
-    )
+    flags = ["--objective=dr_grpo", "--importance_sampling=none"]
+    ours, _ = gradients(tiny_model_dir, REWARDS, *flags)
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    batch = batch_of()
     advantages = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten()
     loss = 0.0
     for i in range(P * G):
-        n, t = int(batch["prompt_lengths"][i]), int(batch["lengths"][i])
+        n = int(batch["prompt_lengths"][i])
+        t = int(batch["lengths"][i])
         ids = batch["ids"][i, : n + t]
         logps = lm(ids[None]).logits[0].log_softmax(1)[:-1].gather(1, ids[1:, None])[:, 0]
-        loss = loss - advantages[i] * logps[n - 1 :].sum() / (
-            P * G * L
-        )  # prompt tokens have no loss, the EOS has
+        # prompt tokens have no loss, the EOS has
+        loss = loss - advantages[i] * logps[n - 1 :].sum() / (P * G * L)
     loss.backward()
     for name, p in lm.named_parameters():
         assert torch.allclose(ours[name], p.grad, rtol=1e-4, atol=1e-7), name
@@ -277,9 +269,8 @@ def test_padding_is_not_trained(tiny_model_dir):
 def test_a_batch_is_not_changed_but_for_its_old_logps(tiny_model_dir):
     batch, before = batch_of(), batch_of()
     gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
-    assert set(batch) == {*before, "old_logps"} and all(
-        torch.equal(batch[k], before[k]) for k in before
-    )
+    assert set(batch) == {*before, "old_logps"}
+    assert all(torch.equal(batch[k], before[k]) for k in before)
 
 
 def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
@@ -295,23 +286,21 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
 def test_learning_rate_warms_up_and_decays():
     c = {"learning_rate": 1.0, "warmup_steps": 4, "max_steps": 12, "lr_scheduler_type": "cosine"}
     rates = [train.learning_rate_at(step, c) for step in range(13)]
-    assert (
-        rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-        and rates[8] == pytest.approx(0.5)
-        and rates[12] == pytest.approx(0.0)
-    )
-    assert [
-        train.learning_rate_at(s, {**c, "lr_scheduler_type": "linear"}) for s in (4, 8, 12)
-    ] == [1.0, 0.5, 0.0]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.5)
+    assert rates[12] == pytest.approx(0.0)
+    linear = {**c, "lr_scheduler_type": "linear"}
+    assert [train.learning_rate_at(step, linear) for step in (4, 8, 12)] == [1.0, 0.5, 0.0]
     assert train.learning_rate_at(11, {**c, "lr_scheduler_type": "constant"}) == 1.0
 
 
 # --- InfoSeed
 
+# 3 prompts x 2 seeds
 SEEDED = [
     {"completion_ids": [20 + 7 * i % 50, 30 + i, 0][i % 2 :], "logprobs": [-1.0] * (3 - i % 2)}
     for i in range(6)
-]  # 3 prompts x 2 seeds
+]
 PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
 LIVED = SimpleNamespace(
     rows=PROMPTS,
@@ -321,12 +310,11 @@ LIVED = SimpleNamespace(
 
 
 def seed_gradients(model, *flags) -> tuple[dict, dict]:
-    start_distributed() if not torch.distributed.is_initialized() else None
+    meet()
     torch.manual_seed(0)
     c = load_config(
         [
             f"--model={model}",
-            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_lambda=1",
             *flags,
@@ -334,9 +322,11 @@ def seed_gradients(model, *flags) -> tuple[dict, dict]:
     )
     engine = train.load_policy(c, torch.device("cpu"))
     metrics = infoseed.Seeds(engine, LIVED, c, "cpu").accumulate_gradients(update=0)
-    return {
-        name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None
-    }, metrics
+    grads = {}
+    for name, p in engine.module.named_parameters():
+        if p.grad is not None:
+            grads[name] = p.grad.clone()
+    return grads, metrics
 
 
 @pytest.mark.parametrize(
@@ -352,20 +342,19 @@ def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(
     assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-4
     assert ("seed_head.weight" in whole) == (kind == "ce")
     for name, gradient in whole.items():
-        torch.testing.assert_close(
-            split[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item()
-        )
+        atol = 1e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["infonce", "ce"])
 def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
-    """A step against it lowers the loss by about its squared length: nothing detached, no sign turned, no factor lost."""
-    start_distributed() if not torch.distributed.is_initialized() else None
+    """A step against it lowers the loss by about its squared length: nothing detached, no sign
+    turned, no factor lost."""
+    meet()
     torch.manual_seed(0)
     c = load_config(
         [
             f"--model={tiny_model_dir}",
-            "--info_seed_num_seeds=4",
             "--info_seed_num_seeds=2",
             "--info_seed_lambda=2",
             f"--info_seed_loss_type={kind}",
@@ -376,11 +365,10 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
 
     def loss():
         h, log_q = infoseed.features(engine, seeds.batch, c)
-        return (
-            infoseed.info_nce(h, 2, 0.1)
-            if kind == "infonce"
-            else -log_q.gather(1, (torch.arange(6) % 2)[:, None]).mean()
-        ).item()
+        if kind == "infonce":
+            return infoseed.info_nce(h, 2, 0.1).item()
+        seed = torch.arange(6) % 2
+        return -log_q.gather(1, seed[:, None]).mean().item()
 
     before = loss()
     seeds.accumulate_gradients(update=0)
@@ -390,6 +378,5 @@ def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     with torch.no_grad():
         for p in parameters:
             p -= rate * p.grad
-    assert before - loss() == pytest.approx(
-        rate * squared / 2, rel=0.15
-    )  # lambda = 2: the gradient is twice that of the loss
+    # lambda = 2: the gradient is twice that of the loss
+    assert before - loss() == pytest.approx(rate * squared / 2, rel=0.15)

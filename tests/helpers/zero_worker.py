@@ -1,4 +1,5 @@
-"""Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO stage; rank 0 saves the parameters.
+"""Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO
+stage; rank 0 saves the parameters.
 
 torchrun --nproc_per_node 2 tests/helpers/zero_worker.py MODEL OUT 0,2,3
 """
@@ -16,17 +17,22 @@ import infoseed
 import rollout
 import train
 from common import load_config
-from learner import accumulate_gradients, group_targets, measure_groups, step_counts
+from learner import (
+    accumulate_gradients,
+    group_targets,
+    measure_groups,
+    own_targets,
+    step_counts,
+)
 from policy import named_weights
 from ranks import World, start_distributed
 
-P, G = 4, 4
+P = 4
+G = 4
 CASES = {
     "maxent": ["--objective=maxent"],
-    "maxent_cut": [
-        "--objective=maxent",
-        "--max_tokens_per_micro_batch=40",
-    ],  # a group needs over 40 tokens: it is cut
+    # a group needs over 40 tokens: it is cut
+    "maxent_cut": ["--objective=maxent", "--max_tokens_per_micro_batch=40"],
     "grpo_two_updates": [
         "--objective=grpo",
         "--num_iterations=2",
@@ -50,14 +56,12 @@ CASES = {
         "--importance_sampling=sequence_truncate",
     ],
     "infoseed_nce": [
-        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=2",
         "--info_seed_lambda=3",
         "--num_iterations=2",
         "--max_tokens_per_micro_batch=50",
     ],
     "infoseed_ce": [
-        "--info_seed_num_seeds=4",
         "--info_seed_num_seeds=2",
         "--info_seed_lambda=3",
         "--info_seed_loss_type=ce",
@@ -71,13 +75,11 @@ CASES = {
 def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
     """P * G ragged rollouts and rewards with ties, the same everywhere."""
     rng = random.Random(step)
-    rows = [
-        {
-            "prompt_ids": [rng.randrange(100) for _ in range(2 + i // G)],
-            "completion_ids": [rng.randrange(100) for _ in range(rng.randint(1, 9))],
-        }
-        for i in range(P * G)
-    ]
+    rows = []
+    for i in range(P * G):
+        prompt = [rng.randrange(100) for _ in range(2 + i // G)]
+        completion = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
+        rows.append({"prompt_ids": prompt, "completion_ids": completion})
     for row in rows:
         row["logprobs"] = [-rng.random() for _ in row["completion_ids"]]
     rewards = torch.tensor([[float(rng.random() < 0.4) for _ in range(G)] for _ in range(P)])
@@ -96,16 +98,14 @@ def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
     return SimpleNamespace(rows=rows, rollouts=rollouts, right=None, rewards=rewards)
 
 
-def three_updates(c: dict, rank: int, world: int) -> dict:
+def three_updates(c: dict, world: World) -> dict:
     torch.manual_seed(0)  # InfoSeed's head
-    engine, reference = (
-        train.load_policy(c, torch.device("cpu")),
-        train.load_reference(c, torch.device("cpu")),
-    )
-    p = P // world
+    engine = train.load_policy(c, torch.device("cpu"))
+    reference = train.load_reference(c, torch.device("cpu"))
+    share = P // world.size * G  # rows of a rank
     for step in range(3):
         rows, rewards = rollouts_of(step)
-        mine = rows[rank * p * G : (rank + 1) * p * G]
+        mine = rows[world.rank * share : (world.rank + 1) * share]
         batch = rollout.to_batch(mine, "cpu")
         lived = lived_of(mine, rewards)
         group = measure_groups(engine, reference, batch, lived, rewards, c)
@@ -114,7 +114,7 @@ def three_updates(c: dict, rank: int, world: int) -> dict:
         run = SimpleNamespace(
             config=c,
             engine=engine,
-            world=World(rank, world, torch.device("cpu")),
+            world=world,
             state={"beta": c["beta"]},
             step=step,
             skipped=0,
@@ -127,27 +127,24 @@ def three_updates(c: dict, rank: int, world: int) -> dict:
         "grad_norm": float(engine.get_global_grad_norm()),
         "applied": run.skipped == 0,
     }
-    return result | {"nan": poisoned_update(engine, batch, targets, c, norm, rank, p)}
+    return result | {"nan": poisoned_update(run, batch, targets, norm)}
 
 
 def weights_of(engine, c: dict) -> dict:
-    return {
-        name: tensor.clone() for name, tensor in named_weights(engine.module.lm, c["zero_stage"])
-    }
+    weights = named_weights(engine.module.lm, c["zero_stage"])
+    return {name: tensor.clone() for name, tensor in weights}
 
 
-def poisoned_update(
-    engine, batch: dict, targets: dict, c: dict, norm: dict, rank: int, p: int
-) -> dict:
+def poisoned_update(run, batch: dict, targets: dict, norm: dict) -> dict:
     """One more update whose loss is NaN on the last rank only."""
-    before, mine = (
-        weights_of(engine, c),
-        {k: v[rank * p : (rank + 1) * p].clone() for k, v in targets.items()},
-    )
-    if rank == P // p - 1:
+    c = run.config
+    engine = run.engine
+    before = weights_of(engine, c)
+    mine = own_targets(targets, run.world)
+    if run.world.rank == run.world.size - 1:
         for key in ("weights", "advantages"):
             if key in mine:
-                mine[key] *= float("nan")
+                mine[key] = mine[key] * float("nan")
     accumulate_gradients(engine, batch, mine, c["beta"], c, norm)
     engine.step()
     after = weights_of(engine, c)
@@ -159,7 +156,7 @@ def poisoned_update(
 
 if __name__ == "__main__":
     model, out, stages = sys.argv[1:4]
-    rank, world, _ = start_distributed()
+    world = start_distributed()
     common = [
         f"--model={model}",
         "--num_generations=4",
@@ -170,13 +167,12 @@ if __name__ == "__main__":
     ]
     for stage in stages.split(","):
         for name, flags in CASES.items():
-            result = three_updates(
-                load_config([*common, *flags, f"--zero_stage={stage}"]), rank, world
-            )
-            if rank == 0:
-                torch.save(result, Path(out) / f"{name}_{world}_{stage}.pt")
+            c = load_config([*common, *flags, f"--zero_stage={stage}"])
+            result = three_updates(c, world)
+            if world.rank == 0:
+                torch.save(result, Path(out) / f"{name}_{world.size}_{stage}.pt")
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what is tested, and may abort the process
+    # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what
+    # is tested, and may abort the process
+    os._exit(0)
