@@ -6,6 +6,7 @@ dry_run(config, world, dtype, deepspeed_config)     # reads it and says what wou
 """
 
 import json
+import os
 import math
 import re
 import string
@@ -59,7 +60,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
             "--model=Qwen/Qwen2.5-0.5B-Instruct"
         )
     refuse_missing_folder(model)
-    if not Path(model).is_dir():  # a hub id
+    if not os.path.isdir(model):  # a hub id
         data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
         # the cheap before the large: config, tokenizer, weights
@@ -73,7 +74,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
             check_weights(model)
         else:
             empty_model(model, config)  # at least config.json must describe one
-            if Path(model).is_dir():
+            if os.path.isdir(model):
                 say_once(f"warning: model={model!r} holds no weights: a run would end here")
     return ModelFiles(config, tokenizer, stop_ids)
 
@@ -99,7 +100,7 @@ def load_part(model: str, part: str, auto_class):
 
 def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         what = "is a folder without a usable model"
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error)}"
     return UserError(f"model={model!r} {what}: {part}: {reason}")
