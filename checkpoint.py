@@ -44,10 +44,12 @@ from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
 # What a push leaves out: these files are ours, not a model's.
+# beginnings of names
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
 # torch.load reads these: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 TRIAL_BYTES = 2**24  # written at the start of a run, to tell how long a save will take
+# an hour, which common.DEADLINE leaves to whoever is alone
 UPLOAD_SECONDS = 3600.0  # that the end of a run waits for its last upload
 
 
@@ -66,20 +68,22 @@ def manifest_of(path: Path) -> dict:
     """{"relative/name": [bytes, sha256]} of all files but the manifest itself."""
     manifest = {}
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != "manifest.json":
+        if file.is_file() and file.name != "manifest.json":  # it can't hold its own hash
             manifest[str(file.relative_to(path))] = [file.stat().st_size, file_hash(file)]
     return manifest
 
 
 def file_hash(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # in pieces: shards are large
 
 
 def verify(path, rank: int = 0, world: int = 1) -> str:
-    """ "" if the checkpoint is whole, else one sentence about the first thing that is missing or
-    changed. All files must be there with their sizes; of `world` ranks that call it together, each
-    reads its share of the contents (world 0: nobody does)."""
+    """ "" if the checkpoint is whole, else a sentence about the first file that is missing or has
+    changed.
+
+    Names and sizes are always compared. Contents are read and hashed: `world` ranks that call this
+    together share the files among them; world=0 reads none."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -110,7 +114,7 @@ def damage(file: Path, size: int, digest: str) -> str:
     """A sentence if a file is not as the manifest says; with a digest its contents are read."""
     if not file.is_file():
         return f"{file} is missing"
-    if file.stat().st_size != size:
+    if file.stat().st_size != size:  # costs nothing, so every rank looks at every file
         return f"{file} has {file.stat().st_size} bytes instead of {size}"
     if digest and file_hash(file) != digest:
         return f"{file} has changed since it was saved"
@@ -137,9 +141,11 @@ def verify_together(path) -> str:
 
 @contextmanager
 def no_code():
-    """In here torch.load, whatever its caller asks for, makes tensors, plain values and three of
-    DeepSpeed's records: a pickle that names anything else is an UnpicklingError, and runs nothing.
-    DeepSpeed asks for weights_only=False wherever it loads."""
+    """Inside this context torch.load builds data only: tensors, plain values and three of
+    DeepSpeed's records. A pickle that names anything else is an UnpicklingError, and runs nothing.
+
+    It goes through the environment, because DeepSpeed passes weights_only=False wherever it
+    loads."""
     import torch
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -148,6 +154,7 @@ def no_code():
     before = {name: os.environ.get(name) for name in ONLY_WEIGHTS}
     os.environ.update(ONLY_WEIGHTS)
     try:
+        # the only classes that DeepSpeed's shards name besides torch's own
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:
@@ -198,7 +205,7 @@ def strings_in(value) -> Iterator[str]:
             yield value
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen.add(id(value))  # ids last while `contents` of the caller holds the values
         if isinstance(value, dict):
             pending += [*value, *value.values()]
         elif isinstance(value, list | tuple | set):
@@ -215,10 +222,10 @@ def steps_of(folder) -> list[Path]:
     else, and is neither `latest` nor deleted; resume_from_checkpoint can name it."""
     paths = []
     for path in Path(folder).glob("step_*"):
-        is_number = path.name.removeprefix("step_").isdecimal()
+        is_number = path.name.removeprefix("step_").isdecimal()  # not .tmp, .old, .abandoned
         if is_number and path.is_dir() and not path.is_symlink():
             paths.append(path)
-    return sorted(paths, key=number_of)
+    return sorted(paths, key=number_of)  # by number: a name outgrows its six digits at step 1000000
 
 
 def number_of(path: Path) -> int:
@@ -231,7 +238,7 @@ def latest(folder, check=verify) -> Path | None:
     for path in sorted(Path(folder).glob("step_*")):
         if path.is_symlink():
             print(f"checkpoint passed over: {path} is a symbolic link", flush=True)
-    for path in reversed(steps_of(folder)):
+    for path in reversed(steps_of(folder)):  # newest first
         problem = check(path)
         if not problem:
             return path
@@ -240,8 +247,8 @@ def latest(folder, check=verify) -> Path | None:
 
 
 def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
-    """Deletes all but the newest `limit` (0: none) and those of every keep_every-th step (0: no
-    others)."""
+    """Keeps the newest `limit` checkpoints and every keep_every-th step's, deletes the others.
+    limit=0 deletes none; keep_every=0 keeps only the newest."""
     if limit == 0:
         return
     for path in steps_of(folder)[:-limit]:
@@ -260,7 +267,7 @@ def tidy(folder: Path) -> None:
 
 def remove(path: Path) -> None:
     """A folder, or the link to one that somebody put into its place."""
-    if path.is_symlink():
+    if path.is_symlink():  # rmtree refuses links
         path.unlink()
     else:
         shutil.rmtree(path)
@@ -287,8 +294,8 @@ def abandoned_name(path: Path) -> Path:
 
 
 def take_over(config: dict, step: int, parameters: int) -> str:
-    """Puts a run's folder in order before it goes on from `step`; sentences on what was done, and
-    on the checkpoints to come."""
+    """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
+    console: what was done, and what checkpoints there will be."""
     folder = Path(config["output_dir"])
     tidy(folder)
     sentences = []
@@ -307,7 +314,7 @@ def report(config: dict, parameters: int) -> str:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
     size = checkpoint_bytes(config, parameters)
-    seconds = size * trial_seconds(folder) / TRIAL_BYTES
+    seconds = size * trial_seconds(folder) / TRIAL_BYTES  # as if the disk were as fast all along
     often = "at the end"
     if config["save_steps"]:
         often = f"every {config['save_steps']} steps and at the end"
@@ -327,6 +334,7 @@ def checkpoint_bytes(config: dict, parameters: int) -> int:
     """Weights, their float32 copy, AdamW's two moments; if "full" the Hugging Face file too."""
     from policy import dtype_of
 
+    # bfloat16: 2 weights, 4 copy, 8 moments, 2 Hugging Face; float32: 4, no copy, 8, 4
     size = 16  # bytes of a parameter in all of them
     if config["checkpoint_mode"] == "shallow":
         size -= dtype_of(config).itemsize
@@ -343,10 +351,10 @@ def trial_seconds(folder: Path) -> float:
     start = time.perf_counter()
     try:
         with open(trial, "wb") as file:
-            file.write(os.urandom(TRIAL_BYTES))
+            file.write(os.urandom(TRIAL_BYTES))  # random: a disk that compresses would look fast
             file.flush()
-            os.fsync(file.fileno())
-        file_hash(trial)
+            os.fsync(file.fileno())  # else only the page cache would be measured
+        file_hash(trial)  # a save hashes its files too
     except OSError as error:
         raise UserError(
             f"output_dir={str(folder)!r}: a trial file of 16 MiB could not be written there "
@@ -404,14 +412,14 @@ def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
     rank = dist.get_rank()
     tmp = path.with_suffix(".tmp")
     if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)  # half a save of the same step
         # not its parents: an output_dir that is gone is not made anew behind the user
         tmp.mkdir()
-    dist.barrier()
+    dist.barrier()  # nobody writes before rank 0 has made the folder
     # what DeepSpeed's universal format, for another number of ranks, asks for
     universal = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=universal)
-    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")
+    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
     write_model(tmp, engine.module.lm, memory.step, config)
     if rank == 0:
         tokenizer.save_pretrained(tmp)
@@ -421,6 +429,7 @@ def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
     if rank == 0:
         (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
         put_in_place(tmp, path)
+        # only now: until the new one is whole, an old one may be the last
         prune(path.parent, config["save_total_limit"], config["keep_every"])
     dist.barrier()
 
@@ -433,6 +442,7 @@ def write_model(folder: Path, lm, step: int, config: dict) -> None:
     from policy import named_weights
 
     rank = dist.get_rank()
+    # the configs alone let export() rebuild the model from DeepSpeed's shards
     if config["checkpoint_mode"] == "shallow" and step < config["max_steps"]:
         if rank == 0:
             lm.config.save_pretrained(folder)
@@ -440,21 +450,21 @@ def write_model(folder: Path, lm, step: int, config: dict) -> None:
         return
     names = {name for name, _ in lm.named_parameters()}  # tied embeddings once
     weights = {}
-    for name, tensor in named_weights(lm, config["zero_stage"]):
+    for name, tensor in named_weights(lm, config["zero_stage"]):  # all ranks: ZeRO-3 gathers
         if rank == 0 and name in names:
-            weights[name] = tensor.cpu()
+            weights[name] = tensor.cpu()  # a GPU may have no room for a second model
     if rank == 0:
         lm.save_pretrained(folder, state_dict=weights)
 
 
 def put_in_place(tmp: Path, path: Path) -> None:
     """The finished folder under its name, also where this step was saved before."""
-    flush(tmp, *tmp.rglob("*"))
+    flush(tmp, *tmp.rglob("*"))  # before the name says that all is there
     old = None
     if path.exists():
         old = path.rename(path.with_suffix(".old"))
     tmp.rename(path)
-    flush(path.parent)
+    flush(path.parent)  # the rename itself
     if old:
         remove(old)
 
@@ -464,7 +474,7 @@ def flush(*paths: Path) -> None:
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            os.fsync(handle)  # of a folder: the names in it
         finally:
             os.close(handle)
 
@@ -479,7 +489,7 @@ def check_request(resume_from: str, folder: str) -> bool:
         return False
     if resume_from == "latest":
         for path in steps_of(folder):
-            if not verify(path, 0, 0):
+            if not verify(path, 0, 0):  # names and sizes only: contents are read once, by all ranks
                 return True
         raise UserError(none_whole(folder))
     problem = verify(resume_from, 0, 0)
@@ -519,6 +529,7 @@ def check_fit(path: Path, config: dict) -> None:
     from."""
     from policy import dtype_of, seed_classes
 
+    # config first: keys that are younger than the checkpoint
     saved = config | modern(json.loads((path / "train_config.json").read_text()))
     model = json.loads((path / "config.json").read_text())
     dtype = str(dtype_of(config)).removeprefix("torch.")
@@ -537,9 +548,10 @@ def check_fit(path: Path, config: dict) -> None:
 
 
 def load(path: Path, engine, rank: int) -> Memory:
-    """Parameters, optimizer and random state go into `engine` and torch, the rest is returned. With
-    another number of ranks than saved it, it goes through DeepSpeed's universal format: the same to
-    rounding, no longer to the bit."""
+    """Loads parameters and optimizer into `engine`, the random state into torch; returns the rest.
+
+    With as many ranks as saved it the run goes on to the bit. With another number ZeRO's
+    shards go through DeepSpeed's universal format, and it goes on up to rounding."""
     import torch
     import torch.distributed as dist
 
@@ -554,9 +566,10 @@ def load(path: Path, engine, rank: int) -> Memory:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
         )
+    # %: with more ranks than saved it some begin alike
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))
+    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))  # {} in older ones
 
 
 def load_universal(path: Path, engine, rank: int) -> tuple:
@@ -585,10 +598,11 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
 def convert_apart(shards: Path, out: Path) -> str:
     """convert() in a process of its own, because it forks workers; "" or its last words."""
     env = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE"):  # it is no rank of this run
         env.pop(name, None)
     command = [sys.executable, __file__, "convert", shards, out]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
+    # the last line of a traceback is what it is about
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
@@ -596,6 +610,7 @@ def convert(shards: str, out: str) -> None:
     """A checkpoint's shards in DeepSpeed's universal format."""
     from deepspeed.checkpoint import ds_to_universal
 
+    # parse_arguments reads them from nowhere else
     sys.argv = ["ds_to_universal", "--input_folder", shards, "--output_folder", out]
     with no_code():
         ds_to_universal.main(ds_to_universal.parse_arguments())
@@ -611,7 +626,7 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if zero_stage == 0:
-        file = path / "engine" / "mp_rank_00_model_states.pt"
+        file = path / "engine" / "mp_rank_00_model_states.pt"  # stage 0: rank 0 has it all
         state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         with no_code():
@@ -634,7 +649,7 @@ def export(path, out) -> None:
     problem = verify(path) or code_in(path)
     if problem:
         raise UserError(f"export: {problem}")
-    if out.exists():
+    if out.exists():  # never write into somebody's folder
         raise UserError(f"export: {out} is there already")
     config = json.loads((path / "train_config.json").read_text())
     with torch.device("meta"):  # its shape only
@@ -646,13 +661,13 @@ def export(path, out) -> None:
     for name, _ in lm.named_parameters():
         if name not in saved:
             raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)
+        weights[name] = saved[name].to(dtype)  # shards are float32 above stage 0
         parameters += saved[name].numel()
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
     lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
-    tmp.rename(out)
+    tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
 
 
@@ -671,7 +686,7 @@ def main(argv) -> None:
     elif command == "verify" and len(argv) == 2:
         problem = verify(argv[1])
         print(escaped(problem) or f"{argv[1]} is whole")
-        sys.exit(bool(problem))
+        sys.exit(bool(problem))  # status 1, for scripts
     else:
         raise UserError(USAGE)
 
@@ -686,8 +701,10 @@ class Upload(NamedTuple):
 
 
 class Hub:
-    """Uploads go through the one thread of HfApi's executor, for which Python waits at its exit.
-    So a run that ends before they do leaves by leave(), and one that crashes by crash()."""
+    """Uploads checkpoints in the background, in the one thread of HfApi's executor.
+
+    Python waits for that thread when it exits. So a run that ends before its upload does must leave
+    through leave(), and one that crashes through crash()."""
 
     def __init__(self, repo: str, folder: Path):
         disable_progress_bars()  # they would cut through ours
@@ -713,7 +730,7 @@ class Hub:
         if self.upload and not self.upload.future.done() and not last:
             tqdm.write(f"not pushed: {path}, {self.upload.path.name} is still on its way")
             return
-        self.finish(stop=False)
+        self.finish(stop=False)  # of the one before: its words, and its copy
         copy = self.folder / f"push_{path.name}.tmp"
         try:
             link_model(path, copy)
@@ -729,8 +746,8 @@ class Hub:
         self.upload = Upload(path, copy, future)
 
     def finish(self, stop: bool = True) -> None:
-        """Waits for the upload that is under way. One that failed is a sentence, with `stop`
-        RunStopped: nothing else is lost by it."""
+        """Waits for the upload that is under way. If it failed that is a warning, or with `stop` a
+        RunStopped; nothing else is lost: the checkpoint is on the disk."""
         if not self.upload:
             return
         path, copy, future = self.upload
@@ -746,7 +763,7 @@ class Hub:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             tqdm.write(f"warning: {sentence}")
         finally:
-            shutil.rmtree(copy, ignore_errors=True)
+            shutil.rmtree(copy, ignore_errors=True)  # links: the checkpoint keeps its files
 
     def leave(self) -> None:
         """The end of a process that has nothing left to do, without waiting for an upload."""

@@ -11,6 +11,7 @@ import shlex
 from typing import NamedTuple
 
 
+# No torch here: a wrong config is told before libraries load, which takes ten seconds.
 class Objective(NamedTuple):
     """All that is true of an objective but its formula, which is in loss.py. The defaults are
     those of dr_grpo."""
@@ -35,9 +36,9 @@ OBJECTIVES = {
     "cispo": Objective(tokens="token_mean", scale="group", ratio="cispo"),
     "seed_grpo": Objective(term="answer_entropy"),
     "token_entropy": Objective(term="token_entropy"),
-    "maxrl": Objective(scale="mean"),
+    "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
-    "flow": Objective(group_loss="balance", beta="weights"),
+    "flow": Objective(group_loss="balance", beta="weights"),  # a pull that does not saturate
 }
 
 
@@ -49,6 +50,7 @@ def names(wanted) -> str:
 # What one script alone is told, not the config: its own --flag=value.
 FLAGS = {
     "train": {"dry_run": False},  # True: check everything, print what would run, load no weights
+    # steps of optimizer; batch_size: demonstrations in each
     "sft": {"steps": 1000, "batch_size": 64, "learning_rate": 1e-5},
     "evaluate": {
         "output": "",  # a .jsonl file of one line per problem and seed; "" none
@@ -74,18 +76,18 @@ SOURCE = {
     "split": "train",
     "prompt": "prompt",
     "answer": "answer",
-    "more": [],
-    "task": "",
+    "more": [],  # further columns that rewards want to see
+    "task": "",  # of rows that name none themselves
 }
 # key of default.py that is a dict -> its known entries, and what one means that is left out
 ENTRIES = {
-    "dataset": SOURCE | {"weight": 1.0},
-    "easy_dataset": SOURCE | {"share": 0.0},
+    "dataset": SOURCE | {"weight": 1.0},  # share in a mixture, relative to the others'
+    "easy_dataset": SOURCE | {"share": 0.0},  # of a step's prompts; 0 off
     "eval_dataset": SOURCE | {"split": "test"},
-    "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},
+    "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},  # size in prompts, 0 off
     "vllm_options": {
-        "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": 2**28,
+        "gpu_memory_utilization": 0.3,  # of the GPU's memory
+        "kv_cache_memory_bytes": 2**28,  # 0.25 GiB, on a CPU: starts faster than 1 (LOG.md)
         "tensor_parallel_size": 1,
         "enable_sleep_mode": True,
     },
@@ -94,15 +96,16 @@ ENTRIES = {
 OPEN = ("vllm_options", "wandb_options")  # that take further entries: others read them
 # options of vLLM that follow from other keys, or without which its completions would be wrong
 VLLM_SET_HERE = (
+    # below: max_model_len is the two length keys together, dtype is the policy's
     "model",
     "tokenizer",
     "dtype",
     "seed",
     "max_model_len",
-    "logprobs_mode",
-    "generation_config",
+    "logprobs_mode",  # log-probs after temperature: those the learner takes
+    "generation_config",  # a model's own penalties would bend what is sampled
     "distributed_executor_backend",
-    "enable_chunked_prefill",
+    "enable_chunked_prefill",  # a partial prefill with seeds crashes on a CPU
     "trust_remote_code",
 )
 
@@ -139,6 +142,7 @@ def is_on(value) -> bool:
 
 
 def steers_tau(c: dict) -> bool:
+    # a meta-controller moves tau and beta itself
     return c["controller_meta_method"] == "" and (
         is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
     )
@@ -146,6 +150,7 @@ def steers_tau(c: dict) -> bool:
 
 def steers_beta(c: dict) -> bool:
     return (
+        # kl_target, kl_horizon or kl_ctl_step_size at 0: off
         c["controller_meta_method"] == ""
         and c["kl_target"] > 0
         and c["kl_horizon"] > 0
@@ -158,7 +163,7 @@ CHOICES = {
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
     "objective": tuple(OBJECTIVES),
-    "scale_rewards": ("", "group", "batch", "mean", "none"),
+    "scale_rewards": ("", "group", "batch", "mean", "none"),  # "" the objective's own
     "importance_sampling": (
         "token_truncate",
         "token_mask",
@@ -173,7 +178,7 @@ CHOICES = {
     "maxent_loss": ("listwise", "policy_gradient", "mle"),
     "xdr_utility": ("advantage", "surrogate"),
     "maxent_skip_equal_groups": ("all", "wrong", "none"),
-    "controller_meta_method": ("", "analytic", "first_order", "truncated_backprop"),
+    "controller_meta_method": ("", "analytic", "first_order", "truncated_backprop"),  # "" off
     "maxent_group_weight": ("equal", "spread"),
     "controller_meta_optimizer": ("sgd", "adam"),
     "info_seed_loss_type": ("infonce", "ce"),
@@ -181,12 +186,12 @@ CHOICES = {
     "lr_scheduler_type": ("constant", "linear", "cosine"),
     "reference_placement": ("device", "sharded", "cpu"),
     "checkpoint_mode": ("full", "shallow"),
-    "report_to": ("", "wandb"),
+    "report_to": ("", "wandb"),  # "" metrics.jsonl only
 }
 # Every number of default.py, in its order: (lower bound, upper bound). No upper bound: MOST.
 RANGES = {
     # run
-    "seed": (">= 0", "< 4294967296"),
+    "seed": (">= 0", "< 4294967296"),  # 2**32
     # data
     "easy_dataset.share": (">= 0", "<= 1"),
     "max_prompt_length": ("> 0", None),
@@ -199,15 +204,15 @@ RANGES = {
     "num_generations": (">= 2", None),
     "max_completion_length": ("> 0", None),
     "temperature": (">= 0.01", None),
-    "max_logp_difference": ("-1 or >= 0", None),
+    "max_logp_difference": ("-1 or >= 0", None),  # nats a token
     "vllm_options.gpu_memory_utilization": ("> 0", "< 1"),
     "vllm_options.kv_cache_memory_bytes": (">= 1000000", "<= 1e15"),
     "vllm_options.tensor_parallel_size": ("> 0", None),
-    "rollout_timeout": ("> 0", "<= 1500"),
+    "rollout_timeout": ("> 0", "<= 1500"),  # seconds; six tries are 2.5 hours, below DEADLINE
     "rollout_ahead": (">= 0", "<= 1"),
     # rewards
     "reward_workers": (">= 0", "<= 1024"),
-    "reward_timeout": ("> 0", "<= 3600"),
+    "reward_timeout": ("> 0", "<= 3600"),  # seconds, far below common.DEADLINE
     "reward_memory_gib": ("> 0", "<= 1000000"),
     "max_reward_failures": (">= 0", "<= 1"),
     "soft_overlong_buffer": ("> 0", None),
@@ -215,7 +220,7 @@ RANGES = {
     "num_iterations": ("> 0", None),
     "epsilon": (">= 0", None),
     "epsilon_high": ("-1 or >= 0", None),
-    "delta": ("-1 or >= 1", None),
+    "delta": ("-1 or >= 1", None),  # the whole claim, with epsilon_high, is in objective_claims
     "cispo_epsilon_max": ("> 0", None),
     "importance_sampling_cap": ("> 0", None),
     "beta": (">= 0", None),
@@ -224,22 +229,22 @@ RANGES = {
     "seed_grpo_alpha": (">= 0", None),
     "unlikeliness_coef": (">= 0", "<= 1"),
     "pkpo_k": ("> 0", None),
-    "maxent_tau": (">= 0", "<= inf"),
+    "maxent_tau": (">= 0", "<= inf"),  # inf: uniform weights
     "maxent_q_temperature": ("> 0", None),
-    "maxent_q_epsilon": (">= 0", None),
+    "maxent_q_epsilon": (">= 0", None),  # at most 1 / rows of a group: group_claims
     "maxent_score_scale": ("> 0", None),
     "mode_entropy_coef": (">= 0", None),
     # controllers
-    "maxent_target_weight_entropy": ("-1 or >= 0", None),
-    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),
+    "maxent_target_weight_entropy": ("-1 or >= 0", None),  # nats
+    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # a share of the way to flat
     "maxent_tau_lr": ("> 0", None),
-    "maxent_tau_min": ("> 0", None),
+    "maxent_tau_min": ("> 0", None),  # tau moves by its logarithm
     "maxent_tau_max": ("> 0", None),
     "maxent_tau_warmup_steps": ("-1 or >= 0", None),
     "kl_target": (">= 0", None),
     "kl_horizon": (">= 0", None),
     "kl_ctl_step_size": (">= 0", None),
-    "beta_min": ("> 0", None),
+    "beta_min": ("> 0", None),  # at 0 a controller that multiplies would stay there
     "beta_max": ("> 0", None),
     "controller_meta_lr": ("> 0", None),
     "controller_meta_tau_lr": ("-1 or >= 0", None),
@@ -299,8 +304,8 @@ SIGNS = {  # sign -> (whether it holds, how it is said)
 
 
 def claims(c: dict):
-    """(whether it holds, the sentence if it doesn't) of one thing after the other; a later one may
-    rely on those before it."""
+    """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A later one may
+    rely on those before it, so a caller stops at the first that fails."""
     yield from value_claims(c)
     yield from group_claims(c)
     yield from data_claims(c)
@@ -323,6 +328,7 @@ def in_range(key: str, value) -> tuple[bool, str]:
     off = lower.startswith("-1 or ") and not isinstance(value, dict)  # -1 turns the key off
     lower = lower.removeprefix("-1 or ")
     for number in values_of(value):
+        # by the type of the number: coerce() has made it that of its default
         limit = upper or MOST[type(number)]
         lower_holds, lower_words = check_bound(number, lower)
         upper_holds, upper_words = check_bound(number, limit)
@@ -366,6 +372,7 @@ def value_claims(c: dict):
         )
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
+            # else it would show only when the run is resumed
             not set(c[key]) & set("*?["),
             f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern "
             "and would "
@@ -399,12 +406,12 @@ def paths(c: dict):
 
 def rows_of_a_group(c: dict) -> int:
     """With the seeded rows of InfoSeed."""
-    return c["num_generations"] + c["info_seed_num_seeds"]
+    return c["num_generations"] + c["info_seed_num_seeds"]  # G + S
 
 
 def group_claims(c: dict):
     """Sizes of groups, and what engine and optimizer can do together."""
-    if c["info_seed_num_seeds"] > 0:
+    if c["info_seed_num_seeds"] > 0:  # 0: InfoSeed is off, and its other keys mean nothing
         yield (
             "{seed}" in c["info_seed_prompt_template"],
             f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
@@ -426,7 +433,7 @@ def group_claims(c: dict):
         )
     G = rows_of_a_group(c)
     yield (
-        c["maxent_q_epsilon"] * G <= 1,
+        c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: a share below 0
         f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = "
         f"{1 / G:.4f}",
     )
@@ -436,6 +443,7 @@ def group_claims(c: dict):
         "and learning share a process",
     )
     yield (
+        # offloading is a part of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
     )
@@ -450,7 +458,7 @@ def data_claims(c: dict):
         f"reward_funcs={c['reward_funcs']}",
     )
     yield (
-        all(abs(weight) <= 1e30 for weight in c["reward_weights"]),
+        all(abs(weight) <= 1e30 for weight in c["reward_weights"]),  # float32 holds 3e38
         f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e30",
     )
     for key, source in [("dataset", source) for source in sources(c)] + [
@@ -488,6 +496,7 @@ def data_claims(c: dict):
 
 def objective_claims(c: dict):
     """Terms of the loss that exclude or need each other."""
+    # A < 0 counts the larger of the capped and the clipped ratio: a lower cap would never act
     ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
     yield (
         c["delta"] == -1 or c["delta"] >= ceiling,
@@ -496,7 +505,7 @@ def objective_claims(c: dict):
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
     yield (
-        objective.advantage != "pass_at_k" or max(values_of(c["pkpo_k"])) <= G,
+        objective.advantage != "pass_at_k" or max(values_of(c["pkpo_k"])) <= G,  # k of G are drawn
         f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
     )
     yield (
@@ -516,6 +525,7 @@ def objective_claims(c: dict):
         f"and beta={c['beta']}",
     )
     yield (
+        # in the other objectives beta * KL is in the loss already
         not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
         f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
@@ -538,7 +548,7 @@ def controller_claims(c: dict):
     )
     highest = max(values_of(entropy))
     yield (
-        highest <= math.log(G),
+        highest <= math.log(G),  # nats: the entropy of uniform weights
         f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
         f"{math.log(G):.3f}, "
         f"which no weights can reach",
@@ -556,6 +566,7 @@ def controller_claims(c: dict):
             f"kl_target={c['kl_target']}",
         )
         yield (
+            # 2 / (1/2): the softmax's Jacobian has eigenvalues up to 1/2, at two answers of 1/2
             c["controller_meta_virtual_lr"] < 4,
             f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
             "virtual steps overshoot for ever",
@@ -592,6 +603,7 @@ def controller_claims(c: dict):
             f"beta_max={c['beta_max']}",
         )
     yield (
+        # a step multiplies beta by 1 - step_size / horizon at the least
         not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
         f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or "
         "beta could turn negative",
@@ -608,21 +620,21 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     least T * ln V. For sums T is taken as max_completion_length."""
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
-        per_token *= c["max_completion_length"]
+        per_token *= c["max_completion_length"]  # a sum of so many log-probs, not their mean
     return 1 / (per_token * math.log(vocabulary))
 
 
 def tau_of_excess(excess: float, G: int, right: int) -> float:
-    """The maxent_q_temperature * maxent_tau at which w has this excess entropy in a group with
-    `right` of G at reward 1, the others at 0."""
-    low, high = 1e-3, 1e3
-    for _ in range(60):
-        tau = math.sqrt(low * high)
+    """The maxent_q_temperature * maxent_tau at which the weights w of a group have this excess
+    entropy. The group: `right` of G rows have reward 1, the others 0."""
+    low, high = 1e-3, 1e3  # tau: the entropy grows with it, so halving the interval finds it
+    for _ in range(60):  # halves ln(high / low) each time: to the last digit of a float
+        tau = math.sqrt(low * high)  # the middle of the logarithms
         wrong = math.exp(-1 / tau) / (right + (G - right) * math.exp(-1 / tau))
-        best = (1 - (G - right) * wrong) / right
+        best = (1 - (G - right) * wrong) / right  # w of one right row; `wrong`: of one wrong row
         entropy = -right * best * math.log(best)
         entropy -= (G - right) * wrong * math.log(wrong) if wrong > 0 else 0.0
-        reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))
+        reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))  # 0 to 1
         low, high = (tau, high) if reached < excess else (low, tau)
     return low
 
@@ -637,7 +649,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         because = f"1/ln(vocabulary {vocabulary})"
     if c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
-    if product > limit * 1.001:
+    if product > limit * 1.001:  # 1.001: room for rounding
         warnings.append(
             f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: "
             "the "
@@ -669,6 +681,7 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
             "is a "
             f"mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
+    # 0.3: ten times the default; from about 30 on the loop is not even stable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
@@ -697,7 +710,8 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     reach = (
         sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
     )  # range of log q, if a reward is in 0..1
-    if c["controller_meta_method"] not in ("", "analytic"):
+    if c["controller_meta_method"] not in ("", "analytic"):  # those that follow a gradient
+        # well below it the slope by log tau is a thousandth (tests/test_controllers_config.py)
         if c["maxent_tau"] + c["beta"] < 0.05 * reach:
             warnings.append(
                 f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent
 # (rollout servers that start, rewards that hang, the hash of a large checkpoint, the last upload:
 # an hour). A rank that dies is noticed at once, by its connections or by torchrun
 DEADLINE = timedelta(hours=3)
+# a config named by mistake, /dev/zero say, is not read to its end
 LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value
 DEEPEST = 10  # lists and dicts within each other
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
@@ -58,6 +59,7 @@ REPLACED = {
     "wandb_project": "wandb_options.project",
     "wandb_name": "wandb_options.name",
     "wandb_mode": "wandb_options.mode",
+    # with a space in it: a sentence for the person, as the value can't be taken over
     "dataset_mixture": "dataset takes a list of sources: "
     '[{"name": "countdown", "weight": 2.0}, ...]',
     "easy_schedule": "easy_dataset has a share, a line through points: "
@@ -118,7 +120,7 @@ def escaped(sentence: str) -> str:
 def leave(sentence: str, status: int) -> None:
     """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and
     the atexit handlers of the libraries would wait for them."""
-    sys.stdout.flush()
+    sys.stdout.flush()  # os._exit would lose what is buffered
     print(f"error: {escaped(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
 
@@ -130,10 +132,12 @@ def lost_a_rank(error: Exception) -> bool:
 
 
 def script(work, *arguments):
-    """What work(*arguments) of a script returns, by default work(command line); errors that are
-    meant for a person come without a stack of library frames."""
+    """Runs a script: work(*arguments), or work(command line) if there are none, and returns what
+    that returns. Errors that are meant for a person end it with one sentence, no traceback."""
+    # first of all: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # until a run is ready to save what it has
     end_with_torchrun()
+    # before the config is read: help must work where the rest of the line is wrong
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(sys.modules["__main__"].__doc__)
         print("config/default.py lists every key with its meaning; --key=value sets one.")
@@ -147,6 +151,7 @@ def script(work, *arguments):
         leave(str(error), 2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            # neither a full disk nor a quota: nobody knows the cure, so the traceback stays
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
@@ -166,14 +171,16 @@ def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's
     file runs nothing."""
     try:
+        # utf-8-sig: some editors begin a file with a byte order mark
         with open(path, encoding="utf-8-sig") as file:
+            # one more than allowed, by which parse() sees that it is too long
             text = file.read(LONGEST_CONFIG + 1)
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
         raise UserError(f"config file {path} can't be read: {error.strerror}") from None
-    except UserError:
+    except UserError:  # is a ValueError, which the next lines would wrap once more
         raise
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
             f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: "
             f"{error}"
@@ -192,6 +199,7 @@ def read_config_file(path) -> dict:
             )
         key = node.targets[0].id
         try:
+            # literal_eval: takes no name and no call, so nothing runs
             value = parse(ast.literal_eval, node.value, f"{path}:{node.lineno}: {key}")
         except UserError:
             raise
@@ -200,6 +208,7 @@ def read_config_file(path) -> dict:
                 f"{path}:{node.lineno}: {key} must be a plain literal, not "
                 f"{source_of(node.value, text)}"
             ) from None
+        # Python would take the last one in silence, and the first would mislead who reads the file
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
         values[key] = value
@@ -232,11 +241,13 @@ def check_literal(value, where: str, depth: int = 0) -> None:
     if depth > DEEPEST:
         raise UserError(f"{where} {NESTED}")
     if isinstance(value, dict):
-        value = [*value, *value.values()]
+        value = [*value, *value.values()]  # keys too come from a stranger
     if isinstance(value, (list, tuple)):
         for item in value:
+            # ends at DEEPEST, far below Python's own limit of recursion
             check_literal(item, where, depth + 1)
     elif isinstance(value, int):
+        # bool is an int and passes
         if value.bit_length() > 100:  # Python itself refuses to print thousands of digits
             raise UserError(f"{where} is or holds a whole number of more than 30 digits")
     elif isinstance(value, str):
@@ -276,6 +287,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
             if type(merged[key]) is not dict:
                 raise UserError(f"{where}: {key}={shown(merged[key])} has no entries by name")
             value = {**merged[key], entry: value}
+        # the type is that of `config`, whose values have been coerced to those of default.py
         merged[key] = coerce_key(key, value, config[key], where)
     return merged
 
@@ -283,7 +295,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
 def current_name(name: str, source: str) -> str:
     """The key, or key.entry, that a name means today; a UserError for a key that is gone."""
     replacement = REPLACED.get(name, name)
-    if " " in replacement:
+    if " " in replacement:  # a sentence, not a key
         raise UserError(f"{source}: {name} is no key any more: {replacement}")
     return replacement
 
@@ -294,8 +306,9 @@ def nearest(name: str, known) -> str:
 
 
 def coerce_key(key: str, value, default, where: str):
-    """`value` in the type of the key: that of its default, or one of the others it may have."""
-    if key in checks.STEPS and type(value) is dict:
+    """`value` in the type of the key: that of its default, or {step: value}, or for "dataset" a
+    list of sources."""
+    if key in checks.STEPS and type(value) is dict:  # only these may change during a run
         return coerce_points(value, default, where)
     if key == "dataset" and type(value) is list:
         return [
@@ -315,7 +328,7 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
             coerced[entry] = coerce_key(
                 f"{key}.{entry}", content, known[entry], f"{where}: {entry}"
             )
-        elif type(entry) is not str or key not in checks.OPEN:
+        elif type(entry) is not str or key not in checks.OPEN:  # OPEN ones go to a library
             raise UserError(
                 f"{where}: unknown entry {shown(entry)}; those of {key} are {', '.join(known)}"
             )
@@ -328,9 +341,9 @@ def coerce_points(value: dict, default, where: str) -> dict:
     check_literal(value, where)
     points = {}
     for step, number in value.items():
-        if isinstance(step, str) and step.isdecimal() and len(step) < 30:
+        if isinstance(step, str) and step.isdecimal() and len(step) < 30:  # as in check_literal
             step = int(step)
-        if type(step) is not int or step < 0:
+        if type(step) is not int or step < 0:  # type(): True is an int for isinstance
             raise UserError(f"{where}={shown(value)} must be {{step: value}}, steps from 0 on")
         points[step] = coerce(number, default, f"{where}, step {step}")
     if not points:
@@ -345,15 +358,17 @@ def coerce(value, default, where: str):
     number."""
     kind = type(default)
     check_literal(value, where)
+    # Python has no literal of it: files and flags hold a text
     if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
         return math.inf
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
+    if type(value) is not kind:  # not isinstance: bool is a subclass of int
         raise UserError(
             f"{where} must be of type {kind.__name__} like {default!r}, "
             f"not {type(value).__name__} {shown(value)}"
         )
+    # an empty default says nothing about what its list holds
     if kind is list and default:  # a list holds what its default holds
         where = f"{where}={shown(value)}, entry"
         return [coerce(item, default[0], f"{where} {i}") for i, item in enumerate(value)]
@@ -376,8 +391,9 @@ def modern(settings: dict) -> dict:
         elif entry:
             if value != checks.ENTRIES[key].get(entry, ""):
                 translated[key] = {**translated.get(key, {}), entry: value}
-        elif value != "":
+        elif value != "":  # "" was off, which the new key says by its default
             translated[key] = value
+    # switches that are gone: off is now a value of another key
     if settings.get("info_seed_enabled") is False:
         translated["info_seed_num_seeds"] = 0
     if settings.get("controller_meta_enabled") is False:
@@ -390,6 +406,7 @@ def modern(settings: dict) -> dict:
 def modern_source(source: dict) -> dict:
     """A source of an older mixture: {"id", "columns": {"prompt", ...}, ...}."""
     rest = {key: value for key, value in source.items() if key not in ("id", "columns")}
+    # "id" was its name; what it called a column is now an entry of its own
     return {"name": source["id"], **source.get("columns", {}), **rest}
 
 
@@ -401,7 +418,7 @@ def modern_schedules(settings: dict, easy: dict) -> dict:
     if settings.get("temperature_schedule"):
         start = settings["temperature"]
         changing["temperature"] = stairs(settings["temperature_schedule"], start)
-    if settings.get("maxent_target_final", -1) >= 0:
+    if settings.get("maxent_target_final", -1) >= 0:  # -1 was off
         for key in ("maxent_target_weight_entropy", "maxent_target_excess_entropy"):
             if settings.get(key, -1) >= 0:
                 last = settings["maxent_target_horizon"]
@@ -411,10 +428,10 @@ def modern_schedules(settings: dict, easy: dict) -> dict:
 
 def stairs(schedule: dict, value: float) -> dict:
     """{first step: value}, each until the next one, `value` before, as a line through points."""
-    points = {0: value}
+    points = {0: value}  # a stair is two points, one step apart
     for first, following in sorted((int(first), value) for first, value in schedule.items()):
         if first > 0:
-            points[first - 1] = value
+            points[first - 1] = value  # holds up to here: between points the line is straight
         points[first] = value = following
     return points
 
@@ -429,8 +446,9 @@ def read_flag(argument: str, defaults: dict) -> dict:
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
-    if isinstance(default, str):
+    if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
         return {name: text}
+    # None: an unknown key, of which merge() will say so
     if (default is None or isinstance(default, bool)) and text.lower() in ("true", "false"):
         return {name: text.lower() == "true"}
     try:
@@ -455,19 +473,19 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Of a key that is given twice the last value counts, as scripts that add flags rely on: that
-    is said."""
+    """Says which flags are overridden by a later one of the same key. It is no error: scripts
+    rely on adding flags behind the user's."""
     last = {}
     for word in argv:
         key, equals, _ = word.partition("=")
-        if key in last and equals and os.environ.get("RANK", "0") == "0":
+        if key in last and equals and os.environ.get("RANK", "0") == "0":  # once, not by every rank
             print(f"{last[key]} is not used: {word} comes after it", file=sys.stderr, flush=True)
         last[key] = word
 
 
 def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
-    """The flags of a command that are no keys of the config, as a dict like `defaults`, and what
-    is left of `argv`: files and flags of the config."""
+    """Splits a command line: (the command's own flags, as a dict like `defaults`; the rest, files
+    and flags of the config)."""
     switches = tuple(key for key, default in defaults.items() if isinstance(default, bool))
     refuse_two_words(argv, switches)
     own, rest = dict(defaults), []
@@ -494,6 +512,7 @@ def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its
     --key=value, whatever their order."""
     refuse_two_words(argv)  # before the files are read: in "--seed 3" the 3 is none
+    # by its own place: a command may be started from any folder
     defaults = read_config_file(ROOT / "config" / "default.py")
     config = dict(defaults)
     flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
@@ -503,6 +522,7 @@ def load_config(argv) -> dict:
         else:
             values = read_config_file(path)
         config = merge(config, values, path)
+    # after all files, wherever they stood on the line
     for flag in flags:
         config = merge(config, flag, "command line")
     check_config(config)
@@ -518,7 +538,7 @@ def check_config(c: dict) -> None:
 
 def check_lengths(path: Path, where: str) -> None:
     """UserError for a path or a name in it that no file system takes."""
-    longest = max(len(os.fsencode(name)) for name in path.parts)
+    longest = max(len(os.fsencode(name)) for name in path.parts)  # in bytes: one letter may take 4
     if longest > LONGEST_NAME:
         raise UserError(f"{where}: a name of {longest} bytes is in it, {LONGEST_NAME} are the most")
     if len(os.fsencode(path)) > LONGEST_PATH:
@@ -533,6 +553,7 @@ def check_writable(key: str, path, folder: bool) -> None:
     absolute = Path(path).absolute()
     check_lengths(absolute, where)
     there = absolute
+    # lexists: a link that leads nowhere is there too, and mkdir would fail on it
     while not os.path.lexists(there):
         there = there.parent
     is_folder = folder or there != absolute  # what has to be a folder for this
@@ -542,7 +563,7 @@ def check_writable(key: str, path, folder: bool) -> None:
         raise UserError(f"{where}: {str(there)!r} is a file, not a folder")
     if not is_folder and not os.path.isfile(there):
         raise UserError(f"{where}: {str(there)!r} is a folder or a device, not a file")
-    if not is_folder and not os.access(there, os.W_OK):
+    if not is_folder and not os.access(there, os.W_OK):  # a file that is overwritten
         raise UserError(f"{where}: it is there and protected against writing")
     place = there if is_folder else there.parent
     try:  # nothing else tells for root, on read-only disks and in /proc
@@ -560,9 +581,9 @@ def read_settings(path: Path) -> dict:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{str(path)!r} can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than Python goes
         found = None
-    if not isinstance(found, dict) or "reward_funcs" not in found:
+    if not isinstance(found, dict) or "reward_funcs" not in found:  # a key of every version
         raise UserError(
             f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
             f"choose another place, or move it away"
@@ -579,7 +600,7 @@ def in_one_line(text, longest: int = 300) -> str:
 
 def say_once(text: str, file=None) -> None:
     """Prints on rank 0, also before the ranks know of each other."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # torchrun's; without it there is one process
         print(text, file=file, flush=True)
 
 
@@ -598,12 +619,14 @@ def progress(**settings):
 
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} "
     line += "[{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
+    # seconds from one line to the next
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
 def scheduled(value, step: int) -> float:
-    """A number as it is; of {step: value} the line through these points at `step`, flat outside."""
+    """The value of a setting at `step`. A number stays as it is; {step: value} is a line through
+    these points, flat before the first and after the last."""
     if not isinstance(value, dict):
         return value
     before = max((s for s in value if s <= step), default=min(value))
@@ -624,6 +647,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def listen(hear) -> None:
     """hear(number, frame) for every signal that asks to end. What was ignored at the start stays
     so: nohup means that a closed terminal is not our concern."""
+    # SIGUSR1: what a Slurm script is sent before its time is over
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, hear)
@@ -635,14 +659,14 @@ def end_now(number: int, frame) -> None:
     by_torchrun = under_torchrun() and number == signal.SIGTERM  # which says why itself
     if os.environ.get("RANK", "0") == "0" and not by_torchrun:
         say(f"error: stopped by {name}")
-    os._exit(128 + number)
+    os._exit(128 + number)  # the shell's status of a process that a signal ended
 
 
 def say(sentence: str) -> None:
     """From a signal handler, or a thread that ends the process: print() may be half-way
     elsewhere."""
     try:
-        os.write(2, f"{sentence}\n".encode())
+        os.write(2, f"{sentence}\n".encode())  # one call, without Python's buffer and its lock
     except OSError:
         pass  # the terminal is gone, and with it whoever would read this
 
@@ -652,15 +676,15 @@ def leave_terminal() -> None:
     which would end the run before it has saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # a file or a pipe goes on being written
             os.dup2(nowhere, stream)
     os.close(nowhere)
 
 
 class Stop:
     def __init__(self, folder, rank: int):
-        self.file = Path(folder) / "stop" if rank == 0 else None
-        self.heard = 0
+        self.file = Path(folder) / "stop" if rank == 0 else None  # one rank looks, all agree
+        self.heard = 0  # number of the signal; 0: none yet
         listen(self.hear)
 
     def hear(self, number: int, frame) -> None:
@@ -670,6 +694,7 @@ class Stop:
         elif self.heard in (0, signal.SIGHUP):
             self.heard = number
         else:  # checkpoints are renamed when they are whole: nothing to tidy up
+            # the second time of asking: somebody is in haste
             os._exit(128 + number)
 
     def asked(self) -> bool:
@@ -685,9 +710,10 @@ def under_torchrun() -> bool:
 
 @cache  # once in a process
 def end_with_torchrun() -> None:
-    """Ends this rank within seconds, in the middle of a step too, when the torchrun that has
-    started it is gone: killed itself, it can't end its ranks, and they would train on unseen.
-    Without torchrun the end of a parent means nothing: it is a shell that somebody has left."""
+    """Ends this rank within seconds, even in the middle of a step, when its torchrun is gone.
+
+    A torchrun that is killed can't end its ranks, and they would train on unseen. Without torchrun
+    the parent is a shell, and its end means nothing: somebody has logged out."""
     if under_torchrun():
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
 
@@ -695,8 +721,8 @@ def end_with_torchrun() -> None:
 def follow(parent: int) -> None:
     # not PR_SET_PDEATHSIG: that one tells of the parent's thread, not of the parent
     while os.getppid() == parent:
-        time.sleep(1)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+        time.sleep(1)  # seconds: an orphan is noticed within them
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence a machine
         say(
             f"error: torchrun (process {parent}) is gone, and its ranks leave with it; "
             "go on with --resume_from_checkpoint=latest"

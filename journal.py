@@ -28,7 +28,7 @@ from pathlib import Path
 from checks import entries, paths
 from common import ROOT, UserError, check_writable, quoted
 
-LOCK = ".lock"
+LOCK = ".lock"  # kept in the folder while a run holds it
 NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
 # That a run that is done waits until Weights & Biases has the rest. What is left can be uploaded by
 # `wandb sync`.
@@ -86,7 +86,7 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     warning."""
     folder = Path(folder)
     check_writable("output_dir", folder, folder=True)
-    if rank:
+    if rank:  # rank 0's lock is on the folder that all ranks share
         yield None
         return
     made = not folder.exists()
@@ -94,7 +94,7 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     try:
         yield lock
     finally:
-        if is_at(folder / LOCK, lock):
+        if is_at(folder / LOCK, lock):  # not another run's, of a folder that has taken its name
             (folder / LOCK).unlink()
         lock.close()
         # what ended before it has written anything leaves no trace
@@ -105,9 +105,10 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
 def take_lock(folder: Path, cure: str):
     """The open and locked file, with our name in it."""
     # The last holder takes the file along when it leaves: then once more, with a new one.
-    for _ in range(10):
+    for _ in range(10):  # each time somebody else has left in between; more is no accident
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # "a+": "w" would empty the file, and with it the name of who holds it
             lock = open(folder / LOCK, "a+", opener=open_no_link)
         except FileNotFoundError:
             continue
@@ -116,7 +117,7 @@ def take_lock(folder: Path, cure: str):
         if not try_lock(lock):
             raise UserError(f"{str(folder)!r} is in use by {holder(lock)}: end it, or {cure}")
         if is_at(folder / LOCK, lock):
-            lock.truncate(0)
+            lock.truncate(0)  # what a holder that was killed has left
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
             # else a fork, of a reward's worker for example, would go on holding it
@@ -134,7 +135,7 @@ def open_no_link(path: str, flags: int) -> int:
 def try_lock(lock) -> bool:
     """False if somebody else has it."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # NB: an error at once, instead of waiting
     except BlockingIOError:
         return False
     except OSError as error:
@@ -151,6 +152,7 @@ def try_lock(lock) -> bool:
 def holder(lock) -> str:
     """Who holds it, by its own words in the file."""
     lock.seek(0)
+    # a stranger's file can hold anything: only what looks like our own line is shown
     named = re.match(r"process \d+ on [\w.-]+", lock.read(300))
     return f"{named[0]}, or by what that has started" if named else "another process"
 
@@ -158,7 +160,7 @@ def holder(lock) -> str:
 def is_at(path: Path, file) -> bool:
     """Whether an open file is still the one of that name."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))  # device and inode
     except FileNotFoundError:
         return False
 
@@ -174,7 +176,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     check_writable("output_dir", folder, folder=True)
     if "/" in config["weight_sync"]:  # a folder, and no word
         check_writable("weight_sync", config["weight_sync"], folder=True)
-    if resuming or is_empty(folder):
+    if resuming or is_empty(folder):  # a run that goes on in it owns what is there
         return
     if not config["overwrite_output_dir"]:
         raise UserError(
@@ -217,7 +219,7 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     for name in ("stop", "done"):
         (folder / name).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    with open(folder / "launches.jsonl", "a") as file:
+    with open(folder / "launches.jsonl", "a") as file:  # a run that is resumed adds a line
         file.write(json.dumps(header) + "\n")
 
 
@@ -233,10 +235,12 @@ def delete(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> tuple[list[dict], str]:
-    """The lines of a metrics.jsonl, and the numbers of those that can't be read: "3, 17". Half a
-    line at the end, which a process that died has left, is not counted."""
+    """(the rows of a metrics.jsonl, the numbers of lines that can't be read, such as "3, 17").
+
+    Half a line at the end is no damage: a process that died while it wrote has left it."""
     rows = []
     broken = []  # line numbers
+    # bytes: half a character at the end must not fail the whole file
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -244,8 +248,8 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("a line of metrics is an object with a step")
             rows.append(row)
-        except (ValueError, RecursionError):
-            if line.endswith(b"\n"):
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, no step
+            if line.endswith(b"\n"):  # only the last line can lack it: it was being written
                 broken.append(str(number))
     return rows, ", ".join(broken)
 
@@ -271,11 +275,11 @@ def start_wandb(folder: Path, config: dict):
     settings = {
         "config": config,
         "id": wandb_id(folder),
-        "resume": "allow",
+        "resume": "allow",  # go on under the id if it is known there, else begin
         "dir": folder,
         "settings": wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
         **options,
-        "name": options["name"] or folder.name,
+        "name": options["name"] or folder.name,  # after options, whose name may be ""
     }
     try:
         return wandb.init(**settings)
@@ -294,7 +298,7 @@ def wandb_id(folder: Path) -> str:
     that is resumed goes on there too."""
     path = folder / "wandb_id"
     if not path.exists():
-        path.write_text(secrets.token_hex(4))
+        path.write_text(secrets.token_hex(4))  # 8 hexadecimal digits
     return path.read_text()
 
 
@@ -333,8 +337,8 @@ class MetricsLog:
         self.tell_wandb(lambda run: run.finish())
 
     def tell_wandb(self, act) -> None:
-        """act(run) if there is one. It is a copy: that its service has died, out of memory for
-        example, is no reason to end a run."""
+        """Calls act(run) if there is a run at Weights & Biases. An error is a warning: it holds
+        only a copy, and may die, out of memory for example, while the training goes on."""
         if not self.wandb:
             return
         try:
@@ -345,7 +349,7 @@ class MetricsLog:
                 f"metrics.jsonl goes on alone",
                 flush=True,
             )
-            self.wandb = None
+            self.wandb = None  # said once, not at every step
 
 
 class Timer:
@@ -353,12 +357,13 @@ class Timer:
 
     def __init__(self):
         self.seconds = {}  # phase: how long so far
-        self.started = time.perf_counter()
+        self.started = time.perf_counter()  # when the step began: phases need not cover all of it
 
     @contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
         yield
+        # a phase may come more than once in a step
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self, tokens: int = 0) -> dict:

@@ -6,8 +6,8 @@ dry_run(config, world, dtype, deepspeed_config)     # reads it and says what wou
 """
 
 import json
-import os
 import math
+import os
 import re
 import string
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
             "model is empty: name a Hugging Face id or a folder, such as "
             "--model=Qwen/Qwen2.5-0.5B-Instruct"
         )
-    refuse_missing_folder(model)
+    refuse_missing_folder(model)  # a typo, before the hub is asked for it
     if not os.path.isdir(model):  # a hub id
         data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
@@ -82,7 +82,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
 @contextmanager
 def quiet():
     """Without transformers' own reports and progress bars: what matters of them is said here."""
-    verbosity = logging.get_verbosity()
+    verbosity = logging.get_verbosity()  # of the whole process: it is given back
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -112,7 +112,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 def vocabulary_of(model: str, config) -> int:
     # of a model that sees images too, the part that reads text
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    if type(vocab_size) is not int or vocab_size < 1:
+    if type(vocab_size) is not int or vocab_size < 1:  # bool is an int
         raise unusable(model, "config.json", f"vocab_size={vocab_size!r} must be at least 1")
     return vocab_size
 
@@ -121,6 +121,7 @@ def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
     """UserError for a tokenizer without a vocabulary, as some are without their files, or with a
     larger one than the model's. Special tokens may lie beyond: Gemma's has one for images."""
     try:
+        # every letter, digit and sign of ASCII: some of them are in any vocabulary
         ids = tokenizer(string.printable, add_special_tokens=False)["input_ids"]
     except Exception as error:  # Rust's own kinds too
         raise unusable(model, "the tokenizer", error) from None
@@ -164,7 +165,7 @@ def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
     ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     stop_ids = []
     for i in ids:
-        if i is None or i in stop_ids:
+        if i is None or i in stop_ids:  # None: the one or the other names none
             continue
         if type(i) is not int or not 0 <= i < vocab_size:
             raise UserError(
@@ -199,7 +200,7 @@ def generation_eos(model: str):
 def empty_model(model: str, config):
     """The model that config.json describes, without any memory for its weights."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without storage
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # as in load_part
         raise unusable(model, "config.json", error) from None
@@ -240,6 +241,7 @@ def check_weights(model: str) -> None:
     except Exception as error:  # as in load_part
         raise unusable(model, "its weights", damaged_file(folder) or error) from None
     refuse_other_weights(model, lm, report)
+    # the cache has a hub model's files in one folder
     for path in weight_files(Path(cached_file(model, "config.json")).parent):
         refuse_nan(model, path)
 
@@ -248,7 +250,7 @@ def damaged_file(folder: Path) -> str:
     """Which of a folder's weight files can't be opened, and why; "" if all can."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
+            with safe_open(path, "pt"):  # reads the header, and compares it with the file's size
                 pass
         except Exception as error:  # SafetensorError, OSError and what else a file can be
             return f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error)}"
@@ -256,7 +258,8 @@ def damaged_file(folder: Path) -> str:
 
 
 def refuse_other_weights(model: str, lm, report: dict) -> None:
-    """report: transformers' own, of what the model that config.json describes found and did not."""
+    """UserError if the files hold other weights than config.json describes. report: transformers'
+    own, of the names and sizes that did not match."""
     # a file of another model, or a config.json that was edited
     other_sizes = sorted(report["mismatched_keys"])
     if other_sizes:
@@ -318,7 +321,7 @@ def check_context(model_config, c: dict) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     stretched = rope.get("rope_type", "default") != "default"
-    if limit and not stretched and longest_row(c) > limit:
+    if limit and not stretched and longest_row(c) > limit:  # limit None: no table of positions
         raise UserError(
             f"max_prompt_length={c['max_prompt_length']} + "
             f"max_completion_length={c['max_completion_length']} is more than the {limit} "
@@ -350,7 +353,7 @@ class Inputs(NamedTuple):
 def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     """All that can be wrong before weights are loaded; a dry run downloads none to look at them."""
     rewards.check_names(c["reward_funcs"])
-    if c["prompts_per_step"] % world:
+    if c["prompts_per_step"] % world:  # every rank takes as many
         raise UserError(
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
             f"{world}"
@@ -365,12 +368,12 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]
+    rows = [row for source in (*sources, easy) for row in source]  # all that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     eval_rows = []
-    if c["eval_steps"] > 0:
+    if c["eval_steps"] > 0:  # 0: never evaluated, no rows are needed
         eval_rows = load_eval_rows(c, files.tokenizer)
     data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
     return Inputs(
@@ -432,7 +435,7 @@ def batch_sentence(c: dict, world: int) -> str:
     group = rows_of_a_group(c)
     rows = c["prompts_per_step"] * group  # of a step, over all ranks
     budget = c["max_tokens_per_micro_batch"]
-    micro_batches = math.ceil(rows // world * longest_row(c) / budget)
+    micro_batches = math.ceil(rows // world * longest_row(c) / budget)  # without packing
     return (
         f"batch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
         f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s); if every "
@@ -471,10 +474,11 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     optimizer = parameters * (12 if itemsize == 2 else 8)
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
     reference = 0 if c["beta"] == 0 else weights
-    if c["reference_placement"] == "sharded":
+    if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
     # GPT-2 has no name for the width of its feed-forward layers
     inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    # recomputed layer by layer, so one at a time is whole
     layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
     per_token = layers * (18 * model.hidden_size + 4 * inner) * itemsize  # kept for the backward
 

@@ -38,7 +38,7 @@ def refuse_idle_gpu() -> None:
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         why = "there is a GPU, /dev/nvidia0"
-        wanted = Path("/dev/nvidia0").exists()
+        wanted = Path("/dev/nvidia0").exists()  # the driver's file of the first GPU
     else:
         why = f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
         wanted = asked not in ("", "-1", "NoDevFiles")  # the last is some Slurms' word for none
@@ -54,7 +54,7 @@ def check_environment() -> None:
     """UserError for a rank that does not know its place, as one that was started by hand may
     not."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
+    wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]  # "-1" too
     if not os.environ.get("MASTER_ADDR"):
         wrong.append("MASTER_ADDR")
     if "MASTER_PORT" not in wrong and int(os.environ["MASTER_PORT"]) > 65535:
@@ -67,9 +67,10 @@ def check_environment() -> None:
 
 
 def meet():
-    """Waits until all ranks are there, MEETING_SECONDS at most: then a sentence that names who is
-    not. The store that they have met at, None for a single rank. Under torchrun there is no need:
-    it sees a rank that dies, and ends the others."""
+    """Waits until all ranks have started. Returns the store that they met at, None for one rank.
+    After MEETING_SECONDS it is a RunStopped that names the missing ranks.
+
+    Only for ranks started by hand: torchrun sees a rank that dies, and ends the others."""
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
@@ -78,7 +79,7 @@ def meet():
     port = int(os.environ["MASTER_PORT"])
     place = f"rank {rank} of {world} waits at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
     end = time.monotonic() + MEETING_SECONDS
-    if rank > 0:
+    if rank > 0:  # rank 0 is who listens
         wait_for_port(host, port, end, place)
     try:
         store = dist.TCPStore(
@@ -86,17 +87,18 @@ def meet():
             port,
             world,
             is_master=rank == 0,
-            timeout=timedelta(seconds=MEETING_SECONDS),
-            wait_for_workers=False,
+            timeout=timedelta(seconds=MEETING_SECONDS),  # of each request to the store
+            wait_for_workers=False,  # it would wait without saying who is missing
             multi_tenant=True,  # the process group's own store is then on the same port
         )
         store.set(f"here/{rank}", "")
+        # every rank looks for itself, so each can name who is missing
         while missing := [str(i) for i in range(world) if not store.check([f"here/{i}"])]:
             if time.monotonic() > end:
                 raise RunStopped(
                     f"{place}, and after {MEETING_SECONDS} s missing are: {', '.join(missing)}"
                 )
-            time.sleep(0.2)
+            time.sleep(0.2)  # seconds
     except dist.DistError as error:
         raise RunStopped(f"{place}, and lost rank 0: {str(error).splitlines()[0]}") from None
     return store
@@ -126,7 +128,7 @@ class World(NamedTuple):
 
 def start_distributed() -> World:
     """Starts the process group; one process without torchrun is a world of one."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # started without torchrun
         be_alone()
     refuse_idle_gpu()
     check_environment()
@@ -134,7 +136,7 @@ def start_distributed() -> World:
     if torch.cuda.is_available():
         backend = "nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # else NCCL of all ranks would meet on GPU 0
     else:
         backend = "gloo"
         device = torch.device("cpu")
@@ -149,7 +151,7 @@ def start_distributed() -> World:
 def be_alone() -> None:
     """Tells this process what torchrun would tell a single one, with a port that is free."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))  # 0: the system picks one that is free
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -158,7 +160,7 @@ def be_alone() -> None:
 def check_tensor_parallel(c: dict, world: int) -> None:
     """UserError where the ranks can't be shared out among the engines."""
     size = entries(c, "vllm_options")["tensor_parallel_size"]
-    if world % size:
+    if world % size:  # an engine is as many ranks as it has parts
         raise UserError(
             f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {world}"
         )
@@ -204,6 +206,7 @@ def across_ranks(tensor, op=dist.ReduceOp.SUM):
 
 def mean_over_ranks(metrics: dict) -> dict:
     """A rank's own metrics as means over all ranks: how a local metric becomes one of the run."""
+    # one collective for all; the keys must be the same, in the same order, on every rank
     means = across_ranks(torch.tensor(list(metrics.values()))) / dist.get_world_size()
     return dict(zip(metrics, means.tolist()))
 
@@ -214,9 +217,9 @@ def any_rank(flag: bool) -> bool:
 
 
 def gather_groups(tensor):
-    """(P / world, G) of every rank as (P, G), in rank order, on the CPU: group quantities are
-    small, and everyone works on all of them."""
+    """The groups of all ranks: from (P / world, G) on each to (P, G), in rank order, on the CPU.
+    Group quantities are small, so every rank works on all of them."""
     local = tensor.float().to(collective_device()).contiguous()  # (P / world, G)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
     return torch.cat(parts).cpu()  # (P, G)

@@ -130,12 +130,12 @@ def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,  # it asks for one; ours have as many rows as fit
         "managed_gradient_accumulation": False,  # any number of backward() per step()
-        "gradient_clipping": 0.0 if checked_here else c["max_grad_norm"],
+        "gradient_clipping": 0.0 if checked_here else c["max_grad_norm"],  # 0 off
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # torch.optim.AdamW works at every stage
         "zero_force_ds_cpu_optimizer": False,  # also offloaded, without compiling DeepSpeed's own
-        "steps_per_print": sys.maxsize,
+        "steps_per_print": sys.maxsize,  # never: the progress bar is ours
     }
 
 
@@ -188,11 +188,11 @@ def load_reference(c: dict, device):
         return None
     reference = load_lm(c, trains=False, device=device)
     if c["reference_placement"] == "cpu":
-        return reference.to("cpu")
+        return reference.to("cpu")  # comes to the device for its forward passes only
     if c["reference_placement"] == "device":
         return reference
     sharded = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": 1,  # it asks for one, as above
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
@@ -206,8 +206,10 @@ def start(c: dict) -> Run:
     # False too for a run that starts from another's checkpoint
     resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
     check_run_folder(c, resuming)
+    # before ranks meet: whatever is wrong is told by each, without a collective to leave
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     hub = None
+    # early: a token that may not write is told before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
 
@@ -222,7 +224,7 @@ def start(c: dict) -> Run:
     # same weights.
     torch.manual_seed(c["seed"])
     sampler = rollout.start_engine(c, world.device)
-    sampler.sleep()
+    sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
     reference = load_reference(c, world.device)
     step, state, replay_state = 0, controllers.init_state(c), {}
@@ -233,6 +235,7 @@ def start(c: dict) -> Run:
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
+        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
         print(checkpoint.take_over(c, step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
@@ -263,8 +266,8 @@ def learning_rate_at(step: int, c: dict) -> float:
     finished steps."""
     peak = c["learning_rate"]
     if step < c["warmup_steps"]:
-        return peak * (step + 1) / c["warmup_steps"]
-    done = (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"])
+        return peak * (step + 1) / c["warmup_steps"]  # + 1: no step at rate 0
+    done = (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"])  # 0 to 1
     if c["lr_scheduler_type"] == "linear":
         return peak * (1 - done)
     if c["lr_scheduler_type"] == "cosine":
@@ -273,12 +276,14 @@ def learning_rate_at(step: int, c: dict) -> float:
 
 
 def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.Seeds) -> dict:
-    """num_iterations updates of the policy on this rank's rows, and their metrics: loss, entropy
-    and KL are those of the policy that sampled; clipping shows only in later updates."""
+    """Updates the policy num_iterations times on this rank's rows, and returns metrics.
+
+    Loss, entropy and KL are those of the first update, whose policy is the one that sampled. The
+    shares of clipped tokens are of the last: before any update nothing is clipped."""
     c, engine = run.config, run.engine
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate_at(run.step, c)
-    own = learner.own_targets(targets, run.world)
+    own = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
     metrics, applied = {}, True
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
@@ -288,7 +293,7 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
         metrics |= found
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
-    run.skipped = 0 if applied else run.skipped + 1
+    run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
     metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["skipped_steps"] = run.skipped
     metrics["learning_rate"] = learning_rate_at(run.step, c)
@@ -296,12 +301,12 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
 
 
 def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> dict:
-    """Moves tau and beta for the next step, by the entropy of the weights and the KL in `metrics`
-    or by the meta-controller; what is logged of it."""
+    """Moves tau and beta for the next step, and returns what is logged of it. Two rules move them,
+    by the entropy of the weights and the KL in `metrics`, or the meta-controller does."""
     c, old = run.config, run.state
     found = {}
     if c["controller_meta_method"]:
-        scores = learner.group_scores(batch["old_logps"], batch, c)
+        scores = learner.group_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
         scores = gather_groups(scores.view(-1, group["rewards"].shape[1]))  # (P, G)
         measured = {
             "utilities": targets["utilities"][targets["active"]],
@@ -365,13 +370,14 @@ def finish(run: Run) -> None:
     c = run.config
     if run.log:
         if run.step == c["max_steps"]:
-            (run.folder / "done").touch()
+            (run.folder / "done").touch()  # tells the batch script not to queue the job again
         run.log.close()
         evaluate.report(run.folder)
     if run.stopping:
         cure = "; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""
         run.say(f"stopped as asked after step {run.step} of {c['max_steps']}{cure}")
     leave_together(run.sampler)
+    # after leave_together: other ranks do not wait for an upload
     if run.hub and not run.stopping:
         run.hub.finish()
 
@@ -394,17 +400,20 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         run.say(rollout.show(run.inputs.tokenizer, lived.unseeded, own_rewards[:, :G]))
 
 
-def check_health(run: Run) -> None:
-    """RunStopped, on all ranks alike, where going on would waste what has been done."""
-    c = run.config
-    if any_rank(run.log is not None and run.log.lost()):
+def check_folder(run: Run) -> None:
+    """RunStopped, on all ranks alike, if the run's folder has been deleted or renamed."""
+    if any_rank(run.log is not None and run.log.lost()):  # rank 0 alone has a log
         raise RunStopped(checkpoint.gone(run.folder))
+
+
+def check_updates(run: Run) -> None:
+    """RunStopped where update after update is not applied: going on would change nothing."""
     if run.skipped >= MAX_SKIPPED_STEPS:
-        save_now(run)
+        save_now(run)  # steps that were skipped have changed no weight
         raise RunStopped(
             f"{run.skipped} steps in a row had a non-finite loss or gradient, which was not "
-            f"applied; lower "
-            f"learning_rate={c['learning_rate']} or look into metrics.jsonl"
+            f"applied; lower learning_rate={run.config['learning_rate']} or look into "
+            f"metrics.jsonl"
         )
 
 
@@ -435,7 +444,7 @@ def train(run: Run) -> None:
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
-    timer.take()
+    timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)
         try:
@@ -479,8 +488,9 @@ def train(run: Run) -> None:
         metrics |= learner.group_metrics(lived.rewards[:, :G], group["lengths"][:, :G])
         metrics |= mean_over_ranks(rollout.completion_metrics(lived.unseeded, G))
         metrics |= timer.take(tokens=norm["tokens"])
+        check_folder(run)  # before anything is written into it
         show(run, lived, metrics, bar)
-        check_health(run)
+        check_updates(run)
         run.stopping = any_rank(run.stop.asked())
         last = run.step == c["max_steps"]
         if c["eval_steps"] > 0 and (last or run.step % c["eval_steps"] == 0):
