@@ -241,8 +241,8 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
     meta, (tau_move, beta_move) = descend(
         state["meta"], gradient, config["controller_meta_optimizer"]
     )
-    free_tau = moved(state["tau"], -rate(config, "controller_meta_tau_lr") * tau_move)
-    free_beta = moved(state["beta"], -rate(config, "controller_meta_beta_lr") * beta_move)
+    free_tau = moved(state["tau"], -rate(config["controller_meta_tau_lr"], config) * tau_move)
+    free_beta = moved(state["beta"], -rate(config["controller_meta_beta_lr"], config) * beta_move)
     tau = clip(free_tau, config["maxent_tau_min"], config["maxent_tau_max"])
     beta = clip(free_beta, config["beta_min"], config["beta_max"])
     metrics = {
@@ -256,9 +256,9 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
     return {**counted(state), "tau": tau, "beta": beta, "meta": meta}, metrics
 
 
-def rate(config: dict, key: str) -> float:
+def rate(own: float, config: dict) -> float:
     """The learning rate of log tau or log beta: its own, or else the common one."""
-    return config[key] if config[key] >= 0 else config["controller_meta_lr"]
+    return own if own >= 0 else config["controller_meta_lr"]
 
 
 def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, list[float]]:
