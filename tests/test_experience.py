@@ -22,6 +22,7 @@ import experience
 import prompts
 import rewards
 import rollout
+import scoring
 import sft
 import stream
 from common import ROOT, RunStopped, load_config
@@ -111,7 +112,8 @@ def rows_of(*answers, name: str = "q") -> list[dict]:
 
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
-    columns = rewards.columns_of(["fake"], [1.0], [row for source in sources for row in source])
+    # by hand, for REWARDS has the fake one only while a test runs
+    columns = [scoring.Column("fake", 1.0, None, True, f"{__name__}:fake_reward")]
     return Inputs(
         None,
         TOKENIZER,
@@ -511,6 +513,7 @@ def test_two_processes_with_gloo_agree_with_one(tmp_path):
 # that goes on from the middle of a copy
 TWICE = """
 import os, shutil, sys, torch, train
+from common import load_config
 torch.set_num_threads(1)
 train.evaluate.report = lambda folder: None     # no picture
 whole, part, *flags = sys.argv[1:]
