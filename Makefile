@@ -45,11 +45,11 @@ $(STAMP)-dev: $(STAMP)
 PYTEST := timeout --foreground --kill-after=20 2400 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)-dev
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(PYTEST) -m "not slow" tests
 
 test-all: $(STAMP)-dev
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(PYTEST) tests
 
 bench: $(STAMP)-dev

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from checks import is_on, steers_beta, steers_tau
 from common import scheduled
 
+# so the average remembers about ten steps
 EMA = 0.9  # share of the past in the smoothed entropy
 # of the meta-optimizer "adam", as in its paper and in torch
 ADAM_BETA1 = 0.9
@@ -70,7 +71,9 @@ def resume_state(state: dict, config: dict) -> dict:
     and infinity, where nothing can have steered it; what is not is as the config says now. The
     average of the entropy is kept if it is of the entropy that steers."""
     meta = config["controller_meta_method"] != ""
+    # what a run of this config begins with; below, what is taken from the checkpoint instead
     new = init_state(config)
+    # a step of the logarithm leads neither to 0 or infinity nor away from there
     if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if (meta or steers_beta(config)) and 0 < state["beta"] < math.inf:
@@ -79,6 +82,7 @@ def resume_state(state: dict, config: dict) -> dict:
     if state.get("steering", new["steering"]) == new["steering"]:
         new["entropy"] = state["entropy"]
     steered = {key: new[key] for key in ("tau", "beta", "entropy", "steering")}
+    # the rest is the checkpoint's: step, counts, Adam's moments
     return {**state, **steered}
 
 
@@ -114,10 +118,12 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
         return dict(state)
     if not is_measured(entropy):
         return skipped(state)
+    # the first one is the average: from 0 it would take ten steps to get there
     smooth = entropy
     if state["entropy"] is not None:
         smooth = EMA * state["entropy"] + (1 - EMA) * entropy
     warmup = config["maxent_tau_warmup_steps"]
+    # -1: as long as the learning rate's warm-up
     if warmup < 0:
         warmup = config["warmup_steps"]
     tau = state["tau"]
@@ -142,6 +148,7 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
         return dict(state)
     if not is_measured(kl):
         return {**state, "skipped": state["skipped"] + 1}
+    # relative to the target, so that an outlier of the KL moves beta no further than this
     most = config["kl_ctl_step_size"]
     error = clip(kl / config["kl_target"] - 1, -most, most)
     beta = state["beta"] * (1 + error / config["kl_horizon"])
@@ -178,8 +185,10 @@ def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) 
     for _ in range(virtual.steps):
         p = s.softmax(1)
         if not virtual.use_hessian:
+            # the softmax is a constant then; no derivative of it, the Hessian, enters
             p = p.detach()
         s = s + virtual.lr * (w - p)
+    # nats; entr(0) is 0, where w * log w would be NaN
     H = torch.special.entr(w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
     return 0.5 * (H - targets[0]) ** 2 + 0.5 * (K - targets[1]) ** 2, H, K
@@ -188,6 +197,7 @@ def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) 
 def virtual_policy(config: dict) -> Virtual:
     """What controller_meta_method looks ahead."""
     steps = {
+        # virtual steps
         "analytic": 0,
         "first_order": 1,
         "truncated_backprop": config["controller_meta_truncation_steps"],
@@ -210,9 +220,11 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[float, list[f
     differentiates = virtual.steps > 0
     logs = []
     for name in ("tau", "beta"):
+        # steps are taken in the logarithm: neither can become negative
         log = math.log(state[name])
         logs.append(torch.tensor(log, dtype=torch.float64, requires_grad=differentiates))
     phi, H, K = potential(*logs, batch, targets, virtual)
+    # more tau, more entropy; more beta, less KL: hence the signs
     gradient = (H - targets[0], targets[1] - K)
     if differentiates:
         gradient = torch.autograd.grad(phi, logs)
@@ -226,6 +238,7 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
 
     batch: see potential(), the active groups of the step, before the update; without any, or with
     a non-finite gradient, nothing changes but the counts."""
+    # not its turn
     if state["step"] % config["controller_meta_update_interval"]:
         return counted(state), {}
     if len(batch["utilities"]) == 0:
@@ -270,6 +283,7 @@ def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, li
     # both moments start at 0: divided by this they are as if they had always run
     m_share = 1 - ADAM_BETA1**updates
     v_share = 1 - ADAM_BETA2**updates
+    # a new dict: states are never changed in place, so that a checkpoint's stays what it was
     new = {"updates": updates, "m": [], "v": []}
     moves = []
     for g, old_m, old_v in zip(gradient, meta["m"], meta["v"]):

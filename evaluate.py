@@ -51,6 +51,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 class Exam(NamedTuple):
     """Who answers, and what."""
 
+    # one of rollout.ENGINES; each is a class of its own, without a common base
     sampler: object  # the rollout engine
     tokenizer: object
     stop_ids: list[int]
@@ -64,20 +65,24 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
+    # of all rows: under "auto" each rank must have the same columns, whatever tasks its share has
     columns = deciding(exam.rows, c)
 
     def group_done(i: int, group: list[dict]) -> None:
+        # workers score this group while the others are still being sampled
         scoring.begin(group, rows[i], columns, c)
 
     sampling = {
         "temperature": c["eval_temperature"],
         "max_tokens": c["max_completion_length"],
         "stop_token_ids": exam.stop_ids,
+        # i is the place among all rows, so that the number of ranks does not enter
         "seeds": [rollout.prompt_seed("eval", seed, i) for i in places],
     }
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, k, sampling, group_done)
     values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, k, F)
+    # (p,); a rank without rows has values (0, 0, F)
     failures = values.isinf().any(-1).sum(1).tolist() if rows else []
     right = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
     records = []
@@ -94,19 +99,23 @@ def summarize(records: list[dict], k: int) -> dict:
     records of all ranks; the last two over the problems whose number of answers is known;
     "eval/reward_failures" where a reward failed, which counts as wrong."""
     names = ("problems", "mean", "pass", "with_modes", "distinct", "coverage", "failures")
+    # sums, not means: ranks have different numbers of problems
     sums = dict.fromkeys(names, 0.0)
     for record in records:
         sums["problems"] += 1
         sums["mean"] += record["correct"] / k
         sums["pass"] += pass_at_k(k, record["correct"], k)
         sums["failures"] += record["failures"]
+        # None or 0: nobody knows how many there are
         if record["num_modes"]:
             sums["with_modes"] += 1
             sums["distinct"] += record["distinct"]
             sums["coverage"] += record["distinct"] / record["num_modes"]
+    # float64: sums over thousands of problems
     totals = across_ranks(torch.tensor(list(sums.values()), dtype=torch.float64))
     total = dict(zip(names, totals.tolist()))
     metrics = {
+        # the share of right samples is the unbiased estimate of pass@1 too
         f"eval/mean@{k}": total["mean"] / total["problems"],
         f"eval/pass@{k}": total["pass"] / total["problems"],
         "eval/pass@1": total["mean"] / total["problems"],
@@ -114,6 +123,7 @@ def summarize(records: list[dict], k: int) -> dict:
     if total["with_modes"]:
         metrics[f"eval/distinct@{k}"] = total["distinct"] / total["with_modes"]
         metrics[f"eval/coverage@{k}"] = total["coverage"] / total["with_modes"]
+    # no key without any: one that is there asks to be looked at
     if total["failures"]:
         metrics["eval/reward_failures"] = total["failures"]
     return metrics
@@ -138,6 +148,7 @@ def start_command(command: str, checkpoint: Path) -> None:
         subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
+            # a signal to the run's group is not for it
             start_new_session=True,
             env={k: v for k, v in os.environ.items() if not k.startswith(ours)},
         )
@@ -192,9 +203,11 @@ def draw_curves(lines: list[dict], path: Path) -> None:
         names = [
             key
             for key in seen
+            # "eval/mean@" stands for every k
             if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)
         ]
         for name in names:
+            # a metric may be missing in some lines: each curve has steps of its own
             steps, values = zip(
                 *[(line["step"], line[name]) for line in lines if line.get(name) is not None]
             )
@@ -204,6 +217,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
                 mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
                 (line,) = axis.plot(steps, mean, label=name)
                 axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
+        # a panel stays, empty, where the run has none of its metrics
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         if names:
@@ -219,6 +233,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     unfinished = Path(f"{output}.tmp")  # so that the file is whole or not there
     if own["output"]:
         check_writable("--output", output, folder=False)
+        # now, not when an hour of samples is there to be written
         check_writable("--output", unfinished, folder=False)
     rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
@@ -227,6 +242,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)
     records = []
     for seed in range(own["seeds"]):
+        # of this rank
         records += evaluate_problems(exam, c, world, seed)
     metrics = summarize(records, c["eval_num_generations"])
     shares = [None] * world.size
@@ -238,6 +254,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         with open(unfinished, "w", encoding="utf-8") as file:
             for share in shares:
                 file.writelines(json.dumps(record) + "\n" for record in share)
+        # compare takes a run with this file as done
         unfinished.rename(output)
     leave_together(exam.sampler)
 

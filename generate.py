@@ -34,6 +34,7 @@ from common import UserError, check_writable, load_config, progress, read_settin
 from preflight import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
+# where and how the samples are made, not which
 FREE = (
     "output_dir",
     "reward_workers",
@@ -47,9 +48,11 @@ def check_settings(path: Path, config: dict) -> dict:
     """The settings that decide about the lines of `path`, as they are written beside it. A
     UserError if it, or what lies beside it, was made with others or by another program."""
     beside = Path(f"{path}.config.json")
+    # a round trip: tuples become lists and keys texts, as in what they are compared with
     settings = json.loads(  # as it is read back
         json.dumps({key: value for key, value in config.items() if key not in FREE})
     )
+    # lexists: a broken link is somebody's too
     found = read_settings(beside) if os.path.lexists(beside) else None
     if not path.exists():
         return settings
@@ -74,11 +77,14 @@ def finished_prompts(path: Path, config: dict) -> int:
     settings = check_settings(path, config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        # before the file itself: lines without their settings would be refused for ever
         Path(f"{path}.config.json").write_text(json.dumps(settings, indent=1))
         path.touch()
     with open(path, "rb") as file:
+        # in bytes, as truncate counts; only the last line can lack its end
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     whole = len(lengths) // config["num_generations"] * config["num_generations"]
+    # whole groups only: a prompt is sampled again with all of its completions
     os.truncate(path, sum(lengths[:whole]))
     return whole // config["num_generations"]
 
@@ -89,6 +95,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
     for i, r in enumerate(group):
         each = {}
         for column, value in zip(columns, values[i].tolist()):
+            # NaN and infinity are no JSON; here they mean "not asked" and "failed"
             each[column.name] = value if math.isfinite(value) else None
         line = {
             "id": row["id"],
@@ -104,6 +111,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
             "completion_ids": r["completion_ids"],
             "logprobs": list(r["logprobs"]),
         }
+        # default=str: the answers of somebody's dataset may be no JSON, such as dates
         lines.append(json.dumps(line, default=str) + "\n")
     return lines
 
@@ -122,6 +130,8 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
         "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
         "max_tokens": c["max_completion_length"],
         "stop_token_ids": stop_ids,
+        # by the place in the dataset: an interrupted file goes on to the same lines, also on
+        # another number of ranks
         "seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in places],
     }
     prompts = [row["prompt_ids"] for row in rows]
@@ -146,11 +156,13 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+    # 0: all of them
     rows = rows[: own["max_prompts"] or len(rows)]
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     world = start_distributed()
+    # rank 0 alone writes and cuts; the others must not read the file while it does
     shared = [finished_prompts(path, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     done = min(shared[0], len(rows))
@@ -158,10 +170,12 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     inputs = (rows, columns, tokenizer, stop_ids)
     P = c["prompts_per_step"]
     bar = progress(total=len(rows), initial=done, disable=world.rank > 0, unit="prompt")
+    # shared[0] may exceed len(rows): --max_prompts may have been larger before
     for first in range(shared[0], len(rows), P):
         places = range(first + world.rank, min(first + P, len(rows)), world.size)
         lines = batch_lines(sampler, inputs, places, c)
         shares = [None] * world.size if world.rank == 0 else None
+        # all ranks in each batch, those without a prompt too, or the others would wait
         dist.gather_object(lines, shares)
         if world.rank == 0:
             bar.update(write_batch(path, shares))

@@ -71,6 +71,7 @@ def set_chat_template(tokenizer, template: str) -> None:
                 f"chat_template={template!r} is neither a template (it has no braces) nor a "
                 f"readable file: {getattr(error, 'strerror', None) or error}"
             ) from None
+    # before the check, which renders a message with it
     tokenizer.chat_template = template
     check_chat_template(tokenizer, "chat_template")
 
@@ -127,6 +128,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
     seeds: the prompts with an InfoSeed seed in them must fit as well."""
     encoder = Encoder(tokenizer, c, seeds)
     encoded, sizes = encoder.encode_all(rows)
+    # the usual case: nothing to say
     if max(sizes) <= encoder.limit:
         return encoded
 
@@ -164,6 +166,7 @@ class Encoder:
         self.config = c
         self.limit = c["max_prompt_length"]
         self.characters = CharacterLimit(tokenizer, self.limit)
+        # 0 seeds: InfoSeed is off
         self.seeds = seeds and c["info_seed_num_seeds"] > 0
 
     def render(self, row: dict) -> str:
@@ -198,6 +201,7 @@ class Encoder:
         """Tokens that a seed adds to a prompt, and as much again: text splits otherwise there."""
         row = with_prompt({"id": ""}, "1")  # any will do
         (ids,) = tokenise([self.render(row)], self.tokenizer)
+        # generous: too much costs a row another rendering, too little would let a long prompt pass
         return 2 * (self.longest_seeded(row) - len(ids)) + 64
 
     def sentence(self, rows: list[dict], sizes: list[float]) -> str:
@@ -208,6 +212,7 @@ class Encoder:
         worst = rows[places[0]]
         length = f"{most} tokens" + (" with its seed" if self.seeds else "")
         if most == math.inf:
+            # all of these have infinitely many tokens: characters tell which is the longest
             worst = max((rows[i] for i in places), key=lambda row: len(prompt_text(row)))
             length = f"{len(self.render(worst))} characters, which are more tokens than that"
         return (
@@ -219,6 +224,7 @@ class Encoder:
         """The row with as much of the end of its prompt as fits; None if not even a token does."""
         text = self.characters.end_of(prompt_text(row))
         message = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # tokens of the message that are kept, less in each round
         keep = len(message)
         while keep > 0:
             text = self.tokenizer.decode(message[len(message) - keep :])

@@ -19,6 +19,7 @@ into a variable whose name begins with REWARD_.
 from common import UserError, quoted
 from tasks import countdown, crossword, graph_coloring, mathematics, rush_hour
 
+# in the order in which format_reward wants them
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -29,7 +30,9 @@ def format_reward(completion: str, answer=None, **row) -> float:
     for tag in TAGS:
         if text.count(tag) != 1:
             return 0.0
+    # each is there once, so the first that find() meets is the only one
     think, think_end, answer_start, answer_end = map(text.find, TAGS)
+    # 0: nothing may stand before <think>
     in_order = think == 0 < think_end < answer_start < answer_end
     at_the_end = answer_end == len(text) - len("</answer>")
     between = text[think_end + len("</think>") : answer_start]
@@ -46,6 +49,7 @@ def length(
 ) -> float:
     """-tokens / max_completion_length: 0 for nothing, -1 for all that is allowed. A negative weight
     asks for long completions."""
+    # a length over the limit counts as the limit
     return -min(1.0, tokens / max_completion_length)
 
 
@@ -60,6 +64,7 @@ def soft_overlong(
 ) -> float:
     """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to
     -1 at max_completion_length. Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13."""
+    # below 0 for a completion that ends in time
     too_many = tokens - (max_completion_length - soft_overlong_buffer)
     return -min(1.0, max(0.0, too_many / soft_overlong_buffer))
 
@@ -68,7 +73,9 @@ def repetition(completion: str, answer=None, **row) -> float:
     """Minus the share of three-word sequences that have occurred before: 0 without any, towards -1
     for a loop."""
     words = completion.split()
+    # overlapping: a loop of any period repeats some
     triples = list(zip(words, words[1:], words[2:]))
+    # fewer than three words
     if not triples:
         return 0.0
     return len(set(triples)) / len(triples) - 1
@@ -84,6 +91,7 @@ REWARDS = {
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
+    # of no task: these shape the reward, beside one that decides
     "format": format_reward,
     "tag_count": tag_count,
     "length": length,
@@ -100,6 +108,7 @@ def function_of(name: str) -> str:
     if name not in REWARDS:
         return name
     function = REWARDS[name]
+    # a functools.partial, say, has no name
     own_name = getattr(function, "__qualname__", "<none>")
     if "<" in own_name:  # "<lambda>", "outer.<locals>.inner"
         raise UserError(
@@ -142,11 +151,14 @@ def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list
 
     columns = []
     for i, (name, weight) in enumerate(zip(names, weights)):
+        # the first of reward_funcs says what is correct; the others only shape the reward
         decides = i == 0
+        # without rows there are no tasks to make columns of
         if name != "auto" or not rows:
             columns.append(Column(name, weight, None, decides, function_of(name)))
             continue
         check_tasks(rows)
+        # sorted: the order of a set differs between ranks, and that of the columns must not
         for task in sorted({row["task"] for row in rows}):
             columns.append(Column(task, weight, task, decides, function_of(task)))
     return columns
@@ -158,5 +170,5 @@ def score(rollouts: list[dict], rows: list[dict], config: dict):
     import scoring  # here: workers import this file, but no torch
 
     columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    values, _ = scoring.measure(rollouts, rows, columns, config)
+    values, _ = scoring.measure(rollouts, rows, columns, config)  # (P, G, F)
     return scoring.combine(values, columns)

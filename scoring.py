@@ -31,8 +31,9 @@ from workers import Failure
 TIMEOUT = -math.inf
 ERROR = math.inf
 
+# a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
-SAVED_CHARACTERS = 100_000
+SAVED_CHARACTERS = 100_000  # of a completion
 CHECKED_TASKS = 20  # somebody's own column "task" may hold as many values as there are rows
 
 
@@ -60,6 +61,7 @@ def pool_of(c: dict) -> workers.Pool | None:
         return None
     settings = (c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"])
     if settings not in POOLS:
+        # kept: a worker's start and imports take seconds
         POOLS[settings] = workers.Pool(*settings)
         atexit.register(POOLS[settings].close)
     return POOLS[settings]
@@ -74,17 +76,20 @@ def answers_to(jobs: dict, c: dict) -> dict:
 
 def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[dict]]]:
     """(row, its G rollouts) for each row."""
+    # a rank may have no rows
     G = len(rollouts) // max(1, len(rows))
     return [(row, rollouts[i * G : (i + 1) * G]) for i, row in enumerate(rows)]
 
 
 def job_key(column: Column, row: dict, r: dict) -> tuple:
     """Equal completions of a row have equal keys and are scored once."""
+    # the number of tokens too: the same text may be tokenised in two ways, and some rewards count
     return column.function, id(row), r["text"], len(r["completion_ids"])
 
 
 def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
+    # no reward needs the ids, and each job is pickled with what it gets
     seen = {name: value for name, value in row.items() if name != "prompt_ids"}
     seen["max_completion_length"] = c["max_completion_length"]
     seen["soft_overlong_buffer"] = c["soft_overlong_buffer"]
@@ -115,6 +120,7 @@ def measure(
         jobs |= jobs_of(group, row, columns, c)
     answers = answers_to(jobs, c)
     G = len(groups[0][1]) if groups else 0
+    # (p, G, F)
     values = torch.full((len(rows), G, len(columns)), math.nan)
     failed = []
     for i, (row, group) in enumerate(groups):
@@ -152,10 +158,13 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
     """Rewards (P, G), the weighted sum of values (P, G, F), to which a function that failed adds 0;
     and metrics: {"reward/<name>/mean", ".../timeouts", ".../errors"} over the rows that it scores,
     and "reward/failures", the completions on which at least one function failed."""
+    # completions, not values: two failed functions on one completion count once
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for f, column in enumerate(columns):
         said = values[..., f]  # (P, G)
         metrics |= {
+            # nanmean passes over the NaN of other tasks' rows; a failure counts as 0, which is what
+            # it adds to the reward
             f"reward/{column.name}/mean": said.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
             f"reward/{column.name}/timeouts": int((said == TIMEOUT).sum()),
             f"reward/{column.name}/errors": int((said == ERROR).sum()),
@@ -172,6 +181,7 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
     """RunStopped if a function failed on more than the share `limit` of a step's completions.
     metrics: as combine() gives them."""
     failures = metrics["reward/failures"]
+    # of all ranks, so that all of them stop or none does
     if failures <= limit * completions:
         return
     kinds = []
@@ -191,6 +201,7 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
     first_of_task = {}
     for row in rows:
         first_of_task.setdefault(row["task"], row)
+    # a bare text and a box: to the rewards of mathematics a bare text is no answer
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
     for column in columns:
         for row in list(first_of_task.values())[:CHECKED_TASKS]:
@@ -231,6 +242,7 @@ def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
     """(p, G) bool: the first of reward_funcs gave at least 1."""
     deciding = [f for f, column in enumerate(columns) if column.decides]
     said = values[..., deciding]  # (p, G, 1, or one for each task under "auto")
+    # isfinite: ERROR is infinity, which is above 1 too
     return ((said >= 1) & said.isfinite()).any(-1)
 
 
@@ -251,6 +263,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
                 places.append((key, i, j))
     answers = answers_to(jobs, c)
     for key, i, j in places:
+        # a Failure of mode() counts as no mode, None is one of its answers
         if isinstance(answers[key], str):
             modes[i][j] = answers[key]
     return modes
@@ -283,6 +296,7 @@ def answer_clusters(
             if right[i, j]:
                 answer = (True, all_modes[i][j])
             else:
+                # j, a number: no text is equal to it
                 answer = (False, wrong_answer(r["text"], row["task"]) or j)
             clusters[i, j] = numbers.setdefault(answer, len(numbers))
     return clusters

@@ -36,10 +36,14 @@ from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import load_model_files
 from prompts import seed_prompts
-from ranks import across_ranks, start_distributed
+from ranks import World, across_ranks, start_distributed
 
+# share of the demonstrations with a seed that follow the seed. With 0.3 or 0 InfoSeed found nothing
+# to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
 SEEDED = 0.6
+# space to tilde, all that ASCII can print
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+# only the assistant's turn ends with <|end|>: that is the token that ends a completion
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] "
     "== 'assistant' else '') }}{% endfor %}"
@@ -48,23 +52,27 @@ TEMPLATE = (
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
-    """One token per printable ASCII character, four for the turns of a chat; other characters are
-    left out. A Qwen2Tokenizer without merges, because AutoTokenizer loads that class beside a
-    Qwen2 model whatever was saved there: another class would come back as one that loses every
-    space."""
+    """A token for each printable ASCII character and the newline, and four for the turns of a chat.
+    Other characters are left out.
+
+    It is a Qwen2Tokenizer without merges, because beside a Qwen2 model AutoTokenizer loads that
+    class, whatever was saved: another one would come back as a tokenizer that loses every space."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    # byte-level BPE, which Qwen2's is, writes a space as U+0120 and a newline as U+010A
     byte_level = [
         {" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS
     ]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(special + byte_level)},
-        merges=[],
+        merges=[],  # or characters would be joined
         eos_token="<|end|>",
+        # padding is told apart by lengths, never by this id
         pad_token="<|end|>",
         unk_token="<|unknown|>",
         additional_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
     )
+    # it is saved with the tokenizer
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -86,10 +94,11 @@ def tiny_model(
             intermediate_size=3 * width,
             num_hidden_layers=layers,
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=2,  # grouped-query attention, as Qwen2 has it
             max_position_embeddings=positions,
             tie_word_embeddings=tied,
             rope_theta=10000.0,
+            # <|end|>, the first of the special tokens
             eos_token_id=0,
             pad_token_id=0,
             bos_token_id=None,
@@ -98,14 +107,16 @@ def tiny_model(
 
 
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
-    """Of every row with "solutions" its demonstrations, EOS included, and its prompt with every
-    InfoSeed seed (none if InfoSeed is off): ([{"prompt_ids", "completion_ids"}, ...], [ids, ...]).
+    """For each row with "solutions" a pair (demonstrations, seeded prompts).
 
+    A demonstration is {"prompt_ids", "completion_ids", "logprobs"}, EOS included. The seeded
+    prompts are the token ids of the row's prompt with every InfoSeed seed; none if that is off.
     Solutions over max_completion_length are left out, with a printed count."""
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError('dataset: none of its rows has "solutions", a list of texts to learn from')
     limit = c["max_completion_length"]
+    # all in one call, which is faster; taken out again in the same order below
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     found, taken = [], 0
     for row in rows:
@@ -113,6 +124,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         for _ in row.get("solutions") or []:
             ids = [*next(encoded), tokenizer.eos_token_id]
             if len(ids) <= limit:
+                # logprobs: to_batch() takes rollouts, and nobody sampled this one
                 pair = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
                 group.append(pair)
         taken += len(group)
@@ -128,20 +140,25 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     return found
 
 
-def sft_batch(groups: list, step: int, size: int, seed: int, rank: int, world: int, device) -> dict:
+def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
     """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the
     solutions of each."""
+    # all ranks draw the whole batch alike and keep every world.size-th demonstration of it, so
+    # that the batch is the same on any number of ranks
     rng = random.Random(f"sft/{seed}/{step}")
     chosen = [demonstration(*rng.choice(groups), rng) for _ in range(size)]
-    return rollout.to_batch(chosen[rank::world], device)
+    return rollout.to_batch(chosen[world.rank :: world.size], world.device)
 
 
 def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
-    """One of a row's demonstrations. Half of those of a row with seeds are asked with a seed,
-    which SEEDED of the time picks its share of the sorted solutions: the model then reads the seed
-    and reacts to it a little, without which InfoSeed has nothing to amplify."""
+    """One of a row's demonstrations.
+
+    If the row has seeded prompts, half of its demonstrations come behind one of them: with chance
+    SEEDED the seed then picks from its own share of the sorted solutions, else from all of them.
+    So the model reacts to the seed a little; without that InfoSeed has nothing to amplify."""
     if not seed_prompts or rng.random() < 0.5:
         return rng.choice(group)
+    # seeds cut the sorted solutions into equal shares; with fewer solutions than seeds some share
     z = rng.randrange(len(seed_prompts))
     own = sorted(group, key=lambda pair: pair["completion_ids"])[
         int((z + rng.random()) / len(seed_prompts) * len(group))
@@ -159,7 +176,9 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 
 
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
+    # torchrun's variables: there is no process group to ask yet
     with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
+        # after the folder is held, or another process could fill it behind the check
         check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
         lm, tokenizer = load_model(c)
         rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
@@ -175,8 +194,10 @@ def check(c: dict, own: dict, world: int) -> None:
         )
     steps = own["steps"]
     learning_rate = own["learning_rate"]
+    # NaN and infinity are refused too
     if steps < 1 or not 0 < learning_rate <= 1e30:
         raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
+    # a rank would have no row to compute
     if own["batch_size"] < world:
         raise UserError(
             f"--batch_size={own['batch_size']} must be at least the number of ranks, {world}"
@@ -203,11 +224,12 @@ def make_optimizer(policy, steps: int, learning_rate: float, device) -> tuple:
         lr=learning_rate,
         betas=(0.9, 0.95),
         weight_decay=0.01,
-        fused=device.type == "cuda",
+        fused=device.type == "cuda",  # one kernel for all parameters
     )
     warmup = max(1, steps // 20)
 
     def share_of_peak(step: int) -> float:
+        # step + 1 and steps - step: neither the first nor the last step has a rate of 0
         return min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
@@ -215,9 +237,11 @@ def make_optimizer(policy, steps: int, learning_rate: float, device) -> tuple:
 
 def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     """The warm start, on all ranks, into a folder that nobody else writes to."""
-    rank, world, device = start_distributed()
+    world = start_distributed()
+    device = world.device
+    # temperature 1: demonstrations were not sampled at the config's
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
-    if rank == 0:
+    if world.rank == 0:
         millions = sum(p.numel() for p in lm.parameters()) / 1e6
         first = groups[0][0][0]
         text = tokenizer.decode(first["prompt_ids"] + first["completion_ids"])
@@ -225,17 +249,20 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     if device.type == "cuda":  # a warm start need not be exact, and float32 is 5 to 8 times slower
         torch.set_float32_matmul_precision("high")
     optimizer, schedule = make_optimizer(policy, own["steps"], own["learning_rate"], device)
-    bar = progress(total=own["steps"], disable=rank > 0, unit="step")
+    bar = progress(total=own["steps"], disable=world.rank > 0, unit="step")
     started = time.perf_counter()
     for step in range(own["steps"]):
-        batch = sft_batch(groups, step, own["batch_size"], c["seed"], rank, world, device)
+        batch = sft_batch(groups, step, own["batch_size"], c["seed"], world)
+        # 0 behind the end of a completion, so that a plain sum will do
         logps, _ = policy(  # (n, T)
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
         )
+        # of all ranks: a mean of the ranks' means would weigh tokens by their neighbours
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
         # DistributedDataParallel averages over ranks what is meant to be a sum
-        loss = -logps.sum() / tokens * world
+        loss = -logps.sum() / tokens * world.size
         loss.backward()
+        # backward() has averaged the gradients: the norm is the same on all ranks
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -243,10 +270,10 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
         bar.update()
     bar.close()
-    if rank == 0:
+    if world.rank == 0:
         seconds = time.perf_counter() - started
         save(Path(c["output_dir"]), lm, tokenizer, c, loss.item(), seconds)
-    dist.barrier()
+    dist.barrier()  # the others wait for rank 0 to save
     dist.destroy_process_group()
 
 

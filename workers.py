@@ -50,8 +50,8 @@ END_SECONDS = 10  # for a keeper to end all that came of its worker; it takes mi
 CHUNK = 64  # jobs that are handed to a worker at a time, at most
 BIGGEST = 1e38  # of a number, so that it is finite in float32 too
 LONGEST_TEXT = 1000  # of a function's answer
-LONGEST_REASON = 500
-LONGEST_LINE = 20_000
+LONGEST_REASON = 500  # characters of an error
+LONGEST_LINE = 20_000  # bytes that may come without a newline before a worker is given up
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
 LINES_SHOWN = 1000  # of what a worker prints
@@ -75,6 +75,7 @@ PREFIXES = ("LC_", "PYTHON", "REWARD_")
 
 def own_environment() -> dict:
     """What of our environment a reward gets to see."""
+    # the GPU and the other cores belong to the training
     kept = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in os.environ.items():
         if name in ENVIRONMENT or name.startswith(PREFIXES):
@@ -138,6 +139,7 @@ class Worker:
             more = self.socket.recv(1 << 16)
         except ConnectionError:
             more = b""
+        # what comes behind the last newline is kept for the next time
         *whole, self.received = (self.received + more).split(b"\n")
         if not more or len(self.received) > LONGEST_LINE:
             self.fault = SAID_TOO_MUCH if more else CLOSED
@@ -215,12 +217,14 @@ class Pool:
     def hand_out(self, worker: Worker) -> None:
         """A few jobs at a time, so that no worker is left with a long queue at the end, and the
         functions that it has to import first."""
+        # a quarter of an equal share: towards the end of a queue the portions shrink
         count = max(1, min(CHUNK, len(self.waiting) // (4 * len(self.workers))))
         worker.jobs = deque(self.waiting.popleft() for _ in range(count))
         jobs = [self.asked[key] for key in worker.jobs]
         new = {function for function, _, _ in jobs} - worker.functions
         worker.functions |= new
         worker.since = time.monotonic()
+        # for a worker that does not read, whose socket is full
         worker.socket.settimeout(self.timeout + 10)
         try:
             worker.send((sorted(new), jobs))
@@ -232,6 +236,7 @@ class Pool:
 
     def take_back(self, worker: Worker) -> None:
         """Its jobs go to the front of the queue."""
+        # extendleft() turns the order round
         self.waiting.extendleft(reversed(worker.jobs))
         worker.jobs = deque()
 
@@ -322,6 +327,7 @@ def believed(message):
         return Failure("error", quoted(message["error"]))
     if message is None or isinstance(message, str):
         return message
+    # type(), because True is an int
     if type(message) in (int, float) and abs(message) < BIGGEST:  # and no NaN
         return message
     return Failure("error", f"the worker {SAID_TOO_MUCH}")
@@ -390,7 +396,7 @@ def keep(worker: int) -> int:
     while (left := descendants(os.getpid())) and time.monotonic() < late:
         for pid in left:  # while some are killed, others may be started
             kill(pid)
-        time.sleep(0.005)
+        time.sleep(0.005)  # killed ones take a moment to leave /proc
     reap(worker)
     return signal.SIGTERM if status is None else status
 
@@ -417,6 +423,7 @@ def print_line(text: str, module: str) -> None:
 
 def leave_as(status: int) -> None:
     """Ends this process as the worker was ended: with a status, or by a signal (below 0)."""
+    # these two can be neither handled nor blocked: there is nothing to undo
     if status < 0 and -status not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
@@ -458,6 +465,7 @@ def main(channel: int, parent: int) -> None:
 def no_core_dumps() -> None:
     import resource
 
+    # a reward that crashes would leave gigabytes on the disk each time
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -471,6 +479,7 @@ def limit(memory_gib: float) -> None:
     soft = hard
     if memory_gib < math.inf:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
+        # on top of what imports took, which the jobs are not to pay for
         soft = pages * resource.getpagesize() + int(memory_gib * 2**30)
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
@@ -554,6 +563,7 @@ def serve(file) -> None:
         except EOFError:
             return
         if functions:
+            # an import may need more than a job is allowed
             limit(math.inf)
             for function in functions:
                 if not load(function, say):

@@ -52,6 +52,7 @@ OWN = {
     "jobs": 1,  # runs at a time
     "report_only": False,
 }
+# their types are what an arm's values are checked against
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 
 
@@ -66,6 +67,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
             '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is '
             "the baseline"
         )
+    # what is no flag is a config file; the output folder has its name
     configs = [Path(argument).stem for argument in shared if not argument.startswith("-")]
     output = Path(own["output"] or "_".join(["runs/compare", *configs]))
     check_writable("--output", output, folder=True)
@@ -79,6 +81,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
     for arm, overrides in read_config_file(own["arms"]).items():
         flags, config = read_arm(own["arms"], arm, overrides, shared)
         measures.append(measure_of(config))
+        # without evaluations in training there are no curves and no "at equal mean@k"
         if measures[-1] != measures[0] or config["eval_steps"] == 0:
             raise UserError(
                 f"{own['arms']}: {arm}: all arms need the same eval_* and the same first of "
@@ -99,6 +102,7 @@ def read_arm(file: str, arm: str, overrides, shared: list[str]) -> tuple[list[st
             f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}'
         )
     merge(DEFAULTS, overrides, where)  # types are checked here: as flags they are all text
+    # the arm's come last: what it is about wins over a flag for all runs
     flags = [*shared, *flags_of(overrides)]
     for flag in flags:
         if flag.partition("=")[0].removeprefix("--") in SET_HERE:
@@ -116,6 +120,7 @@ def flags_of(settings: dict) -> list[str]:
 def measure_of(config: dict) -> list:
     """What has to be the same for two arms to be compared."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
+    # the first reward decides what is correct
     return [config["reward_funcs"][0], *evaluation]
 
 
@@ -127,6 +132,7 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
         "arm": arm,
         "seed": seed,
         "folder": folder,
+        # the checkpoint that is evaluated, and without which the run is not trained
         "last": folder / f"step_{config['max_steps']:06d}",
         "config": config | own,
         "flags": [*flags, *flags_of(own)],
@@ -137,6 +143,7 @@ def state_of(run: dict) -> str:
     """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another
     config."""
     folder = run["folder"]
+    # a run that never got as far as its settings has nothing to keep
     if not (folder / "config.json").exists():
         return "new"
     # a key that is younger than the run had its default
@@ -148,6 +155,7 @@ def state_of(run: dict) -> str:
                 f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "
                 f"or choose another --output"
             )
+    # evaluate.py renames it into place when it is whole
     if (folder / "eval.jsonl").exists():
         return "done"
     latest = checkpoint.latest(folder)
@@ -159,12 +167,14 @@ def state_of(run: dict) -> str:
 def command_of(run: dict, ranks: int) -> list[str]:
     """What comes next in a run, train.py or evaluate.py, under torchrun."""
     state = state_of(run)
+    # --standalone: each run meets at a port of its own, so several fit on one machine
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc_per_node", str(ranks)]
     if state == "trained":
         output = run["folder"] / "eval.jsonl"
         evaluation = [f"--model={run['last']}", f"--seeds={EVAL_SEEDS}", f"--output={output}"]
         return [*launch, str(ROOT / "evaluate.py"), *run["flags"], *evaluation]
+    # a new run may lie in a folder with remains, see state_of()
     how = "--overwrite_output_dir=True" if state == "new" else "--resume_from_checkpoint=latest"
     return [*launch, str(ROOT / "train.py"), *run["flags"], how]
 
@@ -172,6 +182,7 @@ def command_of(run: dict, ranks: int) -> list[str]:
 def start(run: dict, ranks: int, locked) -> subprocess.Popen:
     """Its next command, which writes to the end of the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
+    # beside the run's folder, not in it: overwriting the folder would take the log along
     with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(
             command_of(run, ranks),
@@ -189,6 +200,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
     the others go on. Leaves no process behind. `locked` goes to every run: should we be killed,
     they hold the folder as long as they live."""
     live, stop = [], []
+    # here a folder with another config is an error, before anything starts
     waiting = [run for run in runs if state_of(run) != "done"]
     print(
         f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} "
@@ -208,6 +220,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
+                # checked on disk too: a run may end well without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
                     waiting.insert(0, run)  # to be evaluated
                     continue
@@ -217,6 +230,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                     tqdm.write(f"failed: {run['folder']}, see {log}", file=sys.stderr)
     finally:
         for _, process in live:
+            # all at once, so that they end side by side
             process.terminate()  # torchrun takes its ranks with it
         for _, process in live:
             process.wait()
@@ -238,6 +252,7 @@ def main(argv) -> None:
         with hold_folder(output, cure=look) as locked:
             carry_out(runs, own, locked)
 
+    # of the plan, not of what is done: its first seed may be missing
     baseline = runs[0]["arm"]
     done = [run for run in runs if state_of(run) == "done"]
     missing = [run for run in runs if run not in done]

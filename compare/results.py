@@ -21,9 +21,10 @@ import pandas as pd
 from common import UserError
 
 EVAL_SEEDS = 3  # of the last evaluation of every run
-METRICS = ("pass", "mean", "coverage", "distinct")
+METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
 # by compare, never by an arm
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+# named, so that a table without a line has them too
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
 # --- what the runs have left
@@ -33,6 +34,7 @@ def read_lines(path: Path) -> list[dict]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
+        # an evaluation is made again alone; metrics are those of the whole run
         damaged = path if path.name == "eval.jsonl" else path.parent
         raise UserError(
             f"{path} is damaged ({error}): delete {damaged}, and the same command makes it again"
@@ -41,7 +43,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def k_of(runs: list[dict]) -> int:
     """Samples of every problem, the k of pass@k."""
-    return runs[0]["config"]["eval_num_generations"]
+    return runs[0]["config"]["eval_num_generations"]  # the same in all: plan_runs() sees to that
 
 
 def load_outcomes(runs: list[dict]) -> pd.DataFrame:
@@ -51,17 +53,20 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
     records = {run["folder"] / "eval.jsonl": [] for run in runs}
     for file in records:
         records[file] = read_lines(file)
+    # effects compare means over problems: with other problems they would compare those
     check_same_problems(records)
     lines = []
     for run in runs:
         for r in records[run["folder"] / "eval.jsonl"]:
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
     by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False, as_index=False)
+    # evaluation seeds are no further evidence on a problem: its outcomes are one cluster
     return by_problem.mean()
 
 
 def outcome_of(record: dict, k: int) -> dict:
     """A problem's figures under one evaluation seed."""
+    # None where the task doesn't know, 0 would be no divisor
     known_modes = bool(record["num_modes"])
     return {
         "problem": record["id"],
@@ -77,6 +82,7 @@ def check_same_problems(records: dict) -> None:
     asked = {}
     for file, lines in records.items():
         asked[file] = sorted((r["id"], r["seed"]) for r in lines)
+    # a file that was cut short is the likely fault: the longest is taken as whole
     most = max(asked.values(), key=len)
     for file, problems in asked.items():
         if not problems or problems != most:
@@ -92,6 +98,7 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
     lines = []
     for run in runs:
         for line in read_lines(run["folder"] / "metrics.jsonl"):
+            # only some steps are evaluated
             if "eval/pass@1" in line:
                 found = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
                 own = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
@@ -100,6 +107,7 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
 
 
 def known(table: pd.DataFrame) -> list[str]:
+    # all: a mean over those problems alone that have modes would be of other problems
     return [m for m in METRICS if table[m].notna().all()]
 
 
@@ -119,6 +127,7 @@ def effects(outcomes: pd.DataFrame, baseline: str) -> pd.DataFrame:
     table = pd.DataFrame(found, columns=COLUMNS)
     if not len(table):
         return table.assign(p_holm=[])
+    # NaN, of an outcome that never varies, is no evidence: 1
     return table.assign(p_holm=multipletests(table["p"].fillna(1), method="holm")[1])
 
 
@@ -127,13 +136,15 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
     import statsmodels.api as sm
 
     arms = [arm for arm in outcomes["arm"].unique() if arm != baseline]
+    # the baseline has no column: it is the constant
     is_arm = [outcomes["arm"] == arm for arm in arms]
-    X = np.column_stack([np.ones(len(outcomes)), *is_arm])
-    clusters = {"groups": pd.factorize(outcomes["problem"])[0]}
+    X = np.column_stack([np.ones(len(outcomes)), *is_arm])  # (lines, 1 + arms)
+    clusters = {"groups": pd.factorize(outcomes["problem"])[0]}  # numbers for the problems' ids
     runs = outcomes.groupby(["arm", "seed"])[metric].mean()
     found = []
     with np.errstate(all="ignore"):  # an outcome that never varies has p = 0 / 0
         model = sm.OLS(outcomes[metric].to_numpy(), X)
+        # use_t: Student's t; with few problems the normal distribution would be too sure
         fit = model.fit(cov_type="cluster", cov_kwds=clusters, use_t=True)
         for i, arm in enumerate(arms, 1):
             row = {
@@ -143,6 +154,7 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
                 "low": fit.conf_int()[i, 0],
                 "high": fit.conf_int()[i, 1],
                 "p": fit.pvalues[i],
+                # the worst run of the arm against the best of the baseline
                 "run_min": runs[arm].min() - runs[baseline].max(),
                 "run_max": runs[arm].max() - runs[baseline].min(),
             }
@@ -156,6 +168,7 @@ def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) ->
     the baseline never was there."""
     path = path_of(curves, baseline, metric)
     last = path_of(curves, arm, metric).iloc[-1]
+    # a noisy path may go back; "was there" means that it has been as high
     highest = path["mean"].cummax()
     if not highest.iloc[0] <= last["mean"] <= highest.iloc[-1]:
         return nan
@@ -183,6 +196,7 @@ def markdown(*rows) -> str:
 def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     shown = known(outcomes)
     equal = [m for m in ("pass", "coverage") if m in shown]
+    # before any training, over all runs
     start = curves[curves["step"] == 0][list(METRICS)].mean()
     head = ["arm", "runs", *(f"{m}@{k}" for m in shown)]
     head += [f"{m}@{k} at equal mean@{k}" for m in equal]
@@ -192,7 +206,7 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     for arm, own in runs.groupby("arm", sort=False):
         row = [arm, str(len(own))]
         for m in shown:
-            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""
+            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""  # of n - 1, as pandas has it
             row.append(f"{own[m].mean():.3f}{spread}")
         for m in equal:
             gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
@@ -268,11 +282,14 @@ def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
     lines = {}
     for arm, config in configs.items():
         for key, value in config.items():
+            # not isinstance: True is an int, and no dose
             if type(value) in (int, float):
+                # a text that arms share if nothing but this key differs
                 rest = json.dumps(config | {key: None})
                 lines.setdefault((key, rest), []).append((value, arm))
     found = []
     for (key, _), line in lines.items():
+        # two points are no dose-response
         if len({dose for dose, _ in line}) > 2:
             found.append((key, sorted(line)))
     return found
@@ -296,6 +313,7 @@ def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> N
     for arm in color:
         path = path_of(curves, arm, metric)
         axis.plot(path["mean"], path[metric], color=color[arm], linewidth=1, alpha=0.7)
+        # a dot where training ended
         axis.plot(*path.iloc[-1], "o", color=color[arm])
         axis.annotate(arm, path.iloc[-1], fontsize=7)
     axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
@@ -306,6 +324,7 @@ def draw_doses(axis, outcomes: pd.DataFrame, metrics: list[str], k: int, dosed: 
     arms = [arm for _, arm in line]
     final = outcomes.groupby(["arm", "seed"])[list(METRICS)].mean().unstack()
     for metric in metrics:
+        # a count, not a share: it would flatten the others
         if metric != "distinct":
             label = f"{metric}@{k}"
             band(axis, range(len(line)), final[metric].loc[arms], marker="o", label=label)
@@ -320,6 +339,7 @@ def draw(runs: list[dict], output: Path) -> Path:
     the dose-responses."""
     import matplotlib
 
+    # writes a file, needs no window
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -329,10 +349,11 @@ def draw(runs: list[dict], output: Path) -> Path:
     planes = [m for m in ("pass", "coverage") if m in shown]
     dosed = doses(runs)
     count = len(shown) + len(planes) + len(dosed)
-    rows = -(-count // 4)
+    rows = -(-count // 4)  # rounded up
     figure, axes = plt.subplots(
         rows, 4, figsize=(20, 4 * rows), layout="constrained", squeeze=False
     )
+    # one colour for an arm in all panels
     color = {arm: plt.get_cmap("tab20")(i % 20) for i, arm in enumerate(curves["arm"].unique())}
 
     free = iter(axes.flat)

@@ -58,6 +58,7 @@ class ServerEngine:
         self.updates = 0  # how often there have been new ones
         self.counts = dict.fromkeys(COUNTS, 0)
         self.lock = threading.Lock()  # of live, missing and counts: requests have threads
+        # for waits only; a generator of its own leaves the global one, and what is sampled, alone
         self.random = random.Random(self.rank)
         self.ahead = None  # (request, future) of what begin() has started
         # one that stays: a reward worker that it starts would die with it
@@ -162,6 +163,7 @@ class ServerEngine:
         if not names:  # of an evaluation: no step, but another number after each sync
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups = {}
+        # max: a rank may have no prompts, and a pool needs a thread
         pool = ThreadPoolExecutor(min(CONCURRENCY, max(1, len(prompts_ids))))
         try:
             asked = {}  # future: index of its prompt
@@ -176,6 +178,7 @@ class ServerEngine:
                     finished(i, groups[i])
         finally:
             pool.shutdown(cancel_futures=True)  # of a prompt that is lost the others are too
+        # prompt-major, in whatever order the answers came
         return [r for i in sorted(groups) for r in groups[i]]
 
     def group(self, i: int, body: dict, name: str) -> list[dict]:
@@ -346,11 +349,13 @@ def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> di
         "max_tokens": sampling["max_tokens"],
         "seed": seed,
         "temperature": sampling["temperature"],
+        # named one by one: what is missing a server takes from the model's generation_config.json
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": sampling["stop_token_ids"],
+        # 0: of the sampled token alone
         "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # their texts may be of any length

@@ -13,7 +13,7 @@ import importlib
 import random
 from pathlib import Path
 
-SPLITS = ("train", "test")
+SPLITS = ("train", "test")  # test: held out
 # tasks/mathematics.py has rewards and no rows: it is no task
 NAMES = sorted(
     path.stem
@@ -24,6 +24,7 @@ NAMES = sorted(
 
 def module(name: str):
     """tasks/<name>.py, or None if there is no such task."""
+    # only NAMES: `name` may come from a row of somebody's data
     return importlib.import_module(f"tasks.{name}") if name in NAMES else None
 
 
@@ -56,6 +57,7 @@ def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
     Problems of one class are the same in disguise, so held out are whole classes: the `count` with
     the smallest keys (hashes, so frequent classes are not preferred). "test" has the first problem
     of each; their other problems are in neither split."""
+    # hashes: which classes are held out is the same in every process
     keys = sorted(classes)
     test = []
     for key in keys[:count]:

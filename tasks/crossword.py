@@ -47,6 +47,7 @@ WORDS = (
     "</answer>."
 )
 CLUES = {
+    # the keys are what the short prompts of "tiny" say
     "anagram": "Mix the letters of {fodder}",
     "reversed": "{fodder}, written backwards",
     "hidden": "Letters in a row somewhere in {fodder}",
@@ -58,6 +59,7 @@ CONFIGS = {
     "words": dict(kinds=tuple(CLUES), made_up=0, words=True),
     "tiny": dict(kinds=("reversed", "hidden", "alternate"), made_up=2000, words=False),
 }
+# inside brackets of a regular expression: Unicode's hyphens and dashes, then the plain one
 HYPHENS = r"\u2010-\u2015-"
 PARTS_OF_TEXT = re.compile(rf"[\s{HYPHENS}]+")
 PARTS_OF_ENUMERATION = re.compile(rf"[,\s{HYPHENS}]+")
@@ -95,6 +97,7 @@ def canonical(text: str) -> str:
     """The letters alone, upper case, without accents: ICECREAM for "Ice-cream!"."""
     # NFKD parts É into E and an accent, which is no letter
     decomposed = unicodedata.normalize("NFKD", text).upper()
+    # isalpha(): accents, spaces, hyphens and digits go
     return "".join(c for c in decomposed if c.isalpha())
 
 
@@ -128,6 +131,7 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
     else:
         words = answer
     letters = canonical(str(words))
+    # it would be equal to any completion without letters
     if not letters:
         raise ValueError(f"crossword: the answer {words!r} has no letters")
     text = last_answer(completion)
@@ -147,6 +151,7 @@ def reward(completion: str, answer, enumeration=None, **row) -> float:
 def make_up(count: int) -> list[str]:
     """Different random words like ZOBAD and IFUL, vowels and consonants in turn."""
     sounds = ("AEIOU", "BCDFGHJKLMNPRSTVWZ")
+    # a seed that is a text gives the same in every process
     rng = random.Random("crossword")
     words = {}  # a set that keeps its order
     while len(words) < count:
@@ -160,6 +165,7 @@ def make_up(count: int) -> list[str]:
 def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str]:
     """(what a clue of this kind works on, crossing letters), always the same for a word:
     ("DNAP", "P__A"). initials: {letter: words that begin with it}."""
+    # a generator for each clue: words that are added do not change what others show
     rng = random.Random(f"crossword/{kind}/{word}")
     letters = canonical(word)  # the word without its spaces
     places = [i for i, c in enumerate(word) if c != " "]
@@ -209,6 +215,7 @@ def problems(config: str) -> dict[str, list[tuple]]:
         classes.setdefault(zlib.crc32(letters.encode()), []).append(word)
     words = hold_out(classes, HELD_OUT)
 
+    # of training words only: a test word must not stand in a training prompt
     initials = {letter: [] for letter in ascii_uppercase}
     for word in words["train"]:
         if " " not in word:  # or the letters would be those of more words than it seems

@@ -45,8 +45,8 @@ DEFAULT = "small"
 COLORS = "RGB"
 FREE = "."
 HELD_OUT = 256  # classes of problems
-MIN_MODES = 2
-MAX_MODES = 8
+MIN_MODES = 2  # problems with fewer or
+MAX_MODES = 8  # more correct answers are left out
 WORDS = (
     "A graph has {n} vertices {names} and the edges {edges}. Give every vertex one of the colours "
     "R, G, B so that no edge joins two vertices of the same colour. Already coloured: {given}. "
@@ -89,6 +89,7 @@ def mode(completion: str, answer: dict) -> str | None:
     if len(text) != answer["n"] or not set(text) <= set(COLORS):
         return None
     for given, color in zip(answer["partial"], text):
+        # a vertex that was coloured already
         if given not in (FREE, color):
             return None
     for u, v in answer["edges"]:
@@ -123,6 +124,7 @@ def class_key(answer: dict) -> int:
             same[u].append(v)
 
     label = [int(color != FREE) for color in partial]
+    # each round looks one edge further
     for _ in range(3):
         refined = []
         for v in vertices:
@@ -131,7 +133,7 @@ def class_key(answer: dict) -> int:
             same_labels = sorted(label[u] for u in same[v])
             refined.append(checksum((label[v], near_labels, same_labels)))
         label = refined
-    return checksum(sorted(label))
+    return checksum(sorted(label))  # sorted: numbers of vertices do not enter
 
 
 def checksum(value) -> int:
@@ -144,6 +146,7 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
     n = rng.choice(vertices)
     colors = rng.choices(COLORS, k=n)  # the answer that there is in any case
     allowed = [(u, v) for u, v in combinations(range(n), 2) if colors[u] != colors[v]]
+    # a colouring may allow fewer edges than were drawn
     num_edges = min(rng.randint(n, max_edges), len(allowed))
     edges = sorted(rng.sample(allowed, num_edges))
     shown = rng.sample(range(n), rng.randint(1, n // 2))
@@ -155,6 +158,7 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
 def problems(config: str) -> dict[str, list[dict]]:
     """{"train": answers, "test": answers}, all different."""
     c = CONFIGS[config]
+    # a seed of its own: problems never change with a run's seed
     rng = random.Random("graph_coloring")
     seen = set()  # the same problem comes up again and again
     classes = {}
@@ -189,6 +193,7 @@ def assignments(names: str, colors: str) -> str:
 def to_row(config: str, answer: dict) -> dict:
     """The row of a problem, with all of its solutions."""
     short = problem_text(answer)  # a-c,a-e;R..G.B
+    # sorted: the order of a set is another one in each process
     keys = sorted(modes(answer))  # ["RRGRBGGB", ...]
     if CONFIGS[config]["words"]:
         names = ascii_lowercase[: answer["n"]]  # "abcdefgh"

@@ -20,9 +20,9 @@ TAIL = 10_000  # characters in which the answer is looked for: it comes last
 
 SYMBOLS = str.maketrans(
     {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\uff0d": "-",
+        "\u2212": "-",  # minus sign
+        "\u2013": "-",  # en dash
+        "\uff0d": "-",  # full-width hyphen
         "π": "\\pi",
         "∞": "\\infty",
         "×": "\\times",
@@ -54,7 +54,7 @@ def last_box(text: str) -> tuple[int, int] | None:
         if character == "{":
             open_braces.append(i)
         elif character == "}" and open_braces:
-            brace = open_braces.pop()
+            brace = open_braces.pop()  # the one that this brace closes
             if brace > start and text.endswith("\\boxed", 0, brace):
                 start = brace
                 end = i
@@ -139,6 +139,7 @@ def plainly_equal(gold: str, given: str) -> bool | None:
     b = rational(given)
     if a is None or b is None:
         return None
+    # relative for large values, absolute for small ones
     is_near = abs(a - b) <= max(1, abs(a)) / 1000
     if a != b and is_near and "." in gold + given:
         return None
@@ -182,7 +183,7 @@ def canonical_math(text: str) -> str:
     text = text.translate(SYMBOLS)
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
-    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12
     for _ in range(20):  # the innermost first; deeper ones stay as they are
         text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", plain_fraction, text)
         if not changed:

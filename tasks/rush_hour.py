@@ -78,8 +78,9 @@ CONFIGS = {
 }
 # a number of up to two digits that does not begin with 0
 MOVE = "([A-Z])([UDLR^v<>])([1-9][0-9]?)"
+# each part begins with what the one before can't contain: no backtracking on hostile texts
 MOVES = re.compile(f"{MOVE}(?:[, \t\r\n]+{MOVE})*")
-ARROWS = str.maketrans("^v<>", "UDLR")
+ARROWS = str.maketrans("^v<>", "UDLR")  # other writings of the directions
 
 
 # --- moves and boards; a move is (car, direction, count), a state is a tuple of each car's cells
@@ -111,6 +112,7 @@ def read_board(text: str, size: int) -> dict:
 
     Sets of cells are ints: cell i is bit size + i, so that a car pushed over any edge leaves its
     lane without losing a bit."""
+    # rows may stand on lines of their own, and o is an empty cell too
     text = "".join(text.split()).replace("o", ".")
     if len(text) != size * size or "AA" not in text:
         raise ValueError(
@@ -134,12 +136,14 @@ def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]
     cells = [i for i, c in enumerate(text) if c == car]
     row_start = cells[0] // size * size  # number of the first cell of its row
     column = cells[0] % size
+    # of a car that stands, the next cell is a row below
     across = text[cells[0] : cells[0] + 2] == 2 * car
     if across:
         lane = list(range(row_start, row_start + size))
     else:
         lane = list(range(column, size * size, size))
     first = lane.index(cells[0])
+    # bent, in two pieces, or of one cell
     if len(cells) < 2 or cells != lane[first : first + len(cells)]:
         raise ValueError(
             f"rush_hour: car {car} of the board {text!r} is not one straight piece "
@@ -168,6 +172,7 @@ def reach(cells: int, free: int, step: int) -> list[int]:
 
 def in_the_way(board: dict, state: tuple) -> tuple[int, int]:
     """(cells between car A and the right edge, cars that stand on them); (0, 0) is solved."""
+    # letters are sorted, so A is the first
     car_a = state[0]
     # A's row without A and what lies left of it: the bits above A's highest
     left_of_edge = car_a.bit_length()
@@ -211,6 +216,7 @@ def judge(completion: str, answer) -> dict:
     "progress": 0 to 1} of a completion. ValueError for an answer that can't be read."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
     gold = read_moves(str(given["solution"]).strip())
+    # the row is wrong, not the completion: 0 would hide that
     if not gold:
         raise ValueError(
             f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
@@ -231,8 +237,10 @@ def judge(completion: str, answer) -> dict:
         end, legal = play(board, moves)
         left = sum(in_the_way(board, end))
         at_first = sum(in_the_way(board, board["start"]))
+        # max(1, ...): a board of somebody's may be solved at the start
         verdict["progress"] = max(0.0, 1 - left / max(1, at_first))
         if legal and left == 0:
+            # somebody's known solution may not be a shortest one
             fewest = int(given.get("moves") or len(gold))
             verdict["exact"] = moves == gold or len(moves) <= fewest
             verdict["solve"] = min(1.0, fewest / len(moves))
@@ -252,6 +260,7 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
         # not the sum, 1.0000000000000002; and not less for a solution that is not the known one
         return 1.0
     prefix = prefix_share(verdict["moves"], verdict["gold"])
+    # a column may be there and hold None
     for text in solutions or ():
         known = read_moves(last_answer(text))
         if known:
@@ -311,9 +320,11 @@ def shortest(board: dict, max_moves: int = NO_LIMIT, max_states: int = NO_LIMIT)
         if clear:
             return
         new = next_level(board, level, came, max_states)
+        # unsolvable, or given up
         if not new:
             return
         level = list(new)
+        # only when the level is complete: a state has all of its shortest ways then
         came |= new
 
 
@@ -369,13 +380,14 @@ def places_of_cars(size: int) -> list[range]:
                 begin = lane * size + first
                 across.append(range(begin, begin + length))
                 down.append(range(first * size + lane, (first + length) * size, size))
-    return across + down
+    return across + down  # the order decides what rng.sample() draws
 
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
     """A random board with car A not at the edge, the other cars named in reading order. Each try
     is a car that stays if it meets no other."""
     row = rng.randrange(size)
+    # A's right cell is never at the edge
     column = rng.randrange(size - 2)
     car_a = row * size + column  # its left cell
     cells = [0] * size**2  # 0 is empty, 1 is car A
@@ -395,6 +407,7 @@ def draw(rng: random.Random, size: int, tries: tuple) -> str:
 def problems(config: str) -> dict[str, list[tuple]]:
     """{"train": [(board, solutions), ...], "test": ...}"""
     c = CONFIGS[config]
+    # a fixed seed: problems never change with a run's seed
     rng = random.Random("rush_hour")
     seen = set()  # boards
     classes = {}  # {key: [(board, solutions), ...]}

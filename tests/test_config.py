@@ -698,7 +698,7 @@ def test_the_limit_of_tau_follows_the_scale_of_the_scores():
 
 
 def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
-    """A group of 16 with 4 right: at the limit of 100 characters, .217, its excess entropy is .118."""
+    """A group of 16 with 4 right: at the limit of 100 characters, .217, excess .118."""
     assert tau_of_excess(0.118, 16, 4) == pytest.approx(0.217, abs=1e-3)
     target = "--maxent_target_excess_entropy"
     assert warnings_of(100, f"{target}=0.1") == ""

@@ -84,7 +84,7 @@ def gradient_errors(batch, config):
 )
 @few
 @given(batches, temperature, temperature, st.floats(0.1, 3.9), st.integers(1, 8))
-def test_gradient_equals_central_differences_of_the_literal_potential(
+def test_gradient_equals_central_differences_of_the_literal_potential(  # noqa: PLR0913
     method, hessian, batch, tau, beta, rate, truncation
 ):
     config = setting(method, maxent_tau=tau, beta=beta)

@@ -1,4 +1,5 @@
-"""Prompts that are too long: refused, left out or cut, and never tokenised where they are endless."""
+"""Prompts that are too long: refused, left out or cut, and never tokenised where
+they are endless."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""The first second of every command: what is wrong with its words is said before torch is loaded."""
+"""The first second of every command: what is wrong with its words is said before
+torch is loaded."""
 
 import os
 import subprocess

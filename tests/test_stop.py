@@ -98,7 +98,7 @@ def test_nohup_is_respected(tmp_path):
 
 
 def test_a_closed_terminal_ends_a_run_after_a_save(tmp_path):
-    """Which from then on may write nothing to that terminal. The shell sends the signal once more."""
+    """Nothing may be written to that terminal from then on. The shell sends the signal again."""
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""workers.py: how a worker starts and ends, what it imports, prints and sees of its surroundings."""
+"""workers.py: how a worker starts and ends, what it imports, prints and sees
+of its surroundings."""
 
 import json
 import os
