@@ -227,7 +227,7 @@ def check_weights(model: str) -> None:
     if not has_weights(model) and (folder / "engine").is_dir():
         sentence = (
             f'it is a "shallow" checkpoint, which holds none: make a model of it with '
-            f"python checkpoint.py export {model} OUT --trust_checkpoint=True"
+            f"python checkpoint.py export {model} OUT"
         )
         raise unusable(model, "its weights", sentence)
     try:

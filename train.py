@@ -6,7 +6,7 @@
     python train.py config/math_maxent.py --dry_run          check everything, run nothing
 
 A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group ->
-loss -> DeepSpeed -> controllers. `main` below is that step, read it first.
+loss -> DeepSpeed -> controllers. `train` below is that step, read it first.
 
 Where this departs from the papers:
 1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so
