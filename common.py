@@ -595,7 +595,7 @@ def in_one_line(text, longest: int = 300) -> str:
     """What a library or a stranger says, as a part of a sentence: printable, on one line."""
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 3] + "..."
-    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
+    return escaped(line)
 
 
 def say_once(text: str, file=None) -> None:

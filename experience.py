@@ -42,7 +42,7 @@ class Lived(NamedTuple):
 
     @property
     def unseeded(self) -> list[dict]:
-        return [self.rollouts[i] for i in self.unseeded_rows]
+        return [r for r in self.rollouts if "seed_id" not in r]
 
 
 class Experience:

@@ -169,13 +169,12 @@ def check_tensor_parallel(c: dict, world: int) -> None:
 def start_sampler(c: dict, device):
     """The rollout engine with the weights of config["model"], for scripts that do not train."""
     check_tensor_parallel(c, dist.get_world_size())
-    dtype = dtype_of(c)
     serves = c["rollout_engine"] == "server"
     if serves and "/" in c["weight_sync"]:
         check_writable("weight_sync", c["weight_sync"], folder=True)
-    sampler = rollout.ENGINES[c["rollout_engine"]](c["model"], c, dtype, device)
+    sampler = rollout.start_engine(c, device)
     if serves:  # it may hold the weights of another model
-        lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c))
         sampler.sync(named_weights(lm.to(device), 0))
     return sampler
 
