@@ -39,6 +39,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
+from checks import OPTIMIZERS
 from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
@@ -331,11 +332,11 @@ def report(config: dict, parameters: int) -> str:
 
 
 def checkpoint_bytes(config: dict, parameters: int) -> int:
-    """Weights, their float32 copy, AdamW's two moments; if "full" the Hugging Face file too."""
+    """Weights, their float32 copy, the optimizer's state; if "full" the Hugging Face file too."""
     from policy import dtype_of
 
-    # bfloat16: 2 weights, 4 copy, 8 moments, 2 Hugging Face; float32: 4, no copy, 8, 4
-    size = 16  # bytes of a parameter in all of them
+    # bfloat16: 2 weights, 4 copy, 2 Hugging Face; float32: 4, no copy, 4
+    size = 8 + OPTIMIZERS[config["optimizer"]].state_bytes  # bytes of a parameter in all of them
     if config["checkpoint_mode"] == "shallow":
         size -= dtype_of(config).itemsize
     return parameters * size
@@ -535,6 +536,7 @@ def check_fit(path: Path, config: dict) -> None:
     dtype = str(dtype_of(config)).removeprefix("torch.")
     pairs = {
         "zero_stage": (saved["zero_stage"], config["zero_stage"]),
+        "optimizer": (saved["optimizer"], config["optimizer"]),
         "dtype": (model.get("dtype", dtype), dtype),
         "seeds of a trained head": (seed_classes(saved), seed_classes(config)),
     }

@@ -42,6 +42,21 @@ OBJECTIVES = {
 }
 
 
+class Optimizer(NamedTuple):
+    """What is true of an optimizer. All of them take the learning rate as lr, and weight_decay."""
+
+    cls: str  # its name in torch.optim
+    state_bytes: int  # it keeps so many for each parameter
+    zero_stages: tuple = (0, 1, 2, 3)  # ZeRO from stage 1 on shows it no matrices, only one row
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer("AdamW", state_bytes=8),
+    "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),  # two rows a matrix
+    "sgd": Optimizer("SGD", state_bytes=0),
+}
+
+
 def names(wanted) -> str:
     """The objectives of which `wanted` is true, as they stand in sentences."""
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
@@ -91,9 +106,14 @@ ENTRIES = {
         "tensor_parallel_size": 1,
         "enable_sleep_mode": True,
     },
+    "optimizer_options": {"weight_decay": 0.0},  # 0 off
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
-OPEN = ("vllm_options", "wandb_options")  # that take further entries: others read them
+OPEN = (
+    "vllm_options",
+    "optimizer_options",
+    "wandb_options",
+)  # that take further entries: others read them
 # options of vLLM that follow from other keys, or without which its completions would be wrong
 VLLM_SET_HERE = (
     # below: max_model_len is the two length keys together, dtype is the policy's
@@ -184,6 +204,7 @@ CHOICES = {
     "info_seed_loss_type": ("infonce", "ce"),
     "info_seed_pooling": ("mean", "last"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "optimizer": tuple(OPTIMIZERS),
     "reference_placement": ("device", "sharded", "cpu"),
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),  # "" metrics.jsonl only
@@ -262,9 +283,7 @@ RANGES = {
     "max_steps": ("> 0", None),
     "learning_rate": ("> 0", None),
     "warmup_steps": (">= 0", None),
-    "weight_decay": (">= 0", None),
-    "adam_beta1": (">= 0", "< 1"),
-    "adam_beta2": (">= 0", "< 1"),
+    "optimizer_options.weight_decay": (">= 0", None),
     "max_grad_norm": (">= 0", None),
     "max_tokens_per_micro_batch": ("> 0", None),
     "zero_stage": (">= 0", "<= 3"),
@@ -446,6 +465,12 @@ def group_claims(c: dict):
         # offloading is a part of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
+    )
+    stages = OPTIMIZERS[c["optimizer"]].zero_stages
+    yield (
+        c["zero_stage"] in stages,
+        f"optimizer={c['optimizer']!r} needs zero_stage {' or '.join(map(str, stages))}, not "
+        f"{c['zero_stage']}: from stage 1 on ZeRO cuts the matrices that it works on",
     )
 
 

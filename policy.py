@@ -7,6 +7,7 @@ ZeRO stage 0, its weights by name.
 n rows; T tokens of the longest completion; S of the longest row; M of all of them; H hidden size.
 """
 
+import inspect
 from typing import NamedTuple
 
 import deepspeed
@@ -14,7 +15,8 @@ import torch
 
 import loss as L
 import packing
-from common import UserError
+from checks import OPTIMIZERS, entries
+from common import UserError, in_one_line
 
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
@@ -171,16 +173,14 @@ def turn_off_dropout(lm) -> float:
     return largest
 
 
-class CheckedAdamW(torch.optim.AdamW):
-    """AdamW for ZeRO stage 0 in float32, where DeepSpeed neither measures the gradient nor refuses
-    a NaN as its own stages do. DeepSpeed reads the two attributes back in get_global_grad_norm()
-    and was_step_applied()."""
+class Checked:
+    """Mixed into an optimizer for ZeRO stage 0 in float32, where DeepSpeed neither measures the
+    gradient nor refuses a NaN as its own stages do. DeepSpeed reads the two attributes back in
+    get_global_grad_norm() and was_step_applied()."""
 
-    def __init__(self, params, max_grad_norm: float, **kwargs):
-        super().__init__(params, **kwargs)
-        self.max_grad_norm = max_grad_norm  # 0: the gradient is measured, not clipped
-        self._global_grad_norm = 0.0
-        self.overflow = False  # whether the last step was skipped
+    max_grad_norm = 0.0  # 0: the gradient is measured, not clipped
+    _global_grad_norm = 0.0
+    overflow = False  # whether the last step was skipped
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -195,6 +195,30 @@ class CheckedAdamW(torch.optim.AdamW):
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(params, self.max_grad_norm, norm)
         super().step()
+
+
+def is_checked(c: dict) -> bool:
+    """Whether the optimizer itself clips gradients and refuses those that are not finite."""
+    return c["zero_stage"] == 0 and dtype_of(c) == torch.float32
+
+
+def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
+    """The optimizer that the config names. UserError for options that it does not take."""
+    cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
+    arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
+    if "fused" in inspect.signature(cls).parameters:
+        # one kernel, where the default is a dozen passes
+        arguments.setdefault("fused", device.type == "cuda")
+    kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
+    try:
+        optimizer = kind(parameters, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"optimizer_options={c['optimizer_options']}: torch.optim.{cls.__name__} refuses them: "
+            f"{in_one_line(error)}"
+        ) from None
+    optimizer.max_grad_norm = c["max_grad_norm"]
+    return optimizer
 
 
 def seed_classes(c: dict) -> int:

@@ -24,9 +24,9 @@ import data
 import packing
 import rewards
 import scoring
-from checks import entries, eval_source, rows_of_a_group, warn_config
+from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
 from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
-from policy import CHUNK
+from policy import CHUNK, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -364,6 +364,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     check_context(files.config, c)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
+    make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # only its options can be wrong
 
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
@@ -470,8 +471,9 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
     model: its config; itemsize: bytes of a number."""
     weights = parameters * itemsize
-    # two moments, and in 16 bits a float32 copy of the weights
-    optimizer = parameters * (12 if itemsize == 2 else 8)
+    optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
+    if itemsize == 2:
+        optimizer += parameters * 4  # a float32 copy of the weights
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
     reference = 0 if c["beta"] == 0 else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores

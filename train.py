@@ -63,9 +63,10 @@ from journal import (
 )
 from policy import (
     CHUNK,
-    CheckedAdamW,
     Policy,
     dtype_of,
+    is_checked,
+    make_optimizer,
     named_weights,
     seed_classes,
     set_temperature,
@@ -118,9 +119,8 @@ class Run:
 # --- set-up
 
 
-def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
+def deepspeed_config(c: dict) -> dict:
     """DeepSpeed's own settings for a resolved config."""
-    checked_here = c["zero_stage"] == 0 and dtype == torch.float32  # CheckedAdamW clips
     zero = {
         "stage": c["zero_stage"],
         "overlap_comm": False,  # not with unmanaged accumulation, except at stage 2
@@ -130,10 +130,10 @@ def deepspeed_config(c: dict, dtype: torch.dtype) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,  # it asks for one; ours have as many rows as fit
         "managed_gradient_accumulation": False,  # any number of backward() per step()
-        "gradient_clipping": 0.0 if checked_here else c["max_grad_norm"],  # 0 off
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],  # 0 off
+        "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # torch.optim.AdamW works at every stage
+        "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS
         "zero_force_ds_cpu_optimizer": False,  # also offloaded, without compiling DeepSpeed's own
         "steps_per_print": sys.maxsize,  # never: the progress bar is ours
     }
@@ -154,29 +154,13 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
 
-def adamw_settings(c: dict, device) -> dict:
-    return {
-        "lr": c["learning_rate"],
-        "betas": (c["adam_beta1"], c["adam_beta2"]),
-        "weight_decay": c["weight_decay"],
-        "fused": device.type == "cuda",  # one kernel, where the default is a dozen passes
-    }
-
-
 def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
-    dtype = dtype_of(c)
     policy = load_lm(c, trains=True, device=device)
-    settings = adamw_settings(c, device)
-    if c["zero_stage"] == 0 and dtype == torch.float32:
-        optimizer = CheckedAdamW(policy.parameters(), c["max_grad_norm"], **settings)
-    else:
-        optimizer = torch.optim.AdamW(policy.parameters(), **settings)
-    engine, *_ = deepspeed.initialize(
-        model=policy, optimizer=optimizer, config=deepspeed_config(c, dtype)
-    )
+    optimizer = make_optimizer(policy.parameters(), c, device)
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
-        # AdamW then steps on the CPU, where torchrun and vLLM leave one thread
+        # it then steps on the CPU, where torchrun and vLLM leave one thread
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     return engine
@@ -425,7 +409,7 @@ def main(c: dict, only_look: bool = False) -> None:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if only_look:
         if rank == 0:
-            dry_run(c, size, dtype_of(c), deepspeed_config(c, dtype_of(c)))
+            dry_run(c, size, dtype_of(c), deepspeed_config(c))
         return
     with hold_folder(c["output_dir"], rank):
         run = start(c)

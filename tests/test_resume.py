@@ -314,6 +314,7 @@ def test_truncated_flipped_and_missing_shards_are_passed_over(
     "changes, words",
     [
         ({"zero_stage": 2}, "zero_stage=0"),
+        ({"optimizer": "sgd"}, "optimizer='adamw'"),
         ({"dtype": "bfloat16"}, "dtype='float32'"),
         ({"info_seed_num_seeds": 4, "info_seed_loss_type": "ce"}, "seeds of a trained head=0"),
     ],

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import evaluate
-import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
 
@@ -309,9 +308,3 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
 def test_an_eval_command_that_could_not_run_is_refused(command, words):
     with pytest.raises(UserError, match=words):
         load_config([f"--eval_command={command}"])
-
-
-def test_adamw_is_fused_on_a_gpu_only():
-    c = load_config([])
-    assert train.adamw_settings(c, torch.device("cuda"))["fused"] is True
-    assert train.adamw_settings(c, torch.device("cpu"))["fused"] is False
