@@ -35,7 +35,7 @@ runs/countdown_sft/model.safetensors: | $(STAMP)
 	  --steps=800 --batch_size=128 --learning_rate=2e-3
 
 demo: $(STAMP) runs/countdown_sft/model.safetensors
-	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) train.py config/countdown_tiny.py --overwrite_output_dir=True
+	$(BIN)/python -m compare config/countdown_tiny.py --arms=compare/demo_arms.py --seeds=1 --ranks=1 --jobs=$(if $(GPU),1,2) --output=runs/demo
 
 $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
