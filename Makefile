@@ -41,8 +41,8 @@ $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than 40 minutes
-PYTEST := timeout --foreground --kill-after=20 2400 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
+PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .

@@ -20,6 +20,7 @@ from compare_runs import (
     write_lines,
     write_run,
 )
+from deadlines import PATIENCE
 
 import journal
 from common import SIGNALS, RunStopped, UserError
@@ -220,7 +221,7 @@ def test_a_signal_stops_what_was_started(tmp_path, launched, number):
     _, argv = plan(tmp_path, "slow = {}\nb = {}\nc = {}", "--jobs=1")
 
     def kill_what_has_started() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not launched and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
