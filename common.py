@@ -539,6 +539,16 @@ def check_config(c: dict) -> None:
             raise UserError(sentence)
 
 
+def with_tau(c: dict, vocabulary: int) -> dict:
+    """The config with a figure for maxent_tau=-1, which takes the model's vocabulary; a UserError
+    if it is one that the other keys exclude."""
+    if c["maxent_tau"] != -1:
+        return c
+    known = {**c, "maxent_tau": checks.default_tau(c, vocabulary)}
+    check_config(known)
+    return known
+
+
 def check_lengths(path: Path, where: str) -> None:
     """UserError for a path or a name in it that no file system takes."""
     longest = max(len(os.fsencode(name)) for name in path.parts)  # in bytes: one letter may take 4

@@ -25,7 +25,14 @@ import packing
 import rewards
 import scoring
 from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
-from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
+from common import (
+    UserError,
+    check_writable,
+    in_one_line,
+    refuse_missing_folder,
+    say_once,
+    with_tau,
+)
 from policy import CHUNK, make_optimizer
 from prompts import (
     check_chat_template,
@@ -428,7 +435,10 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     model = empty_model(c["model"], inputs.model)
     parameters = sum(p.numel() for p in model.parameters())
     show_memory(c, inputs.model, parameters, dtype, world)
-    for warning in warn_config(c, inputs.model.vocab_size):
+    known = with_tau(c, inputs.model.vocab_size)
+    if known != c:
+        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
+    for warning in warn_config(known, inputs.model.vocab_size):
         print(f"warning: {warning}")
 
 

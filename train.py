@@ -51,7 +51,7 @@ import learner
 import loss as L
 import rollout
 from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled
+from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled, with_tau
 from experience import Experience
 from journal import (
     MetricsLog,
@@ -192,6 +192,7 @@ def start(c: dict) -> Run:
     check_run_folder(c, resuming)
     # before ranks meet: whatever is wrong is told by each, without a collective to leave
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    c = with_tau(c, inputs.model.vocab_size)
     hub = None
     # early: a token that may not write is told before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
