@@ -7,6 +7,7 @@ import ast
 import difflib
 import errno
 import json
+import logging
 import math
 import os
 import signal
@@ -134,9 +135,18 @@ def lost_a_rank(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def quiet_libraries() -> None:
+    """Keeps what is no error out of the terminal: before they are imported, for they speak then."""
+    # its C++, and vLLM's with it: a warning per rank about memory that is bound to the cores
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # a filter, for DeepSpeed sets the level itself: that it has found no GPU, ranks.py knows
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
 def script(work, *arguments):
     """Runs a script: work(*arguments), or work(command line) if there are none, and returns what
     that returns. Errors that are meant for a person end it with one sentence, no traceback."""
+    quiet_libraries()
     # first of all: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # until a run is ready to save what it has
     end_with_torchrun()

@@ -20,7 +20,7 @@ import scoring
 from checks import entries
 from common import scheduled
 from preflight import Inputs
-from ranks import World, gather_groups
+from ranks import World, gather_groups, wait_for_ranks
 from stream import Replay, step_rows
 
 
@@ -69,6 +69,7 @@ class Experience:
         G = c["num_generations"]
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
         groups, values, failed = self.sample(rows, self.places, step, 0, timer)
+        wait_for_ranks(timer)
         rewards, metrics = self.combine(values)  # (P, G + S)
         worst = metrics  # of all attempts, the one in which most rewards failed
         resampled = 0
@@ -83,6 +84,7 @@ class Experience:
             values |= new_values
             failed += new_failed
             resampled += int(stale.sum())
+            wait_for_ranks(timer)
             rewards, metrics = self.combine(values)
             # a group that failed and was replaced counts all the same
             worst = max(worst, metrics, key=lambda found: found["reward/failures"])

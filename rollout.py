@@ -24,6 +24,7 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 
 import gc
 import json
+import logging
 import os
 import random
 import shutil
@@ -101,6 +102,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,  # a bar of mostly one file
     }
     # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
@@ -119,7 +121,8 @@ def import_vllm():
     # vLLM reads these from the environment only. Its worker must share our memory and our
     # torch.distributed, so it is no process of its own
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())  # before it reads the variable itself
     # ranks share the cores: the kernel places them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
