@@ -40,7 +40,7 @@ from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from checks import OPTIMIZERS
-from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
+from common import RunStopped, UserError, in_one_line, lost_a_rank, modern, quoted, script
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
@@ -243,7 +243,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
+        print(f"checkpoint passed over: {in_one_line(problem)}", flush=True)
     return None
 
 
@@ -709,7 +709,7 @@ def main(argv) -> None:
         convert(argv[1], argv[2])
     elif command == "verify" and len(argv) == 2:
         problem = verify(argv[1])
-        print(escaped(problem) or f"{argv[1]} is whole")
+        print(in_one_line(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))  # status 1, for scripts
     else:
         raise UserError(USAGE)
@@ -778,7 +778,7 @@ class Hub:
         self.upload = None
         try:
             commit = future.result(UPLOAD_SECONDS)
-            tqdm.write(f"pushed {path} to {escaped(commit.commit_url)}")
+            tqdm.write(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
                 f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"

@@ -608,7 +608,7 @@ def controller_claims(c: dict):
             f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
         )
         yield (
-            # -1: once more when it is known, see common.with_tau
+            # -1: see default_tau
             c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
             f"maxent_tau={c['maxent_tau']} is steered: start it between "
             f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
@@ -651,8 +651,12 @@ def tau_limit(c: dict, vocabulary: int) -> float:
 
 
 def default_tau(c: dict, vocabulary: int) -> float:
-    """What maxent_tau=-1 stands for: the largest that is not warned about."""
-    return tau_limit(c, vocabulary) / c["maxent_q_temperature"]
+    """What maxent_tau=-1 stands for: the largest that is not warned about, or the nearest where
+    it may start, if it is steered."""
+    tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
+    if steers_tau(c) or c["controller_meta_method"]:
+        tau = min(max(tau, c["maxent_tau_min"]), c["maxent_tau_max"])
+    return tau
 
 
 def tau_of_excess(excess: float, G: int, right: int) -> float:

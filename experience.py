@@ -19,6 +19,7 @@ import rollout
 import scoring
 from checks import entries
 from common import scheduled
+from data import all_rows
 from preflight import Inputs
 from ranks import World, gather_groups, wait_for_ranks
 from stream import Replay, step_rows
@@ -57,9 +58,7 @@ class Experience:
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
-            rows = []
-            for source in inputs.sources:
-                rows += source
+            rows = all_rows(inputs.sources)
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:

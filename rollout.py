@@ -38,7 +38,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from checks import entries
-from common import DEADLINE, UserError
+from common import DEADLINE, UserError, say_once
 from policy import dtype_of
 
 # --- vLLM in this process
@@ -136,12 +136,6 @@ def import_vllm():
     return vllm
 
 
-def tell(text: str) -> None:
-    """Says on rank 0 how the start goes on."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 class VllmEngine:
     """vLLM inside this process, one engine per rank or one per tensor_parallel_size ranks, started
     under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
@@ -154,7 +148,8 @@ class VllmEngine:
         # two seconds
         gc.freeze()
         gc.disable()
-        tell("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
+        wait = "the first of two waits of 5 to 30 seconds"
+        say_once(f"starting vLLM: importing it, {wait}", sys.stderr)
         self.vllm = import_vllm()
         if settings["enforce_eager"] and not on_gpu:
             # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
@@ -162,7 +157,8 @@ class VllmEngine:
             torch._dynamo.config.disable = True
         self.llm = self.load(settings)
         gc.enable()
-        tell(f"vLLM {self.vllm.__version__} is ready after {time.perf_counter() - began:.0f} s")
+        seconds = time.perf_counter() - began
+        say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.group = None
@@ -174,7 +170,9 @@ class VllmEngine:
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
-        tell(f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}")
+        say_once(
+            f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}", sys.stderr
+        )
         try:
             return self.vllm.LLM(**settings)
         except ValueError as error:
