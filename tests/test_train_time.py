@@ -1,6 +1,7 @@
 """time/*, by a clock that only work moves: what rank 0 does, and how long it waits for others."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -72,9 +73,13 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
     monkeypatch.setattr(train, "run_header", lambda world: {})
     monkeypatch.setattr(train, "leave_together", lambda sampler: None)
     train.main(load_config([f"--{key}={value}" for key, value in flags.items()]))
+    vocabulary = json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["maxent_tau"] == 1 / math.log(vocabulary)  # which config/default.py leaves open
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     for line in map(json.loads, lines):
+        assert line["tau"] == config["maxent_tau"]
         times = {key: value for key, value in line.items() if key.startswith("time/")}
         step = times.pop("time/step")
         # after the rewards, before each of two exchanges of gradients, after the sync
