@@ -21,8 +21,9 @@ import rollout
 import scoring
 from checks import entries
 from common import scheduled
+from data import all_rows
 from preflight import Inputs
-from ranks import World, gather_groups, gather_objects
+from ranks import World, gather_groups, gather_objects, wait_for_ranks
 from stream import Replay, step_rows
 
 
@@ -59,9 +60,7 @@ class Experience:
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
-            rows = []
-            for source in inputs.sources:
-                rows += source
+            rows = all_rows(inputs.sources)
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:
@@ -71,6 +70,7 @@ class Experience:
         G = c["num_generations"]
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
         groups, values, failed = self.sample(rows, self.places, step, 0, timer)
+        wait_for_ranks(timer)
         rewards, metrics = self.combine(values)  # (P, G + S)
         worst = metrics  # of all attempts, the one in which most rewards failed
         resampled = 0
@@ -85,6 +85,7 @@ class Experience:
             values |= new_values
             failed += new_failed
             resampled += int(stale.sum())
+            wait_for_ranks(timer)
             rewards, metrics = self.combine(values)
             # a group that failed and was replaced counts all the same
             worst = max(worst, metrics, key=lambda found: found["reward/failures"])

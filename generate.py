@@ -155,7 +155,7 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
-    rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+    rows = data.all_rows(data.training_sources(c, tokenizer)[0])
     # 0: all of them
     rows = rows[: own["max_prompts"] or len(rows)]
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)

@@ -215,7 +215,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"optimizer_options={c['optimizer_options']}: torch.optim.{cls.__name__} refuses them: "
-            f"{in_one_line(error)}"
+            f"{in_one_line(error, 300)}"
         ) from None
     optimizer.max_grad_norm = c["max_grad_norm"]
     return optimizer

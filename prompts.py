@@ -57,7 +57,7 @@ def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
     except Exception as error:  # some refuse a system prompt; a template is a program
         raise UserError(
             f"the chat template can't render row {row['id']!r} with "
-            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error)}"
+            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
 
 
@@ -83,7 +83,7 @@ def check_chat_template(tokenizer, what: str) -> None:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
         raise UserError(
-            f"{what} can't be used: {type(error).__name__}: {in_one_line(error)}"
+            f"{what} can't be used: {type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
     if "\0" not in text:
         raise UserError(

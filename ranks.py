@@ -191,6 +191,15 @@ def leave_together(sampler) -> None:
 # --- how ranks agree: all call these together, and get the same answer
 
 
+def wait_for_ranks(timer) -> None:
+    """Until all ranks are here: "time/wait" is how long this one waits for slower ones, where they
+    meet for the first time after work of their own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what this rank's own GPU has yet to do is no waiting
+    with timer("wait"):
+        dist.barrier()
+
+
 def collective_device() -> str:
     """Where NCCL and gloo want a tensor."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -181,7 +181,7 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         # after the folder is held, or another process could fill it behind the check
         check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
         lm, tokenizer = load_model(c)
-        rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+        rows = data.all_rows(data.training_sources(c, tokenizer)[0])
         groups = demonstrations(rows, tokenizer, c)
         train(c, own, lm, tokenizer, groups)
 

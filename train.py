@@ -51,7 +51,7 @@ import learner
 import loss as L
 import rollout
 from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled
+from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled, with_tau
 from experience import Experience, deal
 from journal import (
     MetricsLog,
@@ -80,6 +80,7 @@ from ranks import (
     leave_together,
     mean_over_ranks,
     start_distributed,
+    wait_for_ranks,
 )
 
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
@@ -188,10 +189,11 @@ def load_reference(c: dict, device):
 def start(c: dict) -> Run:
     """Everything that a run needs, loaded; its folder is made, or taken up again."""
     # False too for a run that starts from another's checkpoint
-    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
+    resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
     # before ranks meet: whatever is wrong is told by each, without a collective to leave
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    c = with_tau(c, inputs.model.vocab_size)
     hub = None
     # early: a token that may not write is told before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
@@ -279,6 +281,7 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
             later = {name: found[name] for name in of_last}
             found = later | {name: found[name] + metrics[name] for name in of_all}
         metrics |= found
+        wait_for_ranks(run.timer)  # or the exchange of gradients would count as learning
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
     run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
@@ -473,6 +476,7 @@ def train(run: Run) -> None:
             sync_weights(run)
 
         # what happened
+        wait_for_ranks(timer)
         metrics |= lived.metrics
         metrics |= seeds.metrics(targets)
         metrics |= learner.group_metrics(lived.rewards[:, :G], group["lengths"][:, :G])

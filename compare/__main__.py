@@ -41,6 +41,7 @@ from common import (
     read_settings,
     refuse_missing_folder,
     script,
+    with_tau,
 )
 from compare.results import EVAL_SEEDS, SET_HERE, draw, write_results
 from journal import hold_folder
@@ -141,6 +142,15 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
     }
 
 
+def with_known_tau(config: dict) -> dict:
+    """As train.py writes it into config.json."""
+    if config["maxent_tau"] != -1:
+        return config
+    from transformers import AutoConfig  # takes seconds, and few arms need it
+
+    return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
+
+
 def state_of(run: dict) -> str:
     """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another
     config."""
@@ -150,7 +160,7 @@ def state_of(run: dict) -> str:
         return "new"
     # a key that is younger than the run had its default
     there = DEFAULTS | read_settings(folder / "config.json")
-    for key, value in run["config"].items():
+    for key, value in with_known_tau(run["config"]).items():
         # a folder may be moved: where it is makes no other run
         if key not in SET_HERE and there[key] != value:
             raise UserError(

@@ -163,12 +163,14 @@ def collect(
             got = {"error": error}
         return SimpleNamespace(**got, engine=engine, buffer=lived.replay)
 
-    real, experience.gather_groups = experience.gather_groups, gather_groups
+    real = experience.gather_groups, experience.wait_for_ranks
+    experience.gather_groups = gather_groups
+    experience.wait_for_ranks = lambda timer: barrier.wait()
     try:
         with ThreadPoolExecutor(world) as threads:
             ranks = list(threads.map(one, range(world)))
     finally:
-        experience.gather_groups = real
+        experience.gather_groups, experience.wait_for_ranks = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
         # all stop alike, or something is wrong

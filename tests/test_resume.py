@@ -367,8 +367,22 @@ def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_
 def test_a_run_from_another_runs_checkpoint_is_a_run_of_its_own(alone, tiny_model_dir, tmp_path):
     (tmp_path / "theirs").mkdir()
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
-    assert checkpoint.check_request(str(path), str(tmp_path / "ours")) is False
-    assert checkpoint.check_request(str(path), str(tmp_path / "theirs")) is True
+    c = CONFIG | {"resume_from_checkpoint": str(path)}
+    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")}) is False
+    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+
+
+@pytest.mark.parametrize("request_of", [lambda path: "latest", str, lambda path: f"{path}_copy"])
+def test_going_on_from_more_steps_than_the_run_is_to_have_is_refused_at_once(
+    alone, tiny_model_dir, tmp_path, request_of
+):
+    for step in (3, 9):
+        path = save(tmp_path, step, FakeEngine(tiny_model_dir))
+    shutil.copytree(path, f"{path}_copy")
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": request_of(path)}
+    assert checkpoint.check_request(c | {"max_steps": 9}) is True
+    with pytest.raises(UserError, match="has 9 steps done, more than max_steps=8: set a larger"):
+        checkpoint.check_request(c | {"max_steps": 8})
 
 
 class RunsCode:
