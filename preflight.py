@@ -159,7 +159,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"(a base model; --chat_template gives it one)"
         )
     # tokens that the template, or the tokenizer by itself, puts into every prompt
-    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
+    plain = {"system_prompt": "", "chat_template_kwargs": {}}
+    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(

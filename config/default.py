@@ -27,6 +27,7 @@ dataset = {}  # where training prompts come from; a list of sources with "weight
 easy_dataset = {}  # a second pool to begin with; "share" (steps): of a step's prompts; {} none
 system_prompt = ""  # "" none
 chat_template = ""  # a Jinja template or a file with one, instead of the tokenizer's own; "" off
+chat_template_kwargs = {}  # what it reads besides, such as {"enable_thinking": False}
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # over that: "error" stops, "drop" leaves out, "truncate" cuts the beginning
 allow_leakage = False  # True: evaluation prompts may be training prompts too
