@@ -101,7 +101,7 @@ def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
 def three_updates(c: dict, world: World) -> dict:
     torch.manual_seed(0)  # InfoSeed's head
     engine = train.load_policy(c, torch.device("cpu"))
-    reference = train.load_reference(c, torch.device("cpu"))
+    reference = train.load_reference(c, engine, torch.device("cpu"))
     share = P // world.size * G  # rows of a rank
     for step in range(3):
         rows, rewards = rollouts_of(step)
