@@ -797,15 +797,18 @@ def words_of(error: Exception) -> str:
 def link_model(path: Path, copy: Path) -> None:
     """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they
     are uploaded. Copies where a file system has no links."""
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(parents=True)
-    for file in path.iterdir():
-        if file.name.startswith(PRIVATE):
-            continue
+
+    def link(file: str, other: str) -> None:
         try:
-            os.link(file, copy / file.name)
+            os.link(file, other)
         except OSError:
-            shutil.copy2(file, copy / file.name)
+            shutil.copy2(file, other)
+
+    def private(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(PRIVATE)]
+
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy, copy_function=link, ignore=private)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ CASES = {
         "--info_seed_pooling=last",
         "--max_tokens_per_micro_batch=50",
     ],
+    "adapters": [
+        "--objective=dr_grpo",
+        "--lora_rank=2",
+        "--beta=0.5",  # the reference is the policy with adapters off
+        "--max_tokens_per_micro_batch=50",
+    ],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
 }
 
