@@ -68,10 +68,12 @@ CASES = {
         "--info_seed_pooling=last",
         "--max_tokens_per_micro_batch=50",
     ],
-    "adapters": [
-        "--objective=dr_grpo",
+    "infoseed_adapters": [
         "--lora_rank=2",
         "--beta=0.5",  # the reference is the policy with adapters off
+        "--info_seed_num_seeds=2",
+        "--info_seed_lambda=3",
+        "--info_seed_loss_type=ce",  # its head is trained beside adapters
         "--max_tokens_per_micro_batch=50",
     ],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
