@@ -233,6 +233,8 @@ CHOICES = {
 RANGES = {
     # run
     "seed": (">= 0", "< 4294967296"),  # 2**32
+    # model
+    "lora_rank": (">= 0", "<= 1024"),
     # data
     "easy_dataset.share": (">= 0", "<= 1"),
     "max_prompt_length": ("> 0", None),
@@ -485,6 +487,11 @@ def group_claims(c: dict):
         # offloading is a part of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
+    )
+    yield (
+        c["lora_rank"] == 0 or c["reference_placement"] == "device",
+        f"lora_rank={c['lora_rank']} has no second model to place, its reference is the policy "
+        f"with adapters off: leave out reference_placement={c['reference_placement']!r}",
     )
     stages = OPTIMIZERS[c["optimizer"]].zero_stages
     yield (

@@ -1,5 +1,5 @@
 """The policy: a language model that answers with log-probs of its completions, its optimizer at
-ZeRO stage 0, its weights by name.
+ZeRO stage 0, its weights by name, its adapters.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import deepspeed
 import torch
+from safetensors.torch import save_file
 
 import loss as L
 import packing
@@ -237,23 +238,138 @@ def completion_mask(lengths):
     return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
 
+# --- weights by name
+
+
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's
-    sync and a checkpoint take them. ZeRO-3 parameters are gathered one at a time, by all ranks
-    together. Tied embeddings appear under both names: a vLLM reload without lm_head.weight is
+    """(name, tensor) of every weight of a Hugging Face model, as an engine's sync takes them: those
+    of model_weights, tied embeddings under both names. A vLLM reload without lm_head.weight is
     silently wrong."""
     head = lm.get_output_embeddings().weight
     tied = head is lm.get_input_embeddings().weight
+    name_of_head = next(name for name, p in lm.named_parameters() if p is head)
+    for name, tensor in model_weights(lm, zero_stage):
+        yield name, tensor
+        if tied and name == name_of_head:
+            yield "lm_head.weight", tensor
+
+
+def model_weights(lm, zero_stage: int):
+    """(name, tensor) of every weight once, whole on every rank, as a checkpoint takes them: names
+    and values of a model without adapters, which are merged. ZeRO-3 parameters are gathered one
+    weight at a time, by all ranks together."""
     for name, parameter in lm.named_parameters():
-        if zero_stage == 3:
-            # a copy: the gathered tensor is gone again when the context ends
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.detach().clone()
+        if ".lora_" in name:  # part of the weight that it adapts
+            continue
+        layer, _, kind = name.rpartition(".base_layer.")  # peft's word for what it has wrapped
+        if kind == "weight":
+            tensor = merged_weight(lm.get_submodule(layer), zero_stage)
         else:
-            whole = parameter.detach()
-        yield name, whole
-        if tied and parameter is head:
-            yield "lm_head.weight", whole
+            tensor = whole([parameter], zero_stage)[0]
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def whole(parameters: list, zero_stage: int) -> list:
+    """The tensors of parameters, which ZeRO-3 has to gather."""
+    if zero_stage < 3:
+        return [p.detach() for p in parameters]
+    with deepspeed.zero.GatheredParameters(parameters):
+        # copies: what is gathered is gone again when the context ends
+        return [p.detach().clone() for p in parameters]
+
+
+# --- adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): each linear layer's frozen weight W becomes
+# W + 2 B A, with A (rank, in) and B (out, rank)
+
+
+def add_adapters(lm, rank: int, base: str) -> str:
+    """Gives every linear layer but the vocabulary head an adapter, which alone is trained from then
+    on. B begins at 0, so nothing changes yet. base: where the model comes from, for peft's files.
+    Returns a sentence; UserError where peft is not there or can't do it."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(
+            f"lora_rank={rank} needs peft, which can't be imported ({error}): make env installs it"
+        ) from None
+    adapter = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,  # B A counts twice, at any rank
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    try:
+        inject_adapter_in_model(adapter, lm)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"lora_rank={rank}: peft can't adapt the layers of model {lm.config.model_type!r}: "
+            f"{in_one_line(error)}"
+        ) from None
+    layers = len(adapted_layers(lm))
+    trained, rest = parameter_counts(lm)
+    return (
+        f"adapters of rank {rank} on {layers} linear layers: {trained / 1e6:.2f}M parameters are "
+        f"trained, {rest / 1e6:.2f}M stay as they are"
+    )
+
+
+def parameter_counts(lm) -> tuple[int, int]:
+    """How many parameters a model has in adapters, and in all that is no adapter."""
+    counts = [0, 0]
+    for name, parameter in lm.named_parameters():
+        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
+        counts[".lora_" not in name] += getattr(parameter, "ds_numel", parameter.numel())
+    return tuple(counts)
+
+
+def adapted_layers(lm) -> list:
+    return [module for module in lm.modules() if hasattr(module, "lora_A")]
+
+
+@torch.no_grad()
+def merged_weight(layer, zero_stage: int):
+    """W + 2 B A of an adapted layer, in the type of W and rounded once."""
+    parts = [layer.base_layer.weight]
+    parts += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    weight, a, b = whole(parts, zero_stage)
+    change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
+    if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)
+        change = change.T
+    return (weight.float() + change).to(weight.dtype)
+
+
+def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
+    """peft's own files, for PeftModel.from_pretrained(base model, folder). All ranks gather the
+    weights together, rank 0 writes. Without adapters there is nothing to write."""
+    weights = {}
+    for name, parameter in lm.named_parameters():
+        if ".lora_" in name:
+            (tensor,) = whole([parameter], zero_stage)
+            # as peft has them: inside its own two models, without the name of the adapter
+            weights["base_model.model." + name.replace(".default.", ".")] = tensor.cpu()
+    if weights and rank == 0:
+        folder.mkdir()
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        lm.peft_config["default"].save_pretrained(folder)
+
+
+class WithoutAdapters:
+    """The reference of a policy that trains adapters: the same model, called with them off."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.module = engine.module  # set_temperature looks for the policy there
+
+    def __call__(self, *args, **kwargs):
+        layers = adapted_layers(self.module.lm)
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            return self.engine(*args, **kwargs)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
 
 def set_temperature(models, temperature: float) -> None:

@@ -192,6 +192,11 @@ def check(c: dict, own: dict, world: int) -> None:
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
         )
+    if c["lora_rank"]:
+        raise UserError(
+            f"lora_rank={c['lora_rank']}: sft.py trains all weights, not adapters; set "
+            f"--lora_rank=0 here"
+        )
     steps = own["steps"]
     learning_rate = own["learning_rate"]
     # NaN and infinity are refused too

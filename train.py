@@ -64,10 +64,13 @@ from journal import (
 from policy import (
     CHUNK,
     Policy,
+    WithoutAdapters,
+    add_adapters,
     dtype_of,
     is_checked,
     make_optimizer,
     named_weights,
+    parameter_counts,
     seed_classes,
     set_temperature,
     turn_off_dropout,
@@ -151,6 +154,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
         say_once(
             f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
         )
+    if trains and c["lora_rank"]:
+        say_once(add_adapters(lm, c["lora_rank"], base=c["model"]))
     seeds = seed_classes(c) if trains else 0
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
@@ -158,7 +163,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
 def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
     policy = load_lm(c, trains=True, device=device)
-    optimizer = make_optimizer(policy.parameters(), c, device)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # beside adapters all else rests
+    optimizer = make_optimizer(trained, c, device)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
         # it then steps on the CPU, where torchrun and vLLM leave one thread
@@ -167,10 +173,13 @@ def load_policy(c: dict, device):
     return engine
 
 
-def load_reference(c: dict, device):
-    """The frozen reference model, None at beta = 0."""
+def load_reference(c: dict, engine, device):
+    """The frozen reference model, None at beta = 0. engine: of the policy, whose adapters leave its
+    model as it was."""
     if c["beta"] == 0:
         return None
+    if c["lora_rank"]:
+        return WithoutAdapters(engine)
     reference = load_lm(c, trains=False, device=device)
     if c["reference_placement"] == "cpu":
         return reference.to("cpu")  # comes to the device for its forward passes only
@@ -212,7 +221,7 @@ def start(c: dict) -> Run:
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
-    reference = load_reference(c, world.device)
+    reference = load_reference(c, engine, world.device)
     step, state, replay_state = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
@@ -221,9 +230,8 @@ def start(c: dict) -> Run:
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
-        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        print(checkpoint.take_over(c, step, parameters), flush=True)
+        adapters, parameters = parameter_counts(engine.module)
+        print(checkpoint.take_over(c, step, parameters, adapters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
     dist.barrier()
     return Run(

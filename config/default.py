@@ -20,6 +20,7 @@ seed = 42  # data order, sampling, initialisation
 # --- model
 model = ""  # Hugging Face id or folder; sft.py also takes "tiny" (built on the spot, no download)
 dtype = "auto"  # "float32", "bfloat16"; "auto": bfloat16 on a GPU, float32 on a CPU
+lora_rank = 0  # adapters of this rank on all linear layers, alpha 2 * rank, train alone; 0 off
 gradient_checkpointing = False  # True: recompute activations in backward: less memory, 30% slower
 
 # --- data
