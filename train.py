@@ -67,6 +67,7 @@ from policy import (
     WithoutAdapters,
     add_adapters,
     dtype_of,
+    flip_signs,
     is_checked,
     make_optimizer,
     named_weights,
@@ -86,6 +87,10 @@ from ranks import (
     wait_for_ranks,
 )
 
+# of the distance that changed weights make, how much may be left when they have arrived: rounding
+TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
+TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
+TRIAL_TOKENS = 16
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
 
 
@@ -332,6 +337,47 @@ def sync_weights(run: Run) -> None:
     run.sampler.sync(named_weights(run.engine.module.lm, run.config["zero_stage"]))
 
 
+def prove_sync(run: Run) -> None:
+    """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
+    first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
+    learning rate weights that never arrive would hardly show. A step's own check,
+    learner.sampler_mismatch, then tells whether the policy's came back."""
+    c, lm = run.config, run.engine.module.lm
+    if c["max_logp_difference"] < 0:  # off
+        return sync_weights(run)
+    flip_signs(lm, c["zero_stage"])
+    sync_weights(run)
+    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    sampling = {
+        "temperature": 1.0,
+        "max_tokens": min(TRIAL_TOKENS, c["max_completion_length"]),
+        "stop_token_ids": run.inputs.stop_ids,
+        "seeds": list(range(len(prompts))),
+        "names": [f"trial-{i}" for i in range(len(prompts))],
+    }
+    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
+    run.sampler.take_counts()  # of no step
+    run.sampler.sleep()
+    batch = rollout.to_batch(rollouts, run.world.device)
+    set_temperature([run.engine], 1.0)
+    followed = learner.sampler_distance(run.engine, batch)
+    flip_signs(lm, c["zero_stage"])
+    stale = learner.sampler_distance(run.engine, batch)
+    sync_weights(run)
+    limit = TRIAL_SHARE[dtype_of(c)] * stale
+    if followed > limit:
+        raise RunStopped(
+            f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
+            f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "
+            f"weights (wanted: at most {limit:.4f}), {stale:.4f} from the old ones; "
+            f"max_logp_difference=-1 skips this check"
+        )
+    run.say(
+        f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
+        f"{stale:.2g} from those before"
+    )
+
+
 def save_now(run: Run) -> None:
     """A checkpoint of this step, unless there is one."""
     c = run.config
@@ -439,7 +485,7 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    sync_weights(run)
+    prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
