@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
-    python checkpoint.py verify RUN/step_000250         says whether it is whole
-    python checkpoint.py export RUN/step_000250 OUT     makes a Hugging Face folder of it
+    python checkpoint.py verify RUN/step_000300         says whether it is whole
+    python checkpoint.py export RUN/step_000300 OUT     makes a Hugging Face folder of it
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and

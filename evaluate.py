@@ -1,7 +1,7 @@
 """How good and how diverse a model is on held-out problems: k sampled answers each, scored by the
 first reward function.
 
-    python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100
+    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...
     python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl
 

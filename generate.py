@@ -1,7 +1,7 @@
 """Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file:
 to distil from, or to look at.
 
-    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 \\
+    python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
         --output=out.jsonl
     torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 

@@ -12,6 +12,7 @@ micro-batch; T tokens of a completion. What is true of an objective stands in ch
 """
 
 import math
+import time
 from typing import NamedTuple
 
 import torch
@@ -441,12 +442,29 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
+def acts_on_all(beta: float, c: dict) -> bool:
+    """Whether the loss has a term that acts on a group whatever its rewards are."""
+    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
+    return c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0)
+
+
+def resting_groups(rewards, c: dict):
+    """(P,) bool: groups that will hardly need a backward, by their rewards (P, G + S) alone.
+    idle_rows() knows better, but needs forwards, which are to be dealt out by this."""
+    # equal rewards will differ
+    seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+    shaped = c["policy_entropy_bonus_coef"] > 0 or c["unlikeliness_coef"] > 0
+    if acts_on_all(c["beta"], c) or seeds_earn or (shaped and not couples_rows(c)):
+        return torch.zeros(len(rewards), dtype=torch.bool)
+    if couples_rows(c):
+        return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    return L.equal_groups(rewards)
+
+
 def idle_rows(targets: dict, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal
     rewards. They need no backward."""
-    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
-    # terms that act whatever the rewards are
-    if c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0):
+    if acts_on_all(beta, c):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
     idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
     return idle.repeat_interleave(targets["rewards"].shape[1])
@@ -493,6 +511,7 @@ def accumulate_gradients(
     coupled = couples_rows(c)
     idle = idle_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if coupled else 1, c, idle)
+    began = time.perf_counter()  # from here to the end of the loop a rank is by itself
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
     if plan.cut:
@@ -527,9 +546,13 @@ def accumulate_gradients(
             # ranks what is meant to be a sum.
             engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
         sums += torch.tensor([reported, *measured])
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the last backward is only queued yet
+    seconds = time.perf_counter() - began
     if first_update:
         batch["old_logps"] = old_logps
-    return update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+    metrics = update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+    return metrics | learning_seconds(seconds)
 
 
 # --- metrics
@@ -547,6 +570,16 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
     if has_reference:
         metrics["kl"] = kl / tokens
     return metrics
+
+
+def learning_seconds(own: float) -> dict:
+    """How long forwards and backwards took the slowest rank and a rank on average, without the
+    waits for each other that `time/learn` has too (ZeRO 2 and 3 wait in every backward)."""
+    seconds = gather_groups(torch.tensor([own]))  # (world,)
+    return {
+        "time/learn_slowest": seconds.max().item(),
+        "time/learn_mean": seconds.mean().item(),
+    }
 
 
 def group_metrics(rewards, lengths) -> dict:

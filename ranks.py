@@ -231,3 +231,10 @@ def gather_groups(tensor):
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
     return torch.cat(parts).cpu()  # (P, G)
+
+
+def gather_objects(value) -> list:
+    """What every rank gave, in rank order: for what is no tensor."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return everyones

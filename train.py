@@ -52,7 +52,7 @@ import loss as L
 import rollout
 from checks import warn_config
 from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled, with_tau
-from experience import Experience
+from experience import Experience, deal
 from journal import (
     MetricsLog,
     Timer,
@@ -265,17 +265,21 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     """Updates the policy num_iterations times on this rank's rows, and returns metrics.
 
     Loss, entropy and KL are those of the first update, whose policy is the one that sampled. The
-    shares of clipped tokens are of the last: before any update nothing is clipped."""
+    shares of clipped tokens are of the last: before any update nothing is clipped; seconds add
+    up."""
     c, engine = run.config, run.engine
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate_at(run.step, c)
     own = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
     metrics, applied = {}, True
+    of_last = ("clip_ratio/low", "clip_ratio/high")
+    of_all = ("time/learn_slowest", "time/learn_mean")
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
         found |= seeds.accumulate_gradients(update=i)
         if i > 0:
-            found = {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
+            later = {name: found[name] for name in of_last}
+            found = later | {name: found[name] + metrics[name] for name in of_all}
         metrics |= found
         wait_for_ranks(run.timer)  # or the exchange of gradients would count as learning
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
@@ -379,7 +383,7 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    places = run.experience.places
+    places = run.experience.places  # as many as there were, dealt or not
     own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
@@ -439,6 +443,8 @@ def train(run: Run) -> None:
         except RunStopped:  # on all ranks alike: no server is left, or too many rewards failed
             save_now(run)
             raise
+        with timer("deal"):
+            lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)

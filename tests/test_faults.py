@@ -19,6 +19,7 @@ from pathlib import Path
 
 import child
 import pytest
+from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, log_of, start, steps_in
 
 import checkpoint
@@ -395,7 +396,7 @@ def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_mo
     folder, moved = tmp_path / "run", tmp_path / "moved"
     flags = [*HF, "--max_steps=400", "--save_steps=1", "--log_rollouts_steps=1"]
     process = start(tiny_model_dir, folder, *flags, ranks=2)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE
     while not (folder / "step_000001").exists():
         assert time.monotonic() < deadline and process.poll() is None, log_of(folder)[-3000:]
         time.sleep(0.05)
@@ -449,7 +450,7 @@ def log_to_a_service_that_dies(folder: Path) -> None:
     log = log_to_wandb(folder)
     log.write(1, {"reward": 1.0})
     command = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
-    service = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    service = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout
     os.kill(int(service), signal.SIGKILL)
     for step in range(2, 20):
         log.write(step, {"reward": 1.0})

@@ -18,6 +18,7 @@ import child
 import exact_matrix
 import pytest
 import torch
+from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, first_difference, killed_and_resumed, log_of, steps_in
 from transformers import AutoModelForCausalLM
 
@@ -33,7 +34,9 @@ def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen
     return exact_matrix.start(model, folder, *flags, ranks=ranks)
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: float = 240) -> None:
+def wait_for_step(
+    folder: Path, step: int, process: subprocess.Popen, seconds: float = PATIENCE
+) -> None:
     end = time.monotonic() + seconds
     while not any(line["step"] >= step for line in steps_in(folder)):
         assert time.monotonic() < end and process.poll() is None, log_of(folder)[-3000:]
@@ -221,7 +224,7 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
         notes = tmp_path / f"{trial}.notes"
         folder.mkdir()
         process = child.start(save_again_and_again, folder, notes, tiny_model_dir)
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not any(folder.iterdir()):  # until it saves
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -511,7 +514,7 @@ def listen(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
     process = child.start(listen, tmp_path)
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     for name in ("ready", "heard"):
         while not (tmp_path / name).exists():
             assert time.monotonic() < end

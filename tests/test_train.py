@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
+from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, without_seconds
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,7 +51,9 @@ def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [script, "config/countdown_tiny.py", *map(str, flags)]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "helpers")}  # for parity_reward
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=env
+    )
 
 
 def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
@@ -323,7 +326,7 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
     path.mkdir(parents=True)
     seen = path / "seen"
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
