@@ -204,4 +204,4 @@ def test_seconds_of_learning_are_those_of_the_slowest_rank_and_of_the_mean(resul
 def test_two_different_ranks_have_a_slowest_and_a_mean(monkeypatch):
     monkeypatch.setattr(learner, "gather_groups", lambda own: torch.cat([own, own + 2.0]))
     found = learner.learning_seconds(1.0)
-    assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0}
+    assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0, "time/wait": 2.0}

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import journal
 import learner
@@ -17,7 +18,8 @@ from common import load_config
 SECONDS = {  # of every call
     (rollout.HfEngine, "generate"): 7,
     (scoring, "measure"): 2,
-    (learner, "accumulate_gradients"): 5,
+    (learner, "update_metrics"): 5,
+    (learner, "learning_seconds"): 4,  # in which it meets another rank
     (ranks.dist, "barrier"): 4,  # another rank is so much slower
 }
 
@@ -36,7 +38,9 @@ def clock(monkeypatch):
 
     for (place, name), seconds in SECONDS.items():
         monkeypatch.setattr(place, name, that_takes(getattr(place, name), seconds))
-    monkeypatch.setattr(journal, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    stopwatch = SimpleNamespace(perf_counter=lambda: now.seconds)
+    monkeypatch.setattr(journal, "time", stopwatch)
+    monkeypatch.setattr(learner, "time", stopwatch)
     return now
 
 
@@ -48,8 +52,9 @@ def test_a_phase_within_another_counts_for_itself_only(clock):
             with timer("wait"):
                 clock.seconds += 10
             clock.seconds += 1
+            timer.add("wait", 0.25)  # of the 1 that has passed
         clock.seconds += 0.5  # in no phase
-    assert timer.take() == {"time/wait": 20, "time/learn": 8, "time/step": 29}
+    assert timer.take() == {"time/wait": 20.5, "time/learn": 7.5, "time/step": 29}
     assert timer.take() == {"time/step": 0}
 
 
@@ -69,6 +74,14 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
         "reward_workers": 0,
         "save_steps": -1,
     }
+
+    def with_a_slower_rank(seconds):
+        """The groups' own gather_groups, but for learning_seconds, whose values are one a rank."""
+        if seconds.dim() == 1:
+            return torch.cat([seconds, seconds + 4])
+        return ranks.gather_groups(seconds)
+
+    monkeypatch.setattr(learner, "gather_groups", with_a_slower_rank)
     monkeypatch.setattr(train, "Stop", lambda *_: SimpleNamespace(asked=lambda: False))
     monkeypatch.setattr(train, "run_header", lambda world: {})
     monkeypatch.setattr(train, "leave_together", lambda sampler: None)
@@ -82,12 +95,14 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
         assert line["tau"] == config["maxent_tau"]
         times = {key: value for key, value in line.items() if key.startswith("time/")}
         step = times.pop("time/step")
+        assert times.pop("time/learn_slowest") == times.pop("time/learn_mean") + 2 * 2
         # after the rewards, before each of two exchanges of gradients, after the sync
         assert times.pop("time/wait") == 4 * 4
         assert times == {
             "time/rollout": 7,
             "time/reward": 2,
             "time/score": 0,
+            "time/deal": 0,
             "time/learn": 2 * 5,
             "time/sync": 0,
         }
