@@ -15,13 +15,17 @@ import torch
 from child import ended_well
 from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, without_seconds
+from in_process import train_here
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import common
 import evaluate
-from common import UserError, load_config, progress
+import loss
+import rollout
+import train
+from common import RunStopped, UserError, load_config, progress
 from journal import MetricsLog
 
 SMALL = [
@@ -36,14 +40,6 @@ SMALL = [
 ]
 
 
-PATCHED = """import sys
-sys.path.insert(0, {root!r})
-{patch}
-import common, train
-common.script(train.main, common.script(common.load_config))
-"""
-
-
 def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
     """A script of this project on config/countdown_tiny.py."""
     command = [sys.executable]
@@ -54,14 +50,6 @@ def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=env
     )
-
-
-def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
-    """train.py after `patch`, for nine steps without vLLM."""
-    script = folder / "patched_train.py"
-    script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
-    plain = ["--rollout_engine=hf", "--eval_steps=0", "--max_steps=9"]
-    return run(str(script), *SMALL, *plain, f"--output_dir={folder / 'run'}", *flags)
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -228,35 +216,32 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     assert len(output.read_text().splitlines()) == 6
 
 
-NO_SYNC = """
-import rollout
-rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
-"""
+NINE_STEPS = {
+    "reward_funcs": ["parity_reward:parity"],
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 9,
+}
 
 
-def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NO_SYNC, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "does not hold the policy's weights" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert 1 <= len(metrics_of(tmp_path / "run")) < 9
+def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rollout.HfEngine, "sync", lambda self, weights: list(weights))
+    flags = NINE_STEPS | {"learning_rate": 1e-2, "max_logp_difference": 0.05}
+    with pytest.raises(RunStopped, match="does not hold the policy's weights"):
+        train_here(monkeypatch, tiny_model_dir, tmp_path, **flags)
+    assert 1 <= len(metrics_of(tmp_path)) < 9
 
 
-NAN_WEIGHTS = """
-import loss, train
-train.MAX_SKIPPED_STEPS = 2
-old = loss.maxent_weights
-loss.maxent_weights = lambda *a: old(*a) * float("nan")
-"""
-
-
-def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NAN_WEIGHTS, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "2 steps in a row had a non-finite loss" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
-    assert checkpoint.latest(tmp_path / "run").name == "step_000002"
+def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path, monkeypatch):
+    real = loss.maxent_weights
+    monkeypatch.setattr(loss, "maxent_weights", lambda *a: real(*a) * math.nan)
+    monkeypatch.setattr(train, "MAX_SKIPPED_STEPS", 2)
+    with pytest.raises(RunStopped, match="2 steps in a row had a non-finite loss"):
+        train_here(monkeypatch, tiny_model_dir, tmp_path, **NINE_STEPS, save_steps=0)
+    assert [line["skipped_steps"] for line in metrics_of(tmp_path)] == [1, 2]
+    assert checkpoint.latest(tmp_path).name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):

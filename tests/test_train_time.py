@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_process import train_here
 
 import journal
 import learner
@@ -13,7 +14,6 @@ import ranks
 import rollout
 import scoring
 import train
-from common import load_config
 
 SECONDS = {  # of every call
     (rollout.HfEngine, "generate"): 7,
@@ -61,20 +61,6 @@ def test_a_phase_within_another_counts_for_itself_only(clock):
 def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
     tiny_model_dir, tmp_path, monkeypatch, clock
 ):
-    flags = {
-        "model": tiny_model_dir,
-        "output_dir": tmp_path / "run",
-        "dataset.name": "countdown",
-        "rollout_engine": "hf",
-        "prompts_per_step": 2,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "max_steps": 2,
-        "num_iterations": 2,
-        "reward_workers": 0,
-        "save_steps": -1,
-    }
-
     def with_a_slower_rank(seconds):
         """The groups' own gather_groups, but for learning_seconds, whose values are one a rank."""
         if seconds.dim() == 1:
@@ -82,14 +68,13 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
         return ranks.gather_groups(seconds)
 
     monkeypatch.setattr(learner, "gather_groups", with_a_slower_rank)
-    monkeypatch.setattr(train, "Stop", lambda *_: SimpleNamespace(asked=lambda: False))
-    monkeypatch.setattr(train, "run_header", lambda world: {})
-    monkeypatch.setattr(train, "leave_together", lambda sampler: None)
-    train.main(load_config([f"--{key}={value}" for key, value in flags.items()]))
+    monkeypatch.setattr(train, "run_header", lambda world: {})  # it asks for the date
+    folder = tmp_path / "run"
+    train_here(monkeypatch, tiny_model_dir, folder, max_steps=2, num_iterations=2)
     vocabulary = json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     assert config["maxent_tau"] == 1 / math.log(vocabulary)  # which config/default.py leaves open
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     for line in map(json.loads, lines):
         assert line["tau"] == config["maxent_tau"]
