@@ -585,8 +585,7 @@ def say_on_the_way_out(argv, kind=UserError):
 
 
 def test_what_strangers_say_is_one_harmless_line(tmp_path):
-    """Nothing of it steers the terminal or looks like a line of ours: quoted in a sentence, and
-    escaped once more where a script ends."""
+    """Nothing of it steers the terminal or looks like a line of ours, also where a script ends."""
     assert quoted("a\x1b[2J\nb\u202e\ud800") == r"'a\x1b[2J\nb\u202e\ud800'"
     assert quoted("it's") == '"it\'s"' and quoted(7) == "7" and quoted(OSError("a\n")) == r"'a\n'"
     assert quoted("x" * 300) == f"'{'x' * 200}'..." and quoted("abc", 2) == "'ab'..."
