@@ -10,12 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import in_child
 import pytest
 import torch
 from child import ended_well
 from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, without_seconds
-from in_process import train_here
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +25,7 @@ import evaluate
 import loss
 import rollout
 import train
-from common import RunStopped, UserError, load_config, progress
+from common import UserError, load_config, progress
 from journal import MetricsLog
 
 SMALL = [
@@ -216,32 +216,38 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     assert len(output.read_text().splitlines()) == 6
 
 
-NINE_STEPS = {
-    "reward_funcs": ["parity_reward:parity"],
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_steps": 9,
-}
+NINE_STEPS = {"reward_funcs": ["parity_reward:parity"], "max_steps": 9}
 
 
-def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(
-    tiny_model_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(rollout.HfEngine, "sync", lambda self, weights: list(weights))
+def without_sync() -> None:
+    rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
+
+
+def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
     flags = NINE_STEPS | {"learning_rate": 1e-2, "max_logp_difference": 0.05}
-    with pytest.raises(RunStopped, match="does not hold the policy's weights"):
-        train_here(monkeypatch, tiny_model_dir, tmp_path, **flags)
-    assert 1 <= len(metrics_of(tmp_path)) < 9
+    status, words = in_child.run(without_sync, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "does not hold the policy's weights" in words
+    assert "Traceback" not in words
+    assert 1 <= len(metrics_of(folder)) < 9
 
 
-def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path, monkeypatch):
+def with_nan_weights() -> None:
+    train.MAX_SKIPPED_STEPS = 2
     real = loss.maxent_weights
-    monkeypatch.setattr(loss, "maxent_weights", lambda *a: real(*a) * math.nan)
-    monkeypatch.setattr(train, "MAX_SKIPPED_STEPS", 2)
-    with pytest.raises(RunStopped, match="2 steps in a row had a non-finite loss"):
-        train_here(monkeypatch, tiny_model_dir, tmp_path, **NINE_STEPS, save_steps=0)
-    assert [line["skipped_steps"] for line in metrics_of(tmp_path)] == [1, 2]
-    assert checkpoint.latest(tmp_path).name == "step_000002"
+    loss.maxent_weights = lambda *a: real(*a) * math.nan
+
+
+def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"save_steps": 0}
+    status, words = in_child.run(with_nan_weights, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "2 steps in a row had a non-finite loss" in words
+    assert "Traceback" not in words
+    assert [line["skipped_steps"] for line in metrics_of(folder)] == [1, 2]
+    assert checkpoint.latest(folder).name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):

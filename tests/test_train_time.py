@@ -4,9 +4,8 @@ import json
 import math
 from types import SimpleNamespace
 
-import pytest
+import in_child
 import torch
-from in_process import train_here
 
 import journal
 import learner
@@ -20,31 +19,39 @@ SECONDS = {  # of every call
     (scoring, "measure"): 2,
     (learner, "update_metrics"): 5,
     (learner, "learning_seconds"): 4,  # in which it meets another rank
-    (ranks.dist, "barrier"): 4,  # another rank is so much slower
+    (ranks.dist, "barrier"): 4,  # as there
 }
+clock = SimpleNamespace(seconds=0)
+stopwatch = SimpleNamespace(perf_counter=lambda: clock.seconds)
 
 
-@pytest.fixture
-def clock(monkeypatch):
+def that_takes(seconds: int, real):
+    def work(*args, **kwargs):
+        clock.seconds += seconds
+        return real(*args, **kwargs)
+
+    return work
+
+
+def with_a_slower_rank(seconds):
+    """gather_groups, but where learning_seconds asks, by one value a rank."""
+    if seconds.dim() == 1:
+        return torch.cat([seconds, seconds + 4])
+    return ranks.gather_groups(seconds)
+
+
+def with_a_clock() -> None:
     """SECONDS pass while these run, and none otherwise."""
-    now = SimpleNamespace(seconds=0)
-
-    def that_takes(real, seconds):
-        def work(*args, **kwargs):
-            now.seconds += seconds
-            return real(*args, **kwargs)
-
-        return work
-
     for (place, name), seconds in SECONDS.items():
-        monkeypatch.setattr(place, name, that_takes(getattr(place, name), seconds))
-    stopwatch = SimpleNamespace(perf_counter=lambda: now.seconds)
+        setattr(place, name, that_takes(seconds, getattr(place, name)))
+    journal.time = stopwatch
+    learner.time = stopwatch
+    learner.gather_groups = with_a_slower_rank
+    train.run_header = lambda world: {}  # it asks for the date
+
+
+def test_a_phase_within_another_counts_for_itself_only(monkeypatch):
     monkeypatch.setattr(journal, "time", stopwatch)
-    monkeypatch.setattr(learner, "time", stopwatch)
-    return now
-
-
-def test_a_phase_within_another_counts_for_itself_only(clock):
     timer = journal.Timer()
     for _ in range(2):
         with timer("learn"):
@@ -58,19 +65,11 @@ def test_a_phase_within_another_counts_for_itself_only(clock):
     assert timer.take() == {"time/step": 0}
 
 
-def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
-    tiny_model_dir, tmp_path, monkeypatch, clock
-):
-    def with_a_slower_rank(seconds):
-        """The groups' own gather_groups, but for learning_seconds, whose values are one a rank."""
-        if seconds.dim() == 1:
-            return torch.cat([seconds, seconds + 4])
-        return ranks.gather_groups(seconds)
-
-    monkeypatch.setattr(learner, "gather_groups", with_a_slower_rank)
-    monkeypatch.setattr(train, "run_header", lambda world: {})  # it asks for the date
+def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
-    train_here(monkeypatch, tiny_model_dir, folder, max_steps=2, num_iterations=2)
+    flags = {"max_steps": 2, "num_iterations": 2}
+    status, words = in_child.run(with_a_clock, tiny_model_dir, folder, **flags)
+    assert status == 0, words
     vocabulary = json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
     config = json.loads((folder / "config.json").read_text())
     assert config["maxent_tau"] == 1 / math.log(vocabulary)  # which config/default.py leaves open
@@ -86,8 +85,8 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
         assert times == {
             "time/rollout": 7,
             "time/reward": 2,
-            "time/score": 0,
             "time/deal": 0,
+            "time/score": 0,
             "time/learn": 2 * 5,
             "time/sync": 0,
         }
