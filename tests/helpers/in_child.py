@@ -2,6 +2,7 @@
 process takes to start."""
 
 import child
+
 import common
 import train
 
