@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import child
 import exact_matrix
+import in_child
 import pytest
 import torch
 from deadlines import PATIENCE
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 import checkpoint
 import common
 import sft
+import train
 from common import SIGNALS, RunStopped, Stop, UserError, load_config
 from journal import make_run_folder
 from ranks import start_distributed
@@ -116,22 +118,43 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
         checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
 
 
-def test_a_file_stop_ends_all_ranks_after_a_save_and_the_next_start_removes_it(
+def with_a_file_stop_in_step_2() -> None:
+    real = train.show
+
+    def show(run, *args) -> None:
+        real(run, *args)
+        if run.step == 2:
+            (run.folder / "stop").touch()
+
+    train.show = show
+
+
+def test_a_file_stop_ends_a_run_after_a_save_and_the_next_start_removes_it(
     tiny_model_dir, tmp_path
 ):
     """That a run goes on from there is in test_slurm.py."""
+    folder = tmp_path / "run"
+    flags = {"max_steps": 400, "save_steps": 0}
+    status, words = in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
+    assert status == 0, words
+    (last,) = checkpoint.steps_of(folder)
+    assert last.name == "step_000002" and checkpoint.verify(last) == ""
+    assert (folder / "stop").exists() and not (folder / "done").exists()
+    assert "stopped as asked after step 2 of 400; go on with" in words
+    config = json.loads((folder / "config.json").read_text())
+    make_run_folder(config, {}, resuming=True)
+    assert not (folder / "stop").exists() and last.exists()
+
+
+@pytest.mark.slow
+def test_a_file_stop_ends_all_ranks(tiny_model_dir, tmp_path):
     folder = tmp_path / "stopped"
     process = start(tiny_model_dir, folder, "--save_steps=0", "--max_steps=400", ranks=2)
     wait_for_step(folder, 1, process)
     (folder / "stop").touch()
     assert finish(process) == 0, log_of(folder)[-3000:]
     (last,) = checkpoint.steps_of(folder)
-    assert checkpoint.verify(last) == ""
-    assert (folder / "stop").exists() and not (folder / "done").exists()
-    assert "stopped as asked" in log_of(folder)
-    config = json.loads((folder / "config.json").read_text())
-    make_run_folder(config, {}, resuming=True)
-    assert not (folder / "stop").exists() and last.exists()
+    assert checkpoint.verify(last) == "" and "stopped as asked" in log_of(folder)
 
 
 @pytest.mark.slow
