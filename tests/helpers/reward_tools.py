@@ -51,6 +51,7 @@ ANSWERS = {
     "rush_hour_shaped": BOARD,
     "math": "10",
     "math_exact": "10",
+    "last_number": "10",
 }
 # what scoring.py gives to every reward
 GIVEN = ("completion", "answer", "tokens", "max_completion_length", "soft_overlong_buffer")
