@@ -20,7 +20,7 @@ import re
 from collections import deque
 
 from common import UserError, quoted
-from tasks import countdown, crossword, graph_coloring, mathematics, rush_hour
+from tasks import countdown, crossword, graph_coloring, mathematics, reasoning_gym, rush_hour
 
 # 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
 LAST_NUMBER = re.compile(
@@ -121,6 +121,7 @@ REWARDS = {
     "rush_hour": rush_hour.reward,
     "rush_hour_exact": rush_hour.rush_hour_exact,
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "reasoning_gym": reasoning_gym.reward,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
     "last_number": last_number,

@@ -7,7 +7,8 @@
 #
 # A source of rows is a dict; every entry may be left out but "name":
 #   {"name": a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a dataset id,
-#    "config": a variant, "split": "train", "prompt": "prompt", "answer": "answer" (its columns),
+#    "config": a variant, "split": "train", "prompt": "prompt", "answer": "answer" (its columns; a.b
+#    is entry b of column a),
 #    "more": [further columns that rewards want to see], "task": of rows that name none}
 # One entry of it can be set on the command line: --dataset.name=countdown --dataset.config=tiny
 

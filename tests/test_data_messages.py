@@ -106,10 +106,13 @@ def test_a_prompt_is_the_same_if_the_whole_conversation_is():
     assert prompts.prompt_identity(spaced) != prompts.prompt_identity(others[0])
 
 
-def test_leakage_is_of_whole_conversations(capsys):
+def test_leakage_is_of_whole_conversations():
     trained = [row_of(SYSTEM, QUESTION), row_of(QUESTION, ANSWER, NEXT)]
-    data.refuse_leakage(trained, [row_of(QUESTION), row_of(NEXT)], False)
-    assert "1 of 2" in refusal(data.refuse_leakage, trained, [row_of(NEXT), trained[1]], False)
+    c = load_config(["--dataset.name=mine"])
+    alike = [row_of(QUESTION), row_of(NEXT)]
+    assert data.leave_out_evaluated([trained, []], alike, c) == [trained, []]
+    evaluated = [row_of(NEXT), trained[1]]
+    assert data.leave_out_evaluated([trained, []], evaluated, c) == [[trained[0]], []]
 
 
 # --- lists that can't be used
