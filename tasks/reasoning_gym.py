@@ -89,7 +89,8 @@ def read_config(config: str) -> dict[str, dict]:
             wanted = None
     fits = isinstance(wanted, dict) and len(wanted) > 0
     if not fits or not all(isinstance(settings, dict) for settings in wanted.values()):
-        raise ValueError(f'config {config!r} must be a name or {{"leg_counting": {{settings}}}}')
+        form = '{"leg_counting": {settings}}'
+        raise ValueError(f"config {config[:60]!r} must be the name of a task or {form}")
     for problem, settings in wanted.items():
         refuse(problem)
         size = settings.get("size", 1)
