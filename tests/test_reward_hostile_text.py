@@ -342,7 +342,10 @@ def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
 # --- answers of a dataset
 
 # rewards that can read each other's answers
-ALIKE = [{"math", "math_exact"}, {"rush_hour", "rush_hour_exact", "rush_hour_shaped"}]
+ALIKE = [
+    {"math", "math_exact", "last_number"},
+    {"rush_hour", "rush_hour_exact", "rush_hour_shaped"},
+]
 
 
 @pytest.mark.parametrize("reward", [name for name in ANSWERS if name != "rush_hour"])
