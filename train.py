@@ -66,11 +66,12 @@ from policy import (
     Policy,
     WithoutAdapters,
     add_adapters,
+    count_parameters,
     dtype_of,
     is_checked,
     make_optimizer,
     named_weights,
-    parameter_counts,
+    place_frozen,
     seed_classes,
     set_temperature,
     turn_off_dropout,
@@ -228,8 +229,8 @@ def start(c: dict) -> Run:
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
-        adapters, parameters = parameter_counts(engine.module)
-        print(checkpoint.take_over(c, step, parameters, adapters), flush=True)
+        parameters = count_parameters(engine.module)
+        print(checkpoint.take_over(c, step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
     dist.barrier()
     return Run(
@@ -320,9 +321,13 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
 
 
 def sync_weights(run: Run) -> None:
-    """The policy's weights into the sampler, in place."""
+    """The policy's weights into the sampler, in place. Where both have one GPU, weights that are
+    not trained wait in CPU memory until the sampler sleeps."""
+    lm, stage = run.engine.module.lm, run.config["zero_stage"]
+    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has shared them out
+        place_frozen(lm, "cpu")
     run.sampler.wake()
-    run.sampler.sync(named_weights(run.engine.module.lm, run.config["zero_stage"]))
+    run.sampler.sync(named_weights(lm, stage))
 
 
 def save_now(run: Run) -> None:
@@ -444,6 +449,7 @@ def train(run: Run) -> None:
         except RunStopped:  # on all ranks alike: no server is left, or too many rewards failed
             save_now(run)
             raise
+        place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)
