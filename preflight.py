@@ -463,10 +463,14 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> N
     name = str(dtype).removeprefix("torch.")
     print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
-    table["together (vLLM's KV cache comes on top)"] = sum(table.values())
+    together = sum(table.values())
+    table["together (vLLM's KV cache comes on top)"] = together
     table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
+    if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
+        awake = (together - table["rollout engine's weights"]) / GIB
+        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
 
 
 def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
