@@ -5,6 +5,7 @@
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
+        adapter/                 with lora_rank > 0: the adapters alone, as peft has them
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta and what their controllers remember; replay buffer
         train_config.json        the resolved config
