@@ -66,8 +66,11 @@ def adapters_of(lm) -> dict:
     return names
 
 
-def test_gradients_of_packed_rows_are_those_of_pefts_own_model_on_plain_rows(tiny_model_dir):
-    policy = policy_of(tiny_model_dir)
+@pytest.mark.parametrize("recompute", ["False", "True"])
+def test_gradients_of_packed_rows_are_those_of_pefts_own_model_on_plain_rows(
+    tiny_model_dir, recompute
+):
+    policy = policy_of(tiny_model_dir, f"--gradient_checkpointing={recompute}")
     batch = batch_of()
     weights = torch.randn(len(batch["ids"]), generator=torch.Generator().manual_seed(2))  # (n,)
     loss = -(weights[:, None] * logps_of(policy.engine, batch)).sum()
