@@ -12,7 +12,8 @@ An engine, of this process or a server, has seven methods:
     begin(prompts_ids, n, sampling, finished)     servers only: the same in the background, kept
                                                   for the generate() that asks for the same
     sync(named_parameters)  takes over the weights of an iterator of (name, tensor)
-    sleep(), wake()         its GPU memory goes to the learner, and comes back
+    sleep(), wake()         its GPU memory goes to the learner, and comes back; sleeps: whether it
+                            has any to give
     take_counts()           metrics of its own since the last call
     close()                 before the process group goes
 
@@ -301,6 +302,8 @@ class HfEngine:
     """transformers' own generate on a second copy of the model: slow and plain, the oracle for the
     fast engines. One prompt at a time, so that nothing is padded and a prompt's completions depend
     on its own seed only (per prompt, not per completion)."""
+
+    sleeps = False
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
