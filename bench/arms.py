@@ -18,13 +18,16 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
-END = 0  # the token that ends a completion
+REAL = "smollm2"  # a scenario: the pretrained model of bench/smollm2.py instead of a random one
+END = 0  # the token that ends a completion of a random model
 LONGEST_PROMPT = 32  # tokens; prompts have 20
 GIB = 2**30
 
 
 def parts(scenario: str) -> dict:
     """{"P": prompts a step, "G": completions of each, "T": tokens in each, "V": vocabulary}"""
+    if scenario == REAL:
+        return {"P": 4, "G": 8, "T": 64, "V": 49152}
     pairs = re.findall(r"([PGTV])(\d+)", scenario)
     return {letter: int(number) for letter, number in pairs}
 
@@ -56,6 +59,8 @@ def prepare(scenario: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"bench_{os.getuid()}_{scenario}"
     if (folder / "rows.jsonl").exists():  # written last: the folder is whole
         return folder
+    if scenario == REAL:
+        return prepare_real(folder)
     vocabulary = words(size)
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
@@ -68,6 +73,24 @@ def prepare(scenario: str) -> Path:
     tokenizer.save_pretrained(folder)
     # TRL has no flag for the ends of a completion: it reads them here
     GenerationConfig(eos_token_id=ends(scenario), pad_token_id=END).save_pretrained(folder)
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+def prepare_real(folder: Path) -> Path:
+    """The pretrained model and prompts for it."""
+    from transformers import AutoTokenizer
+
+    from bench import smollm2
+
+    # of its own: a broken attempt leaves no rows, and make() looks only for a model
+    smollm2.make(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # ours would use it and TRL, which is given plain texts, would not
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    # every digit is a token, so that these are of one length too
     write_rows(folder / "rows.jsonl")
     return folder
 
