@@ -1,6 +1,8 @@
 # SmolLM2-135M-Instruct, a real pretrained model, learns on two CPU cores to name a number of a kind
-# between two others. make demo-real runs this config with maxent and with dr_grpo; one of them:
+# between two others. Once, then both arms of make demo-real, or one of them:
 #   python -m bench.smollm2 runs/smollm2
+#   OMP_NUM_THREADS=2 python -m compare config/smollm2_between.py \
+#     --arms=compare/demo_arms.py --seeds=1 --ranks=1 --output=runs/demo_real
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_between.py
 model = "runs/smollm2"
 output_dir = "runs/smollm2_between"
@@ -10,7 +12,6 @@ max_prompt_length = 64
 max_completion_length = 8
 prompts_per_step = 8
 num_generations = 8
-maxent_tau = 0.0925  # 1 / ln(49,152)
 learning_rate = 1e-5
 max_steps = 20
 max_tokens_per_micro_batch = 2048
