@@ -38,10 +38,10 @@ class FakeLLM:
         if missing or (self.paused and "kv_cache" in needed):
             raise RuntimeError(f"fake vLLM: {what} while {missing or 'all'} sleeps")
 
-    def enqueue(self, prompts: list, params: list, use_tqdm: bool) -> None:
+    def enqueue(self, prompts: list, sampling_params: list, use_tqdm: bool) -> None:
         self.refuse_asleep("generate", EVERYTHING)
         calls.append("generate")
-        for prompt, asked in zip(prompts, params, strict=True):
+        for prompt, asked in zip(prompts, sampling_params, strict=True):
             number = str(next(self.request_counter))
             self.waiting.append((number, prompt["prompt_token_ids"], asked))
 
