@@ -294,7 +294,7 @@ def abandoned_name(path: Path) -> Path:
     return name
 
 
-def take_over(config: dict, step: int, parameters: int) -> str:
+def take_over(config: dict, step: int, parameters: int, adapters: int = 0) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
     console: what was done, and what checkpoints there will be."""
     folder = Path(config["output_dir"])
@@ -304,17 +304,17 @@ def take_over(config: dict, step: int, parameters: int) -> str:
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         # where it is another run then: Weights & Biases takes no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
-    sentences.append(report(config, parameters))
+    sentences.append(report(config, parameters, adapters))
     return "\n".join(sentences)
 
 
-def report(config: dict, parameters: int) -> str:
+def report(config: dict, parameters: int, adapters: int = 0) -> str:
     """A sentence on what will be saved: where, how often, how large, and in how many seconds by a
     short trial of the disk."""
     if config["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
-    size = checkpoint_bytes(config, parameters)
+    size = checkpoint_bytes(config, parameters, adapters)
     seconds = size * trial_seconds(folder) / TRIAL_BYTES  # as if the disk were as fast all along
     often = "at the end"
     if config["save_steps"]:
@@ -331,15 +331,15 @@ def report(config: dict, parameters: int) -> str:
     )
 
 
-def checkpoint_bytes(config: dict, parameters: int) -> int:
-    """Weights, their float32 copy, the optimizer's state; if "full" the Hugging Face file too."""
+def checkpoint_bytes(config: dict, parameters: int, adapters: int = 0) -> int:
+    """Weights, their float32 copy, the optimizer's state; if "full" the Hugging Face file too.
+    adapters: parameters of these, which alone have a copy and a state then; 0: there are none."""
     from policy import dtype_of
 
-    # bfloat16: 2 weights, 4 copy, 2 Hugging Face; float32: 4, no copy, 4
-    size = 8 + OPTIMIZERS[config["optimizer"]].state_bytes  # bytes of a parameter in all of them
-    if config["checkpoint_mode"] == "shallow":
-        size -= dtype_of(config).itemsize
-    return parameters * size
+    itemsize = dtype_of(config).itemsize
+    copies = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
+    state = OPTIMIZERS[config["optimizer"]].state_bytes + (4 if itemsize == 2 else 0)
+    return (parameters + adapters) * itemsize * copies + (adapters or parameters) * state
 
 
 def free_gib(folder: Path) -> float:
@@ -440,19 +440,19 @@ def write_model(folder: Path, lm, step: int, config: dict) -> None:
     ranks gather the weights together, rank 0 writes."""
     import torch.distributed as dist
 
-    from policy import named_weights
+    from policy import model_weights, save_adapter
 
     rank = dist.get_rank()
+    save_adapter(folder / "adapter", lm, config["zero_stage"], rank)
     # the configs alone let export() rebuild the model from DeepSpeed's shards
     if config["checkpoint_mode"] == "shallow" and step < config["max_steps"]:
         if rank == 0:
             lm.config.save_pretrained(folder)
             lm.generation_config.save_pretrained(folder)
         return
-    names = {name for name, _ in lm.named_parameters()}  # tied embeddings once
     weights = {}
-    for name, tensor in named_weights(lm, config["zero_stage"]):  # all ranks: ZeRO-3 gathers
-        if rank == 0 and name in names:
+    for name, tensor in model_weights(lm, config["zero_stage"]):  # all ranks: ZeRO-3 gathers
+        if rank == 0:
             weights[name] = tensor.cpu()  # a GPU may have no room for a second model
     if rank == 0:
         lm.save_pretrained(folder, state_dict=weights)
@@ -560,6 +560,7 @@ def check_fit(path: Path, config: dict) -> None:
         "zero_stage": (saved["zero_stage"], config["zero_stage"]),
         "optimizer": (saved["optimizer"], config["optimizer"]),
         "dtype": (model.get("dtype", dtype), dtype),
+        "lora_rank": (saved["lora_rank"], config["lora_rank"]),
         "seeds of a trained head": (seed_classes(saved), seed_classes(config)),
     }
     for name, (was, now) in pairs.items():
@@ -649,8 +650,8 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if zero_stage == 0:
-        file = path / "engine" / "mp_rank_00_model_states.pt"  # stage 0: rank 0 has it all
+    if zero_stage < 3:
+        file = path / "engine" / "mp_rank_00_model_states.pt"  # below stage 3 rank 0 has it all
         state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         with no_code():
@@ -668,6 +669,8 @@ def export(path, out) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from policy import add_adapters, model_weights, save_adapter
+
     path = Path(path)
     out = Path(out)
     problem = verify(path) or code_in(path)
@@ -675,21 +678,26 @@ def export(path, out) -> None:
         raise UserError(f"export: {problem}")
     if out.exists():  # never write into somebody's folder
         raise UserError(f"export: {out} is there already")
-    config = json.loads((path / "train_config.json").read_text())
+    config = {"lora_rank": 0} | json.loads((path / "train_config.json").read_text())
     with torch.device("meta"):  # its shape only
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        if config["lora_rank"]:
+            add_adapters(lm, config["lora_rank"], base=config["model"])
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     saved = engine_weights(path, config["zero_stage"])
     weights = {}
-    parameters = 0
     for name, _ in lm.named_parameters():
         if name not in saved:
             raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # shards are float32 above stage 0
-        parameters += saved[name].numel()
+        weights[name] = saved[name].to(dtype)  # shards are float32 at stage 3
+    lm.load_state_dict(weights, strict=False, assign=True)  # not strict: tied weights stand once
+    lm.tie_weights()  # assigning has torn them apart
+    weights = dict(model_weights(lm, 0))
+    parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
     lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
+    save_adapter(tmp / "adapter", lm, 0, 0)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
     tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
@@ -811,15 +819,18 @@ def words_of(error: Exception) -> str:
 def link_model(path: Path, copy: Path) -> None:
     """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they
     are uploaded. Copies where a file system has no links."""
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(parents=True)
-    for file in path.iterdir():
-        if file.name.startswith(PRIVATE):
-            continue
+
+    def link(file: str, other: str) -> None:
         try:
-            os.link(file, copy / file.name)
+            os.link(file, other)
         except OSError:
-            shutil.copy2(file, copy / file.name)
+            shutil.copy2(file, other)
+
+    def private(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(PRIVATE)]
+
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy, copy_function=link, ignore=private)
 
 
 if __name__ == "__main__":

@@ -596,6 +596,15 @@ def group_metrics(rewards, lengths) -> dict:
     }
 
 
+@torch.no_grad()
+def sampler_distance(model, batch: dict) -> float:
+    """Mean distance of the sampler's log-probs from a model's, nats a token, over all ranks."""
+    logps, _ = model(batch["ids"], batch["prompt_lengths"], batch["lengths"])  # (N, T)
+    apart = (logps - batch["sampler_logps"]).abs().sum()  # both are 0 behind a row's end
+    total, tokens = across_ranks(torch.stack([apart, batch["lengths"].sum()])).tolist()
+    return total / tokens
+
+
 def sampler_mismatch(batch: dict, limit: float) -> dict:
     """How far the sampler's log-probs are from the trainer's before the update, over all ranks.
     They should be the same policy: a mean difference above `limit` (nats, -1 off) means that

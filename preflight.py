@@ -33,7 +33,7 @@ from common import (
     say_once,
     with_tau,
 )
-from policy import CHUNK, make_optimizer
+from policy import CHUNK, add_adapters, make_optimizer, parameter_counts
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -159,7 +159,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"(a base model; --chat_template gives it one)"
         )
     # tokens that the template, or the tokenizer by itself, puts into every prompt
-    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
+    plain = {"system_prompt": "", "chat_template_kwargs": {}}
+    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(
@@ -438,7 +439,11 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     show_data(inputs, c)
     model = empty_model(c["model"], inputs.model)
     parameters = sum(p.numel() for p in model.parameters())
-    show_memory(c, inputs.model, parameters, dtype, world)
+    adapters = 0
+    if c["lora_rank"]:
+        print(add_adapters(model, c["lora_rank"], base=c["model"]))
+        adapters, _ = parameter_counts(model)
+    show_memory(c, inputs.model, (parameters, adapters), dtype, world)
     known = with_tau(c, inputs.model.vocab_size)
     if known != c:
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
@@ -470,26 +475,33 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
 
 
-def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
-    """The estimate of a rank's memory as a table. model: its config."""
+def show_memory(c: dict, model, counts: tuple, dtype: torch.dtype, world: int) -> None:
+    """The estimate of a rank's memory as a table. model: its config; counts: its parameters, those
+    of its adapters."""
+    parameters, adapters = counts
     name = str(dtype).removeprefix("torch.")
     print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
-    table = memory_estimate(c, model, parameters, dtype.itemsize, world)
+    table = memory_estimate(c, model, parameters, dtype.itemsize, world, adapters)
     table["together (vLLM's KV cache comes on top)"] = sum(table.values())
     table["of weights on every rank while it loads"] = parameters * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
 
 
-def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
+def memory_estimate(
+    c: dict, model, parameters: int, itemsize: int, world: int, adapters: int = 0
+) -> dict:
     """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
-    model: its config; itemsize: bytes of a number."""
+    model: its config; itemsize: bytes of a number; adapters: parameters of these, which alone are
+    trained then; 0: there are none."""
     weights = parameters * itemsize
-    optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
+    trained = adapters or parameters
+    optimizer = trained * OPTIMIZERS[c["optimizer"]].state_bytes
     if itemsize == 2:
-        optimizer += parameters * 4  # a float32 copy of the weights
+        optimizer += trained * 4  # a float32 copy of the weights
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
-    reference = 0 if c["beta"] == 0 else weights
+    # with adapters it is the policy with these off
+    reference = 0 if c["beta"] == 0 or adapters else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
     # GPT-2 has no name for the width of its feed-forward layers
@@ -503,8 +515,8 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
         return world if c["zero_stage"] >= stage else 1
 
     return {
-        "weights": weights / share(3),
-        "gradients": weights / share(2),
+        "weights": (weights + adapters * itemsize) / share(3),
+        "gradients": trained * itemsize / share(2),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
         "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],

@@ -64,10 +64,14 @@ from journal import (
 from policy import (
     CHUNK,
     Policy,
+    WithoutAdapters,
+    add_adapters,
     dtype_of,
+    flip_signs,
     is_checked,
     make_optimizer,
     named_weights,
+    parameter_counts,
     seed_classes,
     set_temperature,
     turn_off_dropout,
@@ -83,6 +87,10 @@ from ranks import (
     wait_for_ranks,
 )
 
+# of the distance that changed weights make, how much may be left when they have arrived: rounding
+TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
+TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
+TRIAL_TOKENS = 16
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
 
 
@@ -151,6 +159,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
         say_once(
             f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
         )
+    if trains and c["lora_rank"]:
+        say_once(add_adapters(lm, c["lora_rank"], base=c["model"]))
     seeds = seed_classes(c) if trains else 0
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
@@ -158,7 +168,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
 def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
     policy = load_lm(c, trains=True, device=device)
-    optimizer = make_optimizer(policy.parameters(), c, device)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # beside adapters all else rests
+    optimizer = make_optimizer(trained, c, device)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
         # it then steps on the CPU, where torchrun and vLLM leave one thread
@@ -167,10 +178,13 @@ def load_policy(c: dict, device):
     return engine
 
 
-def load_reference(c: dict, device):
-    """The frozen reference model, None at beta = 0."""
+def load_reference(c: dict, engine, device):
+    """The frozen reference model, None at beta = 0. engine: of the policy, whose adapters leave its
+    model as it was."""
     if c["beta"] == 0:
         return None
+    if c["lora_rank"]:
+        return WithoutAdapters(engine)
     reference = load_lm(c, trains=False, device=device)
     if c["reference_placement"] == "cpu":
         return reference.to("cpu")  # comes to the device for its forward passes only
@@ -212,7 +226,7 @@ def start(c: dict) -> Run:
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
-    reference = load_reference(c, world.device)
+    reference = load_reference(c, engine, world.device)
     step, state, replay_state = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
@@ -221,9 +235,8 @@ def start(c: dict) -> Run:
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
-        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        print(checkpoint.take_over(c, step, parameters), flush=True)
+        adapters, parameters = parameter_counts(engine.module)
+        print(checkpoint.take_over(c, step, parameters, adapters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
     dist.barrier()
     return Run(
@@ -322,6 +335,47 @@ def sync_weights(run: Run) -> None:
     """The policy's weights into the sampler, in place."""
     run.sampler.wake()
     run.sampler.sync(named_weights(run.engine.module.lm, run.config["zero_stage"]))
+
+
+def prove_sync(run: Run) -> None:
+    """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
+    first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
+    learning rate weights that never arrive would hardly show. A step's own check,
+    learner.sampler_mismatch, then tells whether the policy's came back."""
+    c, lm = run.config, run.engine.module.lm
+    if c["max_logp_difference"] < 0:  # off
+        return sync_weights(run)
+    flip_signs(lm, c["zero_stage"])
+    sync_weights(run)
+    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    sampling = {
+        "temperature": 1.0,
+        "max_tokens": min(TRIAL_TOKENS, c["max_completion_length"]),
+        "stop_token_ids": run.inputs.stop_ids,
+        "seeds": list(range(len(prompts))),
+        "names": [f"trial-{i}" for i in range(len(prompts))],
+    }
+    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
+    run.sampler.take_counts()  # of no step
+    run.sampler.sleep()
+    batch = rollout.to_batch(rollouts, run.world.device)
+    set_temperature([run.engine], 1.0)
+    followed = learner.sampler_distance(run.engine, batch)
+    flip_signs(lm, c["zero_stage"])
+    stale = learner.sampler_distance(run.engine, batch)
+    sync_weights(run)
+    limit = TRIAL_SHARE[dtype_of(c)] * stale
+    if followed > limit:
+        raise RunStopped(
+            f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
+            f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "
+            f"weights (wanted: at most {limit:.4f}), {stale:.4f} from the old ones; "
+            f"max_logp_difference=-1 skips this check"
+        )
+    run.say(
+        f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
+        f"{stale:.2g} from those before"
+    )
 
 
 def save_now(run: Run) -> None:
@@ -431,7 +485,7 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    sync_weights(run)
+    prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")

@@ -61,7 +61,7 @@ class Case:
         self.c = load_config([f"--{key}={value}" for key, value in values.items()])
         self.held = torch.cuda.memory_allocated() if self.gpu else 0  # by others, bytes
         self.engine = train.load_policy(self.c, self.device)
-        self.reference = train.load_reference(self.c, self.device)
+        self.reference = train.load_reference(self.c, self.engine, self.device)
         vocabulary = self.shape.vocabulary
         self.batch = batch_of(vocabulary, self.tokens, self.groups, G, self.device)
         # (P, G), all different: every row has a gradient

@@ -20,6 +20,7 @@ seed = 42  # data order, sampling, initialisation
 # --- model
 model = ""  # Hugging Face id or folder; sft.py also takes "tiny" (built on the spot, no download)
 dtype = "auto"  # "float32", "bfloat16"; "auto": bfloat16 on a GPU, float32 on a CPU
+lora_rank = 0  # adapters of this rank on all linear layers, alpha 2 * rank, train alone; 0 off
 gradient_checkpointing = False  # True: recompute activations in backward: less memory, 30% slower
 
 # --- data
@@ -27,6 +28,7 @@ dataset = {}  # where training prompts come from; a list of sources with "weight
 easy_dataset = {}  # a second pool to begin with; "share" (steps): of a step's prompts; {} none
 system_prompt = ""  # "" none
 chat_template = ""  # a Jinja template or a file with one, instead of the tokenizer's own; "" off
+chat_template_kwargs = {}  # what it reads besides, such as {"enable_thinking": False}
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # over that: "error" stops, "drop" leaves out, "truncate" cuts the beginning
 allow_leakage = False  # True: evaluation prompts may be training prompts too
@@ -39,7 +41,7 @@ prompts_per_step = 32  # P, over all ranks
 num_generations = 8  # G, completions per prompt: the group
 max_completion_length = 512  # L, tokens, EOS included
 temperature = 1.0  # (steps) of sampling; the policy's log-probs are taken at the same temperature
-max_logp_difference = 0.5  # sampler against trainer, mean nats: above it the sync is broken; -1 off
+max_logp_difference = 0.05  # sampler against trainer, mean nats: bfloat16 makes 0.02; -1 off
 vllm_options = {}  # further arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.5}
 rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those of the launcher; "" none
 rollout_timeout = 600.0  # seconds for one answer, and for the servers to start; at most 1500

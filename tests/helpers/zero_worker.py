@@ -69,6 +69,14 @@ CASES = {
         "--info_seed_pooling=last",
         "--max_tokens_per_micro_batch=50",
     ],
+    "infoseed_adapters": [
+        "--lora_rank=2",
+        "--beta=0.5",  # the reference is the policy with adapters off
+        "--info_seed_num_seeds=2",
+        "--info_seed_lambda=3",
+        "--info_seed_loss_type=ce",  # its head is trained beside adapters
+        "--max_tokens_per_micro_batch=50",
+    ],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
 }
 
@@ -102,7 +110,7 @@ def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
 def three_updates(c: dict, world: World) -> dict:
     torch.manual_seed(0)  # InfoSeed's head
     engine = train.load_policy(c, torch.device("cpu"))
-    reference = train.load_reference(c, torch.device("cpu"))
+    reference = train.load_reference(c, engine, torch.device("cpu"))
     share = P // world.size * G  # rows of a rank
     for step in range(3):
         rows, rewards = rollouts_of(step)
