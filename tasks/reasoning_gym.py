@@ -154,7 +154,14 @@ def reward(completion: str, answer: dict, **row) -> float:
     import reasoning_gym  # noqa: F401  here already: a worker's first call may take its time
 
     own = grader(answer["problem"], json.dumps(answer["settings"]))
-    return float(own.score_answer(last_answer(completion), answer["entry"]))
+    entry = answer["entry"]
+    try:
+        return float(own.score_answer(last_answer(completion), entry))
+    except Exception:
+        # some raise at a text that they can't read: it is wrong, unless they can't read the row
+        if entry["answer"] is not None:
+            own.score_answer(entry["answer"], entry)
+        return 0.0
 
 
 def mode(completion: str, answer: dict) -> str:
