@@ -20,7 +20,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import UserError, quoted, shown
+from common import UserError, quoted
 from prompts import encode_prompts, prompt_fault, prompt_identity
 
 # columns that mean something here, read wherever a dataset has them
@@ -144,7 +144,7 @@ def check_fields(row: dict, where: str) -> None:
     """UserError with the place of a row of which one of FIELDS is of the wrong type."""
     for field, (fits, words) in FIELDS.items():
         if row.get(field) is not None and not fits(row[field]):
-            raise UserError(f"{where}: {field!r} must be {words}, not {shown(row[field])}")
+            raise UserError(f"{where}: {field!r} must be {words}, not {quoted(row[field])}")
 
 
 def own_task(row: dict) -> str:
@@ -334,6 +334,14 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
 def names(c: dict) -> str:
     """The sources of the training rows, for a sentence."""
     return ", ".join(source["name"] for source in sources(c))
+
+
+def all_rows(sources: list[list[dict]]) -> list[dict]:
+    """Those of every source, one after the other."""
+    rows = []
+    for source in sources:
+        rows += source
+    return rows
 
 
 def more_columns(c: dict) -> list[str]:

@@ -25,8 +25,15 @@ import packing
 import rewards
 import scoring
 from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
-from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
-from policy import CHUNK, make_optimizer
+from common import (
+    UserError,
+    check_writable,
+    in_one_line,
+    refuse_missing_folder,
+    say_once,
+    with_tau,
+)
+from policy import CHUNK, add_adapters, count_parameters, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -102,7 +109,9 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error)}"
+    reason = (
+        error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error, 300)}"
+    )
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
@@ -254,7 +263,9 @@ def damaged_file(folder: Path) -> str:
             with safe_open(path, "pt"):  # reads the header, and compares it with the file's size
                 pass
         except Exception as error:  # SafetensorError, OSError and what else a file can be
-            return f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error)}"
+            return (
+                f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error, 300)}"
+            )
     return ""
 
 
@@ -370,7 +381,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]  # all that rewards will see
+    rows = data.all_rows([*sources, easy])  # all that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
@@ -427,9 +438,13 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     inputs = load_inputs(c, world, dry_run=True)
     show_data(inputs, c)
     model = empty_model(c["model"], inputs.model)
-    parameters = sum(p.numel() for p in model.parameters())
-    show_memory(c, inputs.model, parameters, dtype, world)
-    for warning in warn_config(c, inputs.model.vocab_size):
+    if c["lora_rank"]:
+        print(add_adapters(model, c["lora_rank"], base=c["model"]))
+    show_memory(c, inputs.model, count_parameters(model), dtype, world)
+    known = with_tau(c, inputs.model.vocab_size)
+    if known != c:
+        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
+    for warning in warn_config(known, inputs.model.vocab_size):
         print(f"warning: {warning}")
 
 
@@ -457,26 +472,32 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
 
 
-def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
-    """The estimate of a rank's memory as a table. model: its config."""
+def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
+    """The estimate of a rank's memory as a table. model: its config; parameters:
+    policy.Parameters."""
     name = str(dtype).removeprefix("torch.")
-    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
+    print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
-    table["together (vLLM's KV cache comes on top)"] = sum(table.values())
-    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
+    together = sum(table.values())
+    table["together (vLLM's KV cache comes on top)"] = together
+    table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
+    if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
+        awake = (together - table["rollout engine's weights"]) / GIB
+        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
 
 
-def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
+def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
     """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
-    model: its config; itemsize: bytes of a number."""
-    weights = parameters * itemsize
-    optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
+    model: its config; parameters: policy.Parameters; itemsize: bytes of a number."""
+    weights = parameters.all * itemsize
+    optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
     if itemsize == 2:
-        optimizer += parameters * 4  # a float32 copy of the weights
+        optimizer += parameters.trained * 4  # a float32 copy of the weights
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
-    reference = 0 if c["beta"] == 0 else weights
+    # with adapters it is the policy with these off
+    reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
     # GPT-2 has no name for the width of its feed-forward layers
@@ -491,7 +512,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
 
     return {
         "weights": weights / share(3),
-        "gradients": weights / share(2),
+        "gradients": parameters.trained * itemsize / share(2),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
         "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],

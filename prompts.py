@@ -14,7 +14,7 @@ from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
-from common import UserError, in_one_line, shown
+from common import UserError, in_one_line, quoted
 
 # --- what a prompt is: a text that the user says, or a list of chat messages
 
@@ -49,14 +49,14 @@ def message_fault(i: int, message) -> str:
     """What is wrong with message i of a list; "" for nothing. Entries of it beside role and content
     are not read."""
     if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-        return f'must be {{"role": ..., "content": ...}}, not {shown(message)}'
+        return f'must be {{"role": ..., "content": ...}}, not {quoted(message)}'
     role = message["role"]
     if role not in ROLES:
-        return f"has the role {shown(role)}; there are {', '.join(ROLES)}"
+        return f"has the role {quoted(role)}; there are {', '.join(ROLES)}"
     if role == "system" and i > 0:
         return "is the system's, which only the first may be"
     if not isinstance(message["content"], str):
-        return f"must have a text as its content, not {shown(message['content'])}"
+        return f"must have a text as its content, not {quoted(message['content'])}"
     return ""
 
 
@@ -118,7 +118,7 @@ def render_prompt(row: dict, tokenizer, c: dict) -> str:
             f"the chat template can't render row {row['id']!r} with "
             f"system_prompt={c['system_prompt']!r} and "
             f"chat_template_kwargs={c['chat_template_kwargs']!r}: "
-            f"{type(error).__name__}: {in_one_line(error)}"
+            f"{type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
 
 
@@ -167,7 +167,7 @@ def check_chat_template(tokenizer, what: str) -> None:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
         raise UserError(
-            f"{what} can't be used: {type(error).__name__}: {in_one_line(error)}"
+            f"{what} can't be used: {type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
     if "\0" not in text:
         raise UserError(

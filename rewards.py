@@ -20,7 +20,15 @@ import re
 from collections import deque
 
 from common import UserError, quoted
-from tasks import countdown, crossword, graph_coloring, mathematics, reasoning_gym, rush_hour
+from tasks import (
+    between,
+    countdown,
+    crossword,
+    graph_coloring,
+    mathematics,
+    reasoning_gym,
+    rush_hour,
+)
 
 # 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
 LAST_NUMBER = re.compile(
@@ -115,6 +123,7 @@ def repetition(completion: str, answer=None, **row) -> float:
 
 # under "auto" a row is scored by the entry that has the name of its task
 REWARDS = {
+    "between": between.reward,
     "countdown": countdown.reward,
     "graph_coloring": graph_coloring.reward,
     "crossword": crossword.reward,

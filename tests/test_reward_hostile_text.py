@@ -31,6 +31,7 @@ LOOP = 1 / 499_998 - 1  # of 500,000 times one word
 # What a text of 10 of 100 tokens gets that has nothing in it for the reward. Of a reward that is
 # not here the tests below ask only for a finite number.
 WORTHLESS = {
+    "between": 0.0,
     "countdown": 0.0,
     "graph_coloring": 0.0,
     "crossword": 0.0,
