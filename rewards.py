@@ -33,7 +33,8 @@ from tasks import (
 # 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
 LAST_NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}%])-)?\$?"
-    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))(?:\.(?P<decimals>[0-9]+))?"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
+    r"(?:\.(?P<decimals>[0-9]+))?"
 )
 MINUS = {0x2212: "-"}  # the minus sign of typography
 # in the order in which format_reward wants them
