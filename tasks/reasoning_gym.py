@@ -27,7 +27,8 @@ from tasks import SPLITS, check_choice, last_answer, take
 
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
-# a test reads the installed version's source for more of the first two kinds
+DRIFTS = "its problems depend on more than their seed: every rank would have others"
+# tests look for more of these three kinds in the installed version
 REFUSED = {
     "binary_matrix": EVAL,
     "n_queens": EVAL,
@@ -38,6 +39,7 @@ REFUSED = {
     "polynomial_multiplication": PARSER,
     "puzzle24": PARSER,
     "simple_integration": PARSER,
+    "list_functions": DRIFTS,
     "composite": "it is a mixture of others: name those",
     "game_of_life_halting": "its grader calls any text right",
 }
