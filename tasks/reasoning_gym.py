@@ -27,7 +27,8 @@ from tasks import SPLITS, check_choice, last_answer, take
 
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
-# a test reads the installed version's source for more of the first two kinds
+DRIFTS = "its problems depend on more than their seed: every rank would have others"
+# tests look for more of these three kinds in the installed version
 REFUSED = {
     "binary_matrix": EVAL,
     "n_queens": EVAL,
@@ -38,6 +39,7 @@ REFUSED = {
     "polynomial_multiplication": PARSER,
     "puzzle24": PARSER,
     "simple_integration": PARSER,
+    "list_functions": DRIFTS,
     "composite": "it is a mixture of others: name those",
     "game_of_life_halting": "its grader calls any text right",
 }
@@ -154,7 +156,14 @@ def reward(completion: str, answer: dict, **row) -> float:
     import reasoning_gym  # noqa: F401  here already: a worker's first call may take its time
 
     own = grader(answer["problem"], json.dumps(answer["settings"]))
-    return float(own.score_answer(last_answer(completion), answer["entry"]))
+    entry = answer["entry"]
+    try:
+        return float(own.score_answer(last_answer(completion), entry))
+    except Exception:
+        # some raise at a text that they can't read: it is wrong, unless they can't read the row
+        if entry["answer"] is not None:
+            own.score_answer(entry["answer"], entry)
+        return 0.0
 
 
 def mode(completion: str, answer: dict) -> str:
