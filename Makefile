@@ -35,14 +35,14 @@ runs/countdown_sft/model.safetensors: | $(STAMP)
 	  --steps=800 --batch_size=128 --learning_rate=2e-3
 
 demo: $(STAMP) runs/countdown_sft/model.safetensors
-	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) train.py config/countdown_tiny.py --overwrite_output_dir=True
+	$(BIN)/python -m compare config/countdown_tiny.py --arms=compare/demo_arms.py --seeds=1 --ranks=1 --jobs=$(if $(GPU),1,2) --output=runs/demo
 
 $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than 40 minutes
-PYTEST := timeout --foreground --kill-after=20 2400 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
+PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
-    python checkpoint.py verify RUN/step_000250         says whether it is whole
-    python checkpoint.py export RUN/step_000250 OUT     makes a Hugging Face folder of it
+    python checkpoint.py verify RUN/step_000300         says whether it is whole
+    python checkpoint.py export RUN/step_000300 OUT     makes a Hugging Face folder of it
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
@@ -41,7 +41,7 @@ from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from checks import OPTIMIZERS
-from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
+from common import RunStopped, UserError, in_one_line, lost_a_rank, modern, quoted, script
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
@@ -244,7 +244,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
+        print(f"checkpoint passed over: {in_one_line(problem)}", flush=True)
     return None
 
 
@@ -486,20 +486,42 @@ def flush(*paths: Path) -> None:
 # --- find and load
 
 
-def check_request(resume_from: str, folder: str) -> bool:
+def check_request(c: dict) -> bool:
     """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
-    resume_from_checkpoint asks for is plainly not there. Reads no contents yet."""
+    resume_from_checkpoint asks for is plainly not there, or beyond max_steps. Reads no weights."""
+    resume_from = c["resume_from_checkpoint"]
+    folder = c["output_dir"]
     if not resume_from:
         return False
     if resume_from == "latest":
-        for path in steps_of(folder):
+        for path in reversed(steps_of(folder)):
             if not verify(path, 0, 0):  # names and sizes only: contents are read once, by all ranks
+                check_steps(number_of(path), path, c)
                 return True
         raise UserError(none_whole(folder))
     problem = verify(resume_from, 0, 0)
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    check_steps(steps_in(Path(resume_from)), resume_from, c)
     return Path(resume_from).resolve().parent == Path(folder).resolve()
+
+
+def check_steps(step: int, path, c: dict) -> None:
+    """UserError for a checkpoint of more steps than the run is to have."""
+    if step > c["max_steps"]:
+        raise UserError(
+            f"{path} has {step} steps done, more than max_steps={c['max_steps']}: set a larger "
+            f"max_steps to go on, or name an earlier checkpoint in resume_from_checkpoint"
+        )
+
+
+def steps_in(path: Path) -> int:
+    """Finished steps, of a folder that may have any name; 0 where its file is damaged, which
+    find() tells more about."""
+    try:
+        return int(json.loads((path / "controller_state.json").read_text())["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def none_whole(folder: str) -> str:
@@ -698,7 +720,7 @@ def main(argv) -> None:
         convert(argv[1], argv[2])
     elif command == "verify" and len(argv) == 2:
         problem = verify(argv[1])
-        print(escaped(problem) or f"{argv[1]} is whole")
+        print(in_one_line(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))  # status 1, for scripts
     else:
         raise UserError(USAGE)
@@ -767,7 +789,7 @@ class Hub:
         self.upload = None
         try:
             commit = future.result(UPLOAD_SECONDS)
-            tqdm.write(f"pushed {path} to {escaped(commit.commit_url)}")
+            tqdm.write(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
                 f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"

@@ -8,6 +8,7 @@ n rows; T tokens of the longest completion; S of the longest row; M of all of th
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import deepspeed
@@ -19,6 +20,9 @@ import packing
 from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
 
+GATHERED_BYTES = 2**30  # of ZeRO-3 parameters that are put together at once, for a sync or a save
+# a prime that divides no usual width: the signs of a norm and of the columns behind it would cancel
+FLIPPED = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
 
@@ -216,7 +220,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"optimizer_options={c['optimizer_options']}: torch.optim.{cls.__name__} refuses them: "
-            f"{in_one_line(error)}"
+            f"{in_one_line(error, 300)}"
         ) from None
     optimizer.max_grad_norm = c["max_grad_norm"]
     return optimizer
@@ -271,19 +275,51 @@ def named_weights(lm, zero_stage: int):
             yield "lm_head.weight", tensor
 
 
+class Weight(NamedTuple):
+    """A weight as the outside knows it, and the parameters that it is made of."""
+
+    name: str
+    parameters: list  # itself; of an adapted layer W, A and B
+    layer: object  # the adapted layer, else None
+
+
 def model_weights(lm, zero_stage: int):
     """(name, tensor) of every weight once, whole on every rank, as a checkpoint takes them: names
-    and values of a model without adapters, which are merged. ZeRO-3 parameters are gathered one
-    weight at a time, by all ranks together."""
+    and values of a model without adapters, which are merged. ZeRO-3 parameters are gathered
+    GATHERED_BYTES at a time, by all ranks together."""
+    weights = []
     for name, parameter in lm.named_parameters():
         if ".lora_" in name:  # part of the weight that it adapts
             continue
-        layer, _, kind = name.rpartition(".base_layer.")  # peft's word for what it has wrapped
-        if kind == "weight":
-            tensor = merged_weight(lm.get_submodule(layer), zero_stage)
-        else:
-            tensor = whole([parameter], zero_stage)[0]
-        yield name.replace(".base_layer.", "."), tensor
+        path, _, kind = name.rpartition(".base_layer.")  # peft's word for what it has wrapped
+        layer = lm.get_submodule(path) if kind == "weight" and path else None
+        parameters = [parameter]
+        if layer is not None:
+            parameters += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        weights.append(Weight(name.replace(".base_layer.", "."), parameters, layer))
+
+    for portion in portions(weights):
+        parameters = []
+        for weight in portion:
+            parameters += weight.parameters
+        tensors = iter(whole(parameters, zero_stage))
+        for weight in portion:
+            parts = [next(tensors) for _ in weight.parameters]
+            yield weight.name, parts[0] if weight.layer is None else merged(weight.layer, *parts)
+
+
+def portions(weights: list[Weight]) -> list[list[Weight]]:
+    """The same in order, as many together as GATHERED_BYTES, one at least."""
+    found = []
+    size = 0  # bytes of the last of them
+    for weight in weights:
+        own = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weight.parameters)
+        if not found or size + own > GATHERED_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(weight)
+        size += own
+    return found
 
 
 def whole(parameters: list, zero_stage: int) -> list:
@@ -293,6 +329,20 @@ def whole(parameters: list, zero_stage: int) -> list:
     with deepspeed.zero.GatheredParameters(parameters):
         # copies: what is gathered is gone again when the context ends
         return [p.detach().clone() for p in parameters]
+
+
+@torch.no_grad()
+def flip_signs(lm, zero_stage: int) -> None:
+    """Turns the sign of every 53rd number of each parameter, in place: another model of the same
+    size. Done twice it is the old one, to the bit, without a copy of it. All ranks together."""
+    for portion in portions([Weight("", [p], None) for p in lm.parameters()]):
+        parameters = [weight.parameters[0] for weight in portion]
+        gathered = nullcontext()
+        if zero_stage == 3:  # by all ranks alike, but one must say so
+            gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+        with gathered:
+            for p in parameters:
+                p.detach().view(-1)[::FLIPPED].neg_()
 
 
 # --- adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): each linear layer's frozen weight W becomes
@@ -335,11 +385,8 @@ def adapted_layers(lm) -> list:
 
 
 @torch.no_grad()
-def merged_weight(layer, zero_stage: int):
+def merged(layer, weight, a, b):
     """W + 2 B A of an adapted layer, in the type of W and rounded once."""
-    parts = [layer.base_layer.weight]
-    parts += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    weight, a, b = whole(parts, zero_stage)
     weight = weight.to(b.device)  # it may wait in CPU memory, see train.sync_weights
     change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
     if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)

@@ -25,7 +25,14 @@ import packing
 import rewards
 import scoring
 from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
-from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
+from common import (
+    UserError,
+    check_writable,
+    in_one_line,
+    refuse_missing_folder,
+    say_once,
+    with_tau,
+)
 from policy import CHUNK, add_adapters, count_parameters, make_optimizer
 from prompts import (
     check_chat_template,
@@ -102,7 +109,9 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error)}"
+    reason = (
+        error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error, 300)}"
+    )
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
@@ -150,7 +159,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"(a base model; --chat_template gives it one)"
         )
     # tokens that the template, or the tokenizer by itself, puts into every prompt
-    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
+    plain = {"system_prompt": "", "chat_template_kwargs": {}}
+    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(
@@ -253,7 +263,9 @@ def damaged_file(folder: Path) -> str:
             with safe_open(path, "pt"):  # reads the header, and compares it with the file's size
                 pass
         except Exception as error:  # SafetensorError, OSError and what else a file can be
-            return f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error)}"
+            return (
+                f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error, 300)}"
+            )
     return ""
 
 
@@ -369,7 +381,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]  # all that rewards will see
+    rows = data.all_rows([*sources, easy])  # all that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
@@ -429,7 +441,10 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     if c["lora_rank"]:
         print(add_adapters(model, c["lora_rank"], base=c["model"]))
     show_memory(c, inputs.model, count_parameters(model), dtype, world)
-    for warning in warn_config(c, inputs.model.vocab_size):
+    known = with_tau(c, inputs.model.vocab_size)
+    if known != c:
+        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
+    for warning in warn_config(known, inputs.model.vocab_size):
         print(f"warning: {warning}")
 
 

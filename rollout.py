@@ -25,6 +25,7 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 
 import gc
 import json
+import logging
 import os
 import random
 import shutil
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from checks import entries
-from common import DEADLINE, UserError
+from common import DEADLINE, UserError, say_once
 from policy import dtype_of
 
 # --- vLLM in this process
@@ -102,6 +103,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,  # a bar of mostly one file
     }
     # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
@@ -120,7 +122,8 @@ def import_vllm():
     # vLLM reads these from the environment only. Its worker must share our memory and our
     # torch.distributed, so it is no process of its own
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())  # before it reads the variable itself
     # ranks share the cores: the kernel places them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -132,12 +135,6 @@ def import_vllm():
         ) from None
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     return vllm
-
-
-def tell(text: str) -> None:
-    """Says on rank 0 how the start goes on."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 class VllmEngine:
@@ -152,7 +149,8 @@ class VllmEngine:
         # two seconds
         gc.freeze()
         gc.disable()
-        tell("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
+        wait = "the first of two waits of 5 to 30 seconds"
+        say_once(f"starting vLLM: importing it, {wait}", sys.stderr)
         self.vllm = import_vllm()
         if settings["enforce_eager"] and not on_gpu:
             # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
@@ -160,7 +158,8 @@ class VllmEngine:
             torch._dynamo.config.disable = True
         self.llm = self.load(settings)
         gc.enable()
-        tell(f"vLLM {self.vllm.__version__} is ready after {time.perf_counter() - began:.0f} s")
+        seconds = time.perf_counter() - began
+        say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.group = None
@@ -172,7 +171,9 @@ class VllmEngine:
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
-        tell(f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}")
+        say_once(
+            f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}", sys.stderr
+        )
         try:
             return self.vllm.LLM(**settings)
         except ValueError as error:

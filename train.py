@@ -51,8 +51,8 @@ import learner
 import loss as L
 import rollout
 from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled
-from experience import Experience
+from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled, with_tau
+from experience import Experience, deal
 from journal import (
     MetricsLog,
     Timer,
@@ -68,6 +68,7 @@ from policy import (
     add_adapters,
     count_parameters,
     dtype_of,
+    flip_signs,
     is_checked,
     make_optimizer,
     named_weights,
@@ -84,8 +85,13 @@ from ranks import (
     leave_together,
     mean_over_ranks,
     start_distributed,
+    wait_for_ranks,
 )
 
+# of the distance that changed weights make, how much may be left when they have arrived: rounding
+TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
+TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
+TRIAL_TOKENS = 16
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
 
 
@@ -198,10 +204,11 @@ def load_reference(c: dict, engine, device):
 def start(c: dict) -> Run:
     """Everything that a run needs, loaded; its folder is made, or taken up again."""
     # False too for a run that starts from another's checkpoint
-    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
+    resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
     # before ranks meet: whatever is wrong is told by each, without a collective to leave
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    c = with_tau(c, inputs.model.vocab_size)
     hub = None
     # early: a token that may not write is told before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
@@ -272,18 +279,23 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     """Updates the policy num_iterations times on this rank's rows, and returns metrics.
 
     Loss, entropy and KL are those of the first update, whose policy is the one that sampled. The
-    shares of clipped tokens are of the last: before any update nothing is clipped."""
+    shares of clipped tokens are of the last: before any update nothing is clipped; seconds add
+    up."""
     c, engine = run.config, run.engine
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate_at(run.step, c)
     own = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
     metrics, applied = {}, True
+    of_last = ("clip_ratio/low", "clip_ratio/high")
+    of_all = ("time/learn_slowest", "time/learn_mean")
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
         found |= seeds.accumulate_gradients(update=i)
         if i > 0:
-            found = {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
+            later = {name: found[name] for name in of_last}
+            found = later | {name: found[name] + metrics[name] for name in of_all}
         metrics |= found
+        wait_for_ranks(run.timer)  # or the exchange of gradients would count as learning
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
     run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
@@ -328,6 +340,48 @@ def sync_weights(run: Run) -> None:
         place_frozen(lm, "cpu")
     run.sampler.wake()
     run.sampler.sync(named_weights(lm, stage))
+
+
+def prove_sync(run: Run) -> None:
+    """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
+    first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
+    learning rate weights that never arrive would hardly show. A step's own check,
+    learner.sampler_mismatch, then tells whether the policy's came back."""
+    c, lm = run.config, run.engine.module.lm
+    if c["max_logp_difference"] < 0:  # off
+        return sync_weights(run)
+    flip_signs(lm, c["zero_stage"])
+    sync_weights(run)
+    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    sampling = {
+        "temperature": 1.0,
+        "max_tokens": min(TRIAL_TOKENS, c["max_completion_length"]),
+        "stop_token_ids": run.inputs.stop_ids,
+        "seeds": list(range(len(prompts))),
+        "names": [f"trial-{i}" for i in range(len(prompts))],
+    }
+    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
+    run.sampler.take_counts()  # of no step
+    run.sampler.sleep()
+    place_frozen(lm, run.world.device)
+    batch = rollout.to_batch(rollouts, run.world.device)
+    set_temperature([run.engine], 1.0)
+    followed = learner.sampler_distance(run.engine, batch)
+    flip_signs(lm, c["zero_stage"])
+    stale = learner.sampler_distance(run.engine, batch)
+    sync_weights(run)
+    limit = TRIAL_SHARE[dtype_of(c)] * stale
+    if followed > limit:
+        raise RunStopped(
+            f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
+            f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "
+            f"weights (wanted: at most {limit:.4f}), {stale:.4f} from the old ones; "
+            f"max_logp_difference=-1 skips this check"
+        )
+    run.say(
+        f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
+        f"{stale:.2g} from those before"
+    )
 
 
 def save_now(run: Run) -> None:
@@ -389,7 +443,7 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    places = run.experience.places
+    places = run.experience.places  # as many as there were, dealt or not
     own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
@@ -437,7 +491,7 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    sync_weights(run)
+    prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
@@ -449,6 +503,8 @@ def train(run: Run) -> None:
         except RunStopped:  # on all ranks alike: no server is left, or too many rewards failed
             save_now(run)
             raise
+        with timer("deal"):
+            lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
         place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
 
@@ -481,6 +537,7 @@ def train(run: Run) -> None:
             sync_weights(run)
 
         # what happened
+        wait_for_ranks(timer)
         metrics |= lived.metrics
         metrics |= seeds.metrics(targets)
         metrics |= learner.group_metrics(lived.rewards[:, :G], group["lengths"][:, :G])

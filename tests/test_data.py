@@ -71,7 +71,7 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
         ('"solutions": "a text"', "'solutions' must be a list of texts, not 'a text'"),
         ('"solutions": [3]', "'solutions' must be a list of texts, not [3]"),
         ('"id": ["a"]', "'id' must be text or a number, not ['a']"),
-        ('"prompt": ["a"]', "'prompt') must be text, not a list"),
+        ('"prompt": 5', "'prompt') must be text or a list of chat messages, not a int"),
         (r'"prompt": "a\ud800"', r"'\ud800' is not a character but half of one"),
         (r'"more": {"deep": ["\udfff"]}', r"'\udfff' is not a character but half of one"),
     ],
@@ -124,8 +124,8 @@ def test_a_byte_order_mark_and_windows_newlines_do_not_matter(tmp_path):
 
 def test_a_prompt_that_is_not_text_is_refused_with_its_row(tmp_path):
     good = {"prompt": "a", "answer": "1"}
-    message = refusal(load, jsonl(tmp_path, good, {"prompt": ["b"], "answer": "1"}))
-    check_words(message, "rows.jsonl:2", "'prompt'", "list", "name a column")
+    message = refusal(load, jsonl(tmp_path, good, {"prompt": {"b": 1}, "answer": "1"}))
+    check_words(message, "rows.jsonl:2", "'prompt'", "not a dict", "name a column")
 
 
 # --- tasks

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from child import ended_well
+from deadlines import PATIENCE
 
 import generate
 from common import UserError, load_config
@@ -44,7 +45,7 @@ def run(model: Path, output: Path, *flags, ranks: int = 0) -> subprocess.Complet
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env=dict(os.environ),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from row_files import check_words, jsonl, refusal
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -248,7 +249,7 @@ def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(fo
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr

@@ -18,6 +18,7 @@ import child
 import exact_matrix
 import pytest
 import torch
+from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, first_difference, killed_and_resumed, log_of, steps_in
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +35,9 @@ def start(model: Path, folder: Path, *flags, ranks: int = 1) -> subprocess.Popen
     return exact_matrix.start(model, folder, *flags, ranks=ranks)
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, seconds: float = 240) -> None:
+def wait_for_step(
+    folder: Path, step: int, process: subprocess.Popen, seconds: float = PATIENCE
+) -> None:
     end = time.monotonic() + seconds
     while not any(line["step"] >= step for line in steps_in(folder)):
         assert time.monotonic() < end and process.poll() is None, log_of(folder)[-3000:]
@@ -222,7 +225,7 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
         notes = tmp_path / f"{trial}.notes"
         folder.mkdir()
         process = child.start(save_again_and_again, folder, notes, tiny_model_dir)
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not any(folder.iterdir()):  # until it saves
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -365,8 +368,22 @@ def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_
 def test_a_run_from_another_runs_checkpoint_is_a_run_of_its_own(alone, tiny_model_dir, tmp_path):
     (tmp_path / "theirs").mkdir()
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
-    assert checkpoint.check_request(str(path), str(tmp_path / "ours")) is False
-    assert checkpoint.check_request(str(path), str(tmp_path / "theirs")) is True
+    c = CONFIG | {"resume_from_checkpoint": str(path)}
+    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")}) is False
+    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+
+
+@pytest.mark.parametrize("request_of", [lambda path: "latest", str, lambda path: f"{path}_copy"])
+def test_going_on_from_more_steps_than_the_run_is_to_have_is_refused_at_once(
+    alone, tiny_model_dir, tmp_path, request_of
+):
+    for step in (3, 9):
+        path = save(tmp_path, step, FakeEngine(tiny_model_dir))
+    shutil.copytree(path, f"{path}_copy")
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": request_of(path)}
+    assert checkpoint.check_request(c | {"max_steps": 9}) is True
+    with pytest.raises(UserError, match="has 9 steps done, more than max_steps=8: set a larger"):
+        checkpoint.check_request(c | {"max_steps": 8})
 
 
 class RunsCode:
@@ -499,7 +516,7 @@ def listen(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
     process = child.start(listen, tmp_path)
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     for name in ("ready", "heard"):
         while not (tmp_path / name).exists():
             assert time.monotonic() < end

@@ -1,6 +1,7 @@
 """The real scripts as a user runs them: torchrun, vLLM, DeepSpeed, Weights & Biases offline."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
+from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, without_seconds
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import common
 import evaluate
 from common import UserError, load_config, progress
 from journal import MetricsLog
@@ -48,7 +51,9 @@ def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [script, "config/countdown_tiny.py", *map(str, flags)]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "helpers")}  # for parity_reward
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=env
+    )
 
 
 def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
@@ -101,7 +106,7 @@ weights/entropy weights/entropy_norm weights/effective_rollouts weights/incorrec
 tau beta delta_tau delta_beta
 completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1
 completions/distinct_2 completions/jaccard
-time/rollout time/reward time/score time/learn time/sync time/step tokens_per_second
+time/rollout time/reward time/score time/learn time/sync time/wait time/step tokens_per_second
 reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
 reward/parity_reward:parity/errors
 sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
@@ -141,6 +146,26 @@ def test_vllm_does_not_start_without_a_word(two_ranks):
     words = two_ranks[2]
     for line in ("starting vLLM: importing it", "starting vLLM: loading ", "is ready after "):
         assert words.count(line) == 1, words[-3000:]  # by one of the two ranks
+
+
+def test_no_library_talks_at_the_start_of_a_run(two_ranks):
+    said = two_ranks[1] + two_ranks[2]
+    for word in ("get_accelerator", "Triton", "NUMA", "checkpoint shards"):
+        assert word not in said, said[:3000]
+
+
+def test_what_a_library_says_of_an_error_is_still_heard(monkeypatch):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    common.quiet_libraries()
+    heard = []
+    logger = logging.getLogger("DeepSpeed")
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.warning("no GPU")
+    logger.error("broken")
+    logger.removeHandler(handler)
+    assert heard == ["broken"] and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
 def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
@@ -270,6 +295,15 @@ def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_curves_have_no_empty_panels():
+    lines = [{"step": 0, "eval/mean@8": 0.5, "eval/pass@1": 0.5}]
+    lines += [{"step": 1, "reward": 0.5, "tau": None, "loss": 3.0}, {"step": 2, "reward": 1.0}]
+    assert evaluate.panels_of(lines) == {
+        "training reward": {"reward": ((1, 2), (0.5, 1.0))},
+        "held-out accuracy": {"eval/mean@8": ((0,), (0.5,))},
+    }
+
+
 def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     lines = [
         {"step": 0, "eval/mean@8": 0.25, "eval/reward_failures": 1.0},
@@ -292,7 +326,7 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
     path.mkdir(parents=True)
     seen = path / "seen"
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)

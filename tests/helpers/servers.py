@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from deadlines import PATIENCE
 from engine_worker import PROMPTS, sampling
 from stand_ins import choice
 
@@ -110,7 +111,7 @@ class Fleet:
     def log(self, i: int) -> Path:
         return self.folder / f"server_{i}.log"
 
-    def ready(self, *which: int, seconds: float = 240) -> str:
+    def ready(self, *which: int, seconds: float = PATIENCE) -> str:
         """Waits for these servers; their URLs as rollout_server takes them."""
         end = time.monotonic() + seconds
         for i in which:

@@ -171,6 +171,7 @@ if __name__ == "__main__":
         "--max_prompt_length=9",
         "--max_completion_length=9",
         "--learning_rate=1e-3",
+        "--maxent_tau=0.2",
         "--dataset.name=countdown",
     ]
     for stage in stages.split(","):
