@@ -366,9 +366,12 @@ class Timer:
         inside = sum(self.seconds.values())
         yield
         inside = sum(self.seconds.values()) - inside  # phases within this one
+        self.add(phase, time.perf_counter() - start - inside)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Also of a phase that was measured elsewhere, within one that is measured here."""
         # a phase may come more than once in a step
-        before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = before + time.perf_counter() - start - inside
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def take(self, tokens: int = 0) -> dict:
         """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over; with

@@ -573,12 +573,14 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
 
 
 def learning_seconds(own: float) -> dict:
-    """How long forwards and backwards took the slowest rank and a rank on average, without the
-    waits for each other that `time/learn` has too (ZeRO 2 and 3 wait in every backward)."""
+    """How long forwards and backwards took the slowest rank and a rank on average, and how long
+    this one waits for the slowest (ZeRO 2 and 3 wait in every backward, which is not seen)."""
     seconds = gather_groups(torch.tensor([own]))  # (world,)
+    slowest = seconds.max().item()
     return {
-        "time/learn_slowest": seconds.max().item(),
+        "time/learn_slowest": slowest,
         "time/learn_mean": seconds.mean().item(),
+        "time/wait": max(0.0, slowest - own),  # of this rank, before gradients are exchanged
     }
 
 

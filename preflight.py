@@ -388,7 +388,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     eval_rows = []
     if c["eval_steps"] > 0:  # 0: never evaluated, no rows are needed
         eval_rows = load_eval_rows(c, files.tokenizer)
-    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
     return Inputs(
         model=files.config,
         tokenizer=files.tokenizer,

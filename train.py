@@ -291,11 +291,11 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
         found |= seeds.accumulate_gradients(update=i)
+        run.timer.add("wait", found.pop("time/wait"))  # it is no part of "learn", around it
         if i > 0:
             later = {name: found[name] for name in of_last}
             found = later | {name: found[name] + metrics[name] for name in of_all}
         metrics |= found
-        wait_for_ranks(run.timer)  # or the exchange of gradients would count as learning
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
     run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()

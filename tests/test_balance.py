@@ -19,6 +19,7 @@ import loss as L
 import rollout
 import train
 from common import load_config
+from journal import Timer
 from ranks import World, mean_over_ranks, start_distributed
 
 # --- who gets what
@@ -131,6 +132,7 @@ def one_step(c: dict, world: World) -> dict:
     norm = learner.step_counts(targets, group["lengths"])
     state = {"beta": c["beta"]}
     run = SimpleNamespace(config=c, engine=engine, world=world, state=state, step=0, skipped=0)
+    run.timer = Timer()
     metrics = train.update(run, batch, targets, norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)
     if "weights" in targets:
@@ -164,6 +166,7 @@ def results(tiny_model_dir, tmp_path_factory) -> dict:
     configs = {}
     for name, flags in CASES.items():
         plain = ["--max_prompt_length=9", "--max_completion_length=9", "--learning_rate=1e-3"]
+        plain.append("--maxent_tau=0.2")
         configs[name] = load_config(
             [f"--model={tiny_model_dir}", "--dataset.name=countdown", *plain, *flags]
         )
@@ -204,4 +207,4 @@ def test_seconds_of_learning_are_those_of_the_slowest_rank_and_of_the_mean(resul
 def test_two_different_ranks_have_a_slowest_and_a_mean(monkeypatch):
     monkeypatch.setattr(learner, "gather_groups", lambda own: torch.cat([own, own + 2.0]))
     found = learner.learning_seconds(1.0)
-    assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0}
+    assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0, "time/wait": 2.0}

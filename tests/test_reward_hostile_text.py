@@ -31,6 +31,7 @@ LOOP = 1 / 499_998 - 1  # of 500,000 times one word
 # What a text of 10 of 100 tokens gets that has nothing in it for the reward. Of a reward that is
 # not here the tests below ask only for a finite number.
 WORTHLESS = {
+    "between": 0.0,
     "countdown": 0.0,
     "graph_coloring": 0.0,
     "crossword": 0.0,
@@ -342,7 +343,10 @@ def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
 # --- answers of a dataset
 
 # rewards that can read each other's answers
-ALIKE = [{"math", "math_exact"}, {"rush_hour", "rush_hour_exact", "rush_hour_shaped"}]
+ALIKE = [
+    {"math", "math_exact", "last_number"},
+    {"rush_hour", "rush_hour_exact", "rush_hour_shaped"},
+]
 
 
 @pytest.mark.parametrize("reward", [name for name in ANSWERS if name != "rush_hour"])

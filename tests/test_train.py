@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import in_child
 import pytest
 import torch
 from child import ended_well
@@ -21,6 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import checkpoint
 import common
 import evaluate
+import loss
+import rollout
+import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
 
@@ -36,14 +40,6 @@ SMALL = [
 ]
 
 
-PATCHED = """import sys
-sys.path.insert(0, {root!r})
-{patch}
-import common, train
-common.script(train.main, common.script(common.load_config))
-"""
-
-
 def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
     """A script of this project on config/countdown_tiny.py."""
     command = [sys.executable]
@@ -54,14 +50,6 @@ def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=env
     )
-
-
-def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
-    """train.py after `patch`, for nine steps without vLLM."""
-    script = folder / "patched_train.py"
-    script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
-    plain = ["--rollout_engine=hf", "--eval_steps=0", "--max_steps=9"]
-    return run(str(script), *SMALL, *plain, f"--output_dir={folder / 'run'}", *flags)
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -228,42 +216,46 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     assert len(output.read_text().splitlines()) == 6
 
 
-NO_SYNC = """
-import rollout
-rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
-"""
+NINE_STEPS = {"reward_funcs": ["parity_reward:parity"], "max_steps": 9}
+
+
+def without_sync() -> None:
+    rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
 
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NO_SYNC, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "does not hold the policy's weights" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert 1 <= len(metrics_of(tmp_path / "run")) < 9
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"learning_rate": 1e-2, "max_logp_difference": 0.05}
+    status, words = in_child.run(without_sync, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "does not hold the policy's weights" in words
+    assert "Traceback" not in words
+    assert 1 <= len(metrics_of(folder)) < 9
 
 
-NAN_WEIGHTS = """
-import loss, train
-train.MAX_SKIPPED_STEPS = 2
-old = loss.maxent_weights
-loss.maxent_weights = lambda *a: old(*a) * float("nan")
-"""
+def with_nan_weights() -> None:
+    train.MAX_SKIPPED_STEPS = 2
+    real = loss.maxent_weights
+    loss.maxent_weights = lambda *a: real(*a) * math.nan
 
 
 def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NAN_WEIGHTS, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "2 steps in a row had a non-finite loss" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
-    assert checkpoint.latest(tmp_path / "run").name == "step_000002"
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"save_steps": 0}
+    status, words = in_child.run(with_nan_weights, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "2 steps in a row had a non-finite loss" in words
+    assert "Traceback" not in words
+    assert [line["skipped_steps"] for line in metrics_of(folder)] == [1, 2]
+    assert checkpoint.latest(folder).name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     folder = tmp_path / "sft"
-    flags = ["--model=tiny", f"--output_dir={folder}", "--steps=30", "--batch_size=64"]
-    flags.append("--learning_rate=2e-3")
-    ended_well(run("sft.py", *flags, ranks=2))
+    flags = ["--steps=30", "--batch_size=32", "--learning_rate=2e-3"]
+    ended_well(
+        run("sft.py", *SMALL_DATA, "--model=tiny", f"--output_dir={folder}", *flags, ranks=2)
+    )
     assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6

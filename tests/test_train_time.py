@@ -4,7 +4,8 @@ import json
 import math
 from types import SimpleNamespace
 
-import pytest
+import in_child
+import torch
 
 import journal
 import learner
@@ -12,35 +13,45 @@ import ranks
 import rollout
 import scoring
 import train
-from common import load_config
 
 SECONDS = {  # of every call
     (rollout.HfEngine, "generate"): 7,
     (scoring, "measure"): 2,
-    (learner, "accumulate_gradients"): 5,
-    (ranks.dist, "barrier"): 4,  # another rank is so much slower
+    (learner, "update_metrics"): 5,
+    (learner, "learning_seconds"): 4,  # in which it meets another rank
+    (ranks.dist, "barrier"): 4,  # as there
 }
+clock = SimpleNamespace(seconds=0)
+stopwatch = SimpleNamespace(perf_counter=lambda: clock.seconds)
 
 
-@pytest.fixture
-def clock(monkeypatch):
+def that_takes(seconds: int, real):
+    def work(*args, **kwargs):
+        clock.seconds += seconds
+        return real(*args, **kwargs)
+
+    return work
+
+
+def with_a_slower_rank(seconds):
+    """gather_groups, but where learning_seconds asks, by one value a rank."""
+    if seconds.dim() == 1:
+        return torch.cat([seconds, seconds + 4])
+    return ranks.gather_groups(seconds)
+
+
+def with_a_clock() -> None:
     """SECONDS pass while these run, and none otherwise."""
-    now = SimpleNamespace(seconds=0)
-
-    def that_takes(real, seconds):
-        def work(*args, **kwargs):
-            now.seconds += seconds
-            return real(*args, **kwargs)
-
-        return work
-
     for (place, name), seconds in SECONDS.items():
-        monkeypatch.setattr(place, name, that_takes(getattr(place, name), seconds))
-    monkeypatch.setattr(journal, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
-    return now
+        setattr(place, name, that_takes(seconds, getattr(place, name)))
+    journal.time = stopwatch
+    learner.time = stopwatch
+    learner.gather_groups = with_a_slower_rank
+    train.run_header = lambda world: {}  # it asks for the date
 
 
-def test_a_phase_within_another_counts_for_itself_only(clock):
+def test_a_phase_within_another_counts_for_itself_only(monkeypatch):
+    monkeypatch.setattr(journal, "time", stopwatch)
     timer = journal.Timer()
     for _ in range(2):
         with timer("learn"):
@@ -48,45 +59,33 @@ def test_a_phase_within_another_counts_for_itself_only(clock):
             with timer("wait"):
                 clock.seconds += 10
             clock.seconds += 1
+            timer.add("wait", 0.25)  # of the 1 that has passed
         clock.seconds += 0.5  # in no phase
-    assert timer.take() == {"time/wait": 20, "time/learn": 8, "time/step": 29}
+    assert timer.take() == {"time/wait": 20.5, "time/learn": 7.5, "time/step": 29}
     assert timer.take() == {"time/step": 0}
 
 
-def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(
-    tiny_model_dir, tmp_path, monkeypatch, clock
-):
-    flags = {
-        "model": tiny_model_dir,
-        "output_dir": tmp_path / "run",
-        "dataset.name": "countdown",
-        "rollout_engine": "hf",
-        "prompts_per_step": 2,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "max_steps": 2,
-        "num_iterations": 2,
-        "reward_workers": 0,
-        "save_steps": -1,
-    }
-    monkeypatch.setattr(train, "Stop", lambda *_: SimpleNamespace(asked=lambda: False))
-    monkeypatch.setattr(train, "run_header", lambda world: {})
-    monkeypatch.setattr(train, "leave_together", lambda sampler: None)
-    train.main(load_config([f"--{key}={value}" for key, value in flags.items()]))
+def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    flags = {"max_steps": 2, "num_iterations": 2}
+    status, words = in_child.run(with_a_clock, tiny_model_dir, folder, **flags)
+    assert status == 0, words
     vocabulary = json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     assert config["maxent_tau"] == 1 / math.log(vocabulary)  # which config/default.py leaves open
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     for line in map(json.loads, lines):
         assert line["tau"] == config["maxent_tau"]
         times = {key: value for key, value in line.items() if key.startswith("time/")}
         step = times.pop("time/step")
+        assert times.pop("time/learn_slowest") == times.pop("time/learn_mean") + 2 * 2
         # after the rewards, before each of two exchanges of gradients, after the sync
         assert times.pop("time/wait") == 4 * 4
         assert times == {
             "time/rollout": 7,
             "time/reward": 2,
+            "time/deal": 0,
             "time/score": 0,
             "time/learn": 2 * 5,
             "time/sync": 0,

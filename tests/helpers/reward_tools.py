@@ -41,16 +41,20 @@ def rollouts_of(texts, tokens: int = 10) -> list[dict]:
 
 TEN = {"numbers": [2, 3, 4], "target": 10}
 BOARD = {"board": "AAB...B.........", "size": 4, "moves": 2, "solution": "BD1,AR2"}
+LEGS = {"question": "How many legs have 5 spiders and 3 birds?", "answer": "46", "metadata": {}}
 # of a row for each reward that reads an answer of its own kind
 ANSWERS = {
+    "between": {"low": 3, "high": 9, "divisor": 2, "rest": 0},
     "countdown": TEN,
     "graph_coloring": {"n": 3, "edges": [[0, 1], [1, 2]], "partial": "R.."},
     "crossword": {"answer": "SILENT", "enumeration": "6"},
     "rush_hour": BOARD,
     "rush_hour_exact": BOARD,
     "rush_hour_shaped": BOARD,
+    "reasoning_gym": {"problem": "leg_counting", "settings": {}, "entry": LEGS},
     "math": "10",
     "math_exact": "10",
+    "last_number": "10",
 }
 # what scoring.py gives to every reward
 GIVEN = ("completion", "answer", "tokens", "max_completion_length", "soft_overlong_buffer")

@@ -17,6 +17,7 @@ import infoseed
 import rollout
 import train
 from common import load_config
+from journal import Timer
 from learner import (
     accumulate_gradients,
     group_targets,
@@ -126,6 +127,7 @@ def three_updates(c: dict, world: World) -> dict:
             state={"beta": c["beta"]},
             step=step,
             skipped=0,
+            timer=Timer(),
         )
         metrics = train.update(run, batch, targets, norm, infoseed.Seeds(engine, lived, c, "cpu"))
     result = {
