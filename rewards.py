@@ -17,7 +17,7 @@ into a variable whose name begins with REWARD_.
 """
 
 from common import UserError, quoted
-from tasks import between, countdown, crossword, graph_coloring, mathematics, rush_hour
+from tasks import countdown, crossword, graph_coloring, mathematics, rush_hour, sentence
 
 # in the order in which format_reward wants them
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -83,13 +83,13 @@ def repetition(completion: str, answer=None, **row) -> float:
 
 # under "auto" a row is scored by the entry that has the name of its task
 REWARDS = {
-    "between": between.reward,
     "countdown": countdown.reward,
     "graph_coloring": graph_coloring.reward,
     "crossword": crossword.reward,
     "rush_hour": rush_hour.reward,
     "rush_hour_exact": rush_hour.rush_hour_exact,
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "sentence": sentence.reward,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
     # of no task: these shape the reward, beside one that decides

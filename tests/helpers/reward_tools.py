@@ -43,13 +43,13 @@ TEN = {"numbers": [2, 3, 4], "target": 10}
 BOARD = {"board": "AAB...B.........", "size": 4, "moves": 2, "solution": "BD1,AR2"}
 # of a row for each reward that reads an answer of its own kind
 ANSWERS = {
-    "between": {"low": 3, "high": 9, "divisor": 2, "rest": 0},
     "countdown": TEN,
     "graph_coloring": {"n": 3, "edges": [[0, 1], [1, 2]], "partial": "R.."},
     "crossword": {"answer": "SILENT", "enumeration": "6"},
     "rush_hour": BOARD,
     "rush_hour_exact": BOARD,
     "rush_hour_shaped": BOARD,
+    "sentence": ["dog", "river"],
     "math": "10",
     "math_exact": "10",
 }
