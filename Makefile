@@ -21,6 +21,7 @@ env: $(STAMP)
 
 $(STAMP):
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(if $(GPU),$(PYTHON) bench/gpu_needs.py)
 	$(if $(GPU),rm -rf $(if $(wildcard $(VENV)/installed-[0-9]*),$(VENV)))
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(REQUIREMENTS) into $(VENV), two to four minutes"
@@ -52,6 +53,13 @@ $(STAMP)-dev: $(STAMP)
 # three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
 PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
+# on a machine with a GPU too tests run on the CPU, in an environment made for it: vLLM's build for GPUs knows no CPU
+ON_CPU := CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory GPU= VENV=.venv-cpu
+
+ifdef GPU
+test test-all:
+	+$(ON_CPU) $@
+else
 test: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(PYTEST) -m "not slow" tests
@@ -59,6 +67,7 @@ test: $(STAMP)-dev
 test-all: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(PYTEST) tests
+endif
 
 bench: $(STAMP)-dev
 	$(BIN)/python -m bench
@@ -68,4 +77,4 @@ check-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-cpu runs

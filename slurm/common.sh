@@ -19,9 +19,11 @@ export XDG_CACHE_HOME="${XDG_CACHE_HOME:-$cache}"
 export HF_HOME="${HF_HOME:-$cache/huggingface}"
 export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$cache/pip}"
 export TORCH_HOME="${TORCH_HOME:-$cache/torch}"
-export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
-export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}"
-export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$cache/vllm}"
+# what is compiled is many small files that every rank reads and locks: each node has its own
+compiled=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/compiled-$(id -u)
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$compiled/inductor}"
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$compiled/triton}"
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$compiled/vllm}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
 
 say() { echo "$(date +%T) $*"; }
