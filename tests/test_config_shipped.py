@@ -299,3 +299,9 @@ def test_settings_that_work_against_each_other_are_warned_about():
         == warnings_of(100, *seeds, "--objective=dr_grpo")
         == ""
     )
+
+
+@pytest.mark.parametrize("name", ["grpo", "infoseed", "maxent", "steered"])
+def test_mathematics_sends_gradients_once_a_step(name):
+    """ZeRO 2 and 3 reduce them in every backward."""
+    assert load_config([str(ROOT / "config" / f"math_{name}.py")])["zero_stage"] == 1
