@@ -5,6 +5,7 @@
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
+        adapter/                 with lora_rank > 0: the adapters alone, as peft has them
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta and what their controllers remember; replay buffer
         train_config.json        the resolved config
@@ -294,7 +295,7 @@ def abandoned_name(path: Path) -> Path:
     return name
 
 
-def take_over(config: dict, step: int, parameters: int, adapters: int = 0) -> str:
+def take_over(config: dict, step: int, parameters) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
     console: what was done, and what checkpoints there will be."""
     folder = Path(config["output_dir"])
@@ -304,17 +305,17 @@ def take_over(config: dict, step: int, parameters: int, adapters: int = 0) -> st
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         # where it is another run then: Weights & Biases takes no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
-    sentences.append(report(config, parameters, adapters))
+    sentences.append(report(config, parameters))
     return "\n".join(sentences)
 
 
-def report(config: dict, parameters: int, adapters: int = 0) -> str:
+def report(config: dict, parameters) -> str:
     """A sentence on what will be saved: where, how often, how large, and in how many seconds by a
-    short trial of the disk."""
+    short trial of the disk. parameters: policy.Parameters."""
     if config["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
-    size = checkpoint_bytes(config, parameters, adapters)
+    size = checkpoint_bytes(config, parameters)
     seconds = size * trial_seconds(folder) / TRIAL_BYTES  # as if the disk were as fast all along
     often = "at the end"
     if config["save_steps"]:
@@ -331,15 +332,17 @@ def report(config: dict, parameters: int, adapters: int = 0) -> str:
     )
 
 
-def checkpoint_bytes(config: dict, parameters: int, adapters: int = 0) -> int:
-    """Weights, their float32 copy, the optimizer's state; if "full" the Hugging Face file too.
-    adapters: parameters of these, which alone have a copy and a state then; 0: there are none."""
+def checkpoint_bytes(config: dict, parameters) -> int:
+    """Weights, and of those that are trained a float32 copy and the optimizer's state; if "full"
+    the Hugging Face file too. parameters: policy.Parameters."""
     from policy import dtype_of
 
     itemsize = dtype_of(config).itemsize
-    copies = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
-    state = OPTIMIZERS[config["optimizer"]].state_bytes + (4 if itemsize == 2 else 0)
-    return (parameters + adapters) * itemsize * copies + (adapters or parameters) * state
+    files = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
+    state = OPTIMIZERS[config["optimizer"]].state_bytes
+    if itemsize == 2:
+        state += 4
+    return parameters.all * itemsize * files + parameters.trained * state
 
 
 def free_gib(folder: Path) -> float:

@@ -329,6 +329,9 @@ def coerce_key(key: str, value, default, where: str):
             coerce_entries(key, coerce(source, {}, f"{where}, source {i}"), f"{where}, source {i}")
             for i, source in enumerate(value)
         ]
+    if key.endswith(".config") and type(value) is dict:  # of a task: its settings, as a text
+        check_literal(value, where)
+        value = repr(value)
     value = coerce(value, default, where)
     return coerce_entries(key, value, where) if key in checks.ENTRIES else value
 

@@ -353,21 +353,31 @@ def more_columns(c: dict) -> list[str]:
     return columns
 
 
-def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
-    """UserError where an evaluation prompt is also a training prompt; if `allowed`, a printed
-    count."""
+def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict) -> list:
+    """The training rows without those whose prompts are evaluated, counted on the console: their
+    score would be one of memory. With allow_leakage all of them, and a warning.
+
+    pools: the rows of every source, then those of the easy pool. UserError where nothing is left of
+    one."""
     # to the letter: what differs in case only is another prompt to a model
-    trained = {prompt_identity(row) for row in rows}
-    leaked = [row for row in eval_rows if prompt_identity(row) in trained]
-    if not leaked:
-        return
-    sentence = (
-        f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, "
-        f"such as row {quoted(leaked[0]['id'])}"
-    )
-    if not allowed:
-        raise UserError(
-            f"{sentence}: their score would be one of memory; choose another eval_dataset, or set "
-            f"--allow_leakage=True"
-        )
-    print(f"warning: {sentence} (allow_leakage=True)")
+    evaluated = {prompt_identity(row) for row in eval_rows}
+    left = []
+    for rows in pools:
+        left.append([row for row in rows if prompt_identity(row) not in evaluated])
+    total = sum(map(len, pools))
+    count = total - sum(map(len, left))
+    if not count:
+        return pools
+    sentence = f"{count} of {total} training rows are evaluation prompts too"
+    if c["allow_leakage"]:
+        print(f"warning: {sentence} (allow_leakage=True)")
+        return pools
+    places = [*sources(c), entries(c, "easy_dataset")]
+    for source, rows, rest in zip(places, pools, left):
+        if rows and not rest:
+            raise UserError(
+                f"{sentence}, and without them nothing is left of {source['name']!r}: choose "
+                f"another eval_dataset, or set --allow_leakage=True"
+            )
+    print(f"{sentence} and are left out of training")
+    return left

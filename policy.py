@@ -245,6 +245,23 @@ def completion_mask(lengths):
 # --- weights by name
 
 
+class Parameters(NamedTuple):
+    """How many a model has, and how many of them are trained."""
+
+    all: int
+    trained: int
+
+
+def count_parameters(module) -> Parameters:
+    total = trained = 0
+    for parameter in module.parameters():
+        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return Parameters(total, trained)
+
+
 def named_weights(lm, zero_stage: int):
     """(name, tensor) of every weight of a Hugging Face model, as an engine's sync takes them: those
     of model_weights, tied embeddings under both names. A vLLM reload without lm_head.weight is
@@ -356,21 +373,11 @@ def add_adapters(lm, rank: int, base: str) -> str:
             f"lora_rank={rank}: peft can't adapt the layers of model {lm.config.model_type!r}: "
             f"{in_one_line(error, 300)}"
         ) from None
-    layers = len(adapted_layers(lm))
-    trained, rest = parameter_counts(lm)
+    parameters = count_parameters(lm)
     return (
-        f"adapters of rank {rank} on {layers} linear layers: {trained / 1e6:.2f}M parameters are "
-        f"trained, {rest / 1e6:.2f}M stay as they are"
+        f"adapters of rank {rank} on {len(adapted_layers(lm))} linear layers: "
+        f"{parameters.trained / 1e6:.2f}M of {parameters.all / 1e6:.2f}M parameters are trained"
     )
-
-
-def parameter_counts(lm) -> tuple[int, int]:
-    """How many parameters a model has in adapters, and in all that is no adapter."""
-    counts = [0, 0]
-    for name, parameter in lm.named_parameters():
-        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-        counts[".lora_" not in name] += getattr(parameter, "ds_numel", parameter.numel())
-    return tuple(counts)
 
 
 def adapted_layers(lm) -> list:
@@ -380,6 +387,7 @@ def adapted_layers(lm) -> list:
 @torch.no_grad()
 def merged(layer, weight, a, b):
     """W + 2 B A of an adapted layer, in the type of W and rounded once."""
+    weight = weight.to(b.device)  # it may wait in CPU memory, see train.sync_weights
     change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
     if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)
         change = change.T
@@ -399,6 +407,13 @@ def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
         folder.mkdir()
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         lm.peft_config["default"].save_pretrained(folder)
+
+
+def place_frozen(lm, device) -> None:
+    """Moves what is not trained to a device: beside adapters, nearly all."""
+    for parameter in lm.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(device)
 
 
 class WithoutAdapters:

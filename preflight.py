@@ -33,7 +33,7 @@ from common import (
     say_once,
     with_tau,
 )
-from policy import CHUNK, add_adapters, make_optimizer, parameter_counts
+from policy import CHUNK, add_adapters, count_parameters, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -388,7 +388,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     eval_rows = []
     if c["eval_steps"] > 0:  # 0: never evaluated, no rows are needed
         eval_rows = load_eval_rows(c, files.tokenizer)
-    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
     return Inputs(
         model=files.config,
         tokenizer=files.tokenizer,
@@ -438,12 +438,9 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     inputs = load_inputs(c, world, dry_run=True)
     show_data(inputs, c)
     model = empty_model(c["model"], inputs.model)
-    parameters = sum(p.numel() for p in model.parameters())
-    adapters = 0
     if c["lora_rank"]:
         print(add_adapters(model, c["lora_rank"], base=c["model"]))
-        adapters, _ = parameter_counts(model)
-    show_memory(c, inputs.model, (parameters, adapters), dtype, world)
+    show_memory(c, inputs.model, count_parameters(model), dtype, world)
     known = with_tau(c, inputs.model.vocab_size)
     if known != c:
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
@@ -475,33 +472,32 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
 
 
-def show_memory(c: dict, model, counts: tuple, dtype: torch.dtype, world: int) -> None:
-    """The estimate of a rank's memory as a table. model: its config; counts: its parameters, those
-    of its adapters."""
-    parameters, adapters = counts
+def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
+    """The estimate of a rank's memory as a table. model: its config; parameters:
+    policy.Parameters."""
     name = str(dtype).removeprefix("torch.")
-    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
-    table = memory_estimate(c, model, parameters, dtype.itemsize, world, adapters)
-    table["together (vLLM's KV cache comes on top)"] = sum(table.values())
-    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
+    print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
+    table = memory_estimate(c, model, parameters, dtype.itemsize, world)
+    together = sum(table.values())
+    table["together (vLLM's KV cache comes on top)"] = together
+    table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
+    if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
+        awake = (together - table["rollout engine's weights"]) / GIB
+        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
 
 
-def memory_estimate(
-    c: dict, model, parameters: int, itemsize: int, world: int, adapters: int = 0
-) -> dict:
+def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
     """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
-    model: its config; itemsize: bytes of a number; adapters: parameters of these, which alone are
-    trained then; 0: there are none."""
-    weights = parameters * itemsize
-    trained = adapters or parameters
-    optimizer = trained * OPTIMIZERS[c["optimizer"]].state_bytes
+    model: its config; parameters: policy.Parameters; itemsize: bytes of a number."""
+    weights = parameters.all * itemsize
+    optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
     if itemsize == 2:
-        optimizer += trained * 4  # a float32 copy of the weights
+        optimizer += parameters.trained * 4  # a float32 copy of the weights
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
     # with adapters it is the policy with these off
-    reference = 0 if c["beta"] == 0 or adapters else weights
+    reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
     # GPT-2 has no name for the width of its feed-forward layers
@@ -515,8 +511,8 @@ def memory_estimate(
         return world if c["zero_stage"] >= stage else 1
 
     return {
-        "weights": (weights + adapters * itemsize) / share(3),
-        "gradients": trained * itemsize / share(2),
+        "weights": weights / share(3),
+        "gradients": parameters.trained * itemsize / share(2),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
         "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],

@@ -12,7 +12,8 @@ An engine, of this process or a server, has seven methods:
     begin(prompts_ids, n, sampling, finished)     servers only: the same in the background, kept
                                                   for the generate() that asks for the same
     sync(named_parameters)  takes over the weights of an iterator of (name, tensor)
-    sleep(), wake()         its GPU memory goes to the learner, and comes back
+    sleep(), wake()         its GPU memory goes to the learner, and comes back; sleeps: whether it
+                            has any to give
     take_counts()           metrics of its own since the last call
     close()                 before the process group goes
 
@@ -99,11 +100,12 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "logprobs_mode": "processed_logprobs",
         # not the model's own top_p and repetition penalty, which the loss knows nothing of
         "generation_config": "vllm",
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,  # a bar of mostly one file
     }
+    if not on_gpu:
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = largest_prefill(config)
     # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
@@ -301,6 +303,8 @@ class HfEngine:
     """transformers' own generate on a second copy of the model: slow and plain, the oracle for the
     fast engines. One prompt at a time, so that nothing is padded and a prompt's completions depend
     on its own seed only (per prompt, not per completion)."""
+
+    sleeps = False
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()

@@ -66,12 +66,13 @@ from policy import (
     Policy,
     WithoutAdapters,
     add_adapters,
+    count_parameters,
     dtype_of,
     flip_signs,
     is_checked,
     make_optimizer,
     named_weights,
-    parameter_counts,
+    place_frozen,
     seed_classes,
     set_temperature,
     turn_off_dropout,
@@ -235,8 +236,8 @@ def start(c: dict) -> Run:
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
-        adapters, parameters = parameter_counts(engine.module)
-        print(checkpoint.take_over(c, step, parameters, adapters), flush=True)
+        parameters = count_parameters(engine.module)
+        print(checkpoint.take_over(c, step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
     dist.barrier()
     return Run(
@@ -332,9 +333,13 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
 
 
 def sync_weights(run: Run) -> None:
-    """The policy's weights into the sampler, in place."""
+    """The policy's weights into the sampler, in place. Where both have one GPU, weights that are
+    not trained wait in CPU memory until the sampler sleeps."""
+    lm, stage = run.engine.module.lm, run.config["zero_stage"]
+    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has shared them out
+        place_frozen(lm, "cpu")
     run.sampler.wake()
-    run.sampler.sync(named_weights(run.engine.module.lm, run.config["zero_stage"]))
+    run.sampler.sync(named_weights(lm, stage))
 
 
 def prove_sync(run: Run) -> None:
@@ -358,6 +363,7 @@ def prove_sync(run: Run) -> None:
     rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
     run.sampler.take_counts()  # of no step
     run.sampler.sleep()
+    place_frozen(lm, run.world.device)
     batch = rollout.to_batch(rollouts, run.world.device)
     set_temperature([run.engine], 1.0)
     followed = learner.sampler_distance(run.engine, batch)
@@ -499,6 +505,7 @@ def train(run: Run) -> None:
             raise
         with timer("deal"):
             lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
+        place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)

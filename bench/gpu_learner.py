@@ -25,7 +25,7 @@ from bench.shapes import (
     wait_for,
 )
 from common import load_config
-from policy import named_weights
+from policy import count_parameters, named_weights
 from preflight import memory_estimate
 from ranks import start_distributed
 
@@ -99,9 +99,8 @@ class Case:
     def estimate(self) -> float:
         """GiB that dry_run would say, without a rollout engine."""
         lm = self.engine.module.lm
-        # at ZeRO stage 3 a parameter is empty here, and knows its size
-        n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
-        parts = memory_estimate(self.c, lm.config, n, 2, 1)  # 2 bytes a number, 1 rank
+        # 2 bytes a number, 1 rank
+        parts = memory_estimate(self.c, lm.config, count_parameters(lm), 2, 1)
         parts.pop("rollout engine's weights")
         on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
         return sum(on_gpu) / GIB

@@ -9,7 +9,8 @@
 #   {"name": a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a dataset id,
 #    "config": a variant, "split": "train", "prompt": "prompt", "answer": "answer" (its columns),
 #    "more": [further columns that rewards want to see], "task": of rows that name none}
-# One entry of it can be set on the command line: --dataset.name=countdown --dataset.config=tiny
+# A column may be an entry of another: "reward_model.ground_truth" is one of reward_model. On the
+# command line an entry is set so: --dataset.name=countdown --dataset.config=tiny
 
 # --- run
 output_dir = "runs/default"  # metrics.jsonl, checkpoints, rollouts and the picture go here

@@ -2,8 +2,12 @@
 
 import inspect
 import json
+import subprocess
+import sys
 
 import pytest
+from child import ended_well
+from exact_matrix import ROOT
 from row_files import check_words, jsonl, load, parquet, refusal
 
 import data
@@ -102,10 +106,13 @@ def test_a_prompt_is_the_same_if_the_whole_conversation_is():
     assert prompts.prompt_identity(spaced) != prompts.prompt_identity(others[0])
 
 
-def test_leakage_is_of_whole_conversations(capsys):
+def test_leakage_is_of_whole_conversations():
     trained = [row_of(SYSTEM, QUESTION), row_of(QUESTION, ANSWER, NEXT)]
-    data.refuse_leakage(trained, [row_of(QUESTION), row_of(NEXT)], False)
-    assert "1 of 2" in refusal(data.refuse_leakage, trained, [row_of(NEXT), trained[1]], False)
+    c = load_config(["--dataset.name=mine"])
+    alike = [row_of(QUESTION), row_of(NEXT)]
+    assert data.leave_out_evaluated([trained, []], alike, c) == [trained, []]
+    evaluated = [row_of(NEXT), trained[1]]
+    assert data.leave_out_evaluated([trained, []], evaluated, c) == [[trained[0]], []]
 
 
 # --- lists that can't be used
@@ -246,3 +253,35 @@ def test_what_is_not_for_the_template_is_refused(name):
 def test_all_arguments_that_are_not_for_the_template_are_known():
     own = inspect.signature(TOKENIZER.apply_chat_template).parameters
     assert set(TEMPLATE_SET_HERE) == {*own, "messages"} - {"kwargs"}
+
+
+# --- the real script
+
+
+@pytest.mark.slow
+def test_two_steps_on_rows_in_verls_form(tiny_model_dir, tmp_path):
+    rows = []
+    for i in range(8):
+        prompt = [SYSTEM, {"role": "user", "content": f"{i}+1?"}]
+        reward_model = {"style": "rule", "ground_truth": str(i + 1)}
+        rows.append(VERL | {"prompt": prompt, "reward_model": reward_model})
+    flags = [
+        f"--dataset={json.dumps({'name': jsonl(tmp_path, *rows), **ENTRIES})}",
+        "--reward_funcs=['last_number']",
+        f"--model={tiny_model_dir}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--rollout_engine=hf",
+        "--prompts_per_step=4",
+        "--num_generations=4",
+        "--max_completion_length=12",
+        "--max_steps=2",
+        "--log_rollouts_steps=1",
+    ]
+    command = [sys.executable, "train.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ended_well(done)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "<|system|>Be brief.<|user|>" in done.stdout
+    logged = (tmp_path / "run" / "rollouts" / "step_000001.rank_0.jsonl").read_text().splitlines()
+    assert json.loads(logged[0])["prompt"][0] == SYSTEM

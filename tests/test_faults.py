@@ -29,6 +29,7 @@ import journal
 import ranks
 import train
 from common import RunStopped, UserError, in_one_line, quoted
+from policy import Parameters
 
 HF = [
     "--rollout_engine=hf",
@@ -113,7 +114,7 @@ def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk)
     (disk / "other").write_bytes(bytes(8 * 2**20))
     config = common.load_config([f"--output_dir={disk}"])
     with pytest.raises(UserError, match=f"output_dir='{disk}'") as caught:
-        checkpoint.report(config, 1000)
+        checkpoint.report(config, Parameters(1000, 1000))
     assert "\n" not in str(caught.value) and not (disk / "trial.tmp").exists()
 
 

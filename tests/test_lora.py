@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_learner import batch_of, config, meet
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config
 
 import checkpoint
 import packing
@@ -21,7 +21,7 @@ import sft
 import train
 from checkpoint import checkpoint_bytes
 from common import UserError, load_config
-from policy import add_adapters, model_weights, named_weights, parameter_counts
+from policy import Parameters, add_adapters, count_parameters, model_weights, named_weights
 from preflight import memory_estimate
 
 CPU = torch.device("cpu")
@@ -66,8 +66,11 @@ def adapters_of(lm) -> dict:
     return names
 
 
-def test_gradients_of_packed_rows_are_those_of_pefts_own_model_on_plain_rows(tiny_model_dir):
-    policy = policy_of(tiny_model_dir)
+@pytest.mark.parametrize("recompute", ["False", "True"])
+def test_gradients_of_packed_rows_are_those_of_pefts_own_model_on_plain_rows(
+    tiny_model_dir, recompute
+):
+    policy = policy_of(tiny_model_dir, f"--gradient_checkpointing={recompute}")
     batch = batch_of()
     weights = torch.randn(len(batch["ids"]), generator=torch.Generator().manual_seed(2))  # (n,)
     loss = -(weights[:, None] * logps_of(policy.engine, batch)).sum()
@@ -101,16 +104,19 @@ def test_only_adapters_are_trained(tiny_model_dir):
     for name, parameter in policy.lm.named_parameters():
         assert torch.equal(parameter, before[name]) == (".lora_" not in name), name
     (group,) = policy.engine.optimizer.param_groups
-    adapters, rest = parameter_counts(policy.lm)
-    assert sum(p.numel() for p in group["params"]) == adapters
-    assert rest == AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+    parameters = count_parameters(policy.lm)
+    assert sum(p.numel() for p in group["params"]) == parameters.trained
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert parameters.all - parameters.trained == base.num_parameters()
 
 
 def test_fresh_adapters_change_no_bit_and_no_name(tiny_model_dir):
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     adapted = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     sentence = add_adapters(adapted, RANK, base="me/model")
-    assert sentence.startswith("adapters of rank 4 on 14 linear layers: 0.02M parameters")
+    assert sentence == (
+        "adapters of rank 4 on 14 linear layers: 0.02M of 0.43M parameters are trained"
+    )
     ours = dict(named_weights(adapted, 0))
     theirs = dict(named_weights(plain, 0))
     assert list(ours) == list(theirs) and "lm_head.weight" in ours
@@ -134,6 +140,49 @@ def test_the_reference_is_the_policy_with_adapters_off(tiny_model_dir, beta):
     one_update(policy)
     for name, parameter in adapters_of(policy.lm).items():
         assert not torch.equal(parameter, before[name]), name
+
+
+class Sampler:
+    """An engine on the policy's GPU, and what was done around it, in order."""
+
+    sleeps = True
+
+    def __init__(self, calls: list):
+        self.wake = lambda: calls.append("wake")
+        self.sync = lambda weights: calls.append(["sync", len(list(weights))])
+
+
+def test_frozen_weights_leave_a_gpu_before_the_sampler_takes_it(tiny_model_dir, monkeypatch):
+    """They come back when it sleeps: `train` below collect(). Only the calls: no GPU is here."""
+    calls = []
+    monkeypatch.setattr(train, "place_frozen", lambda lm, device: calls.append(device))
+    policy = policy_of(tiny_model_dir)
+    run = SimpleNamespace(config=policy.c, engine=policy.engine, sampler=Sampler(calls))
+    train.sync_weights(run)
+    run.sampler.sleeps = False
+    train.sync_weights(run)
+    assert calls == ["cpu", "wake", ["sync", 27], "wake", ["sync", 27]]
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "qwen2_untied", "qwen2_bfloat16"])
+def test_merged_weights_are_the_model_with_its_adapters(shape):
+    torch.manual_seed(0)
+    small = {"vocab_size": 101, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+    qwen2 = Qwen2Config(**small, num_key_value_heads=2, intermediate_size=64)
+    qwen2.tie_word_embeddings = shape != "qwen2_untied"
+    kind = GPT2Config(**small) if shape == "gpt2" else qwen2
+    dtype = torch.bfloat16 if shape == "qwen2_bfloat16" else torch.float32
+    adapted = AutoModelForCausalLM.from_config(kind, dtype=dtype).eval()
+    plain = AutoModelForCausalLM.from_config(kind, dtype=dtype).eval()
+    add_adapters(adapted, RANK, base="")
+    disturb(adapted)
+    before = logits_of(adapted)
+    weights = dict(named_weights(adapted, 0))
+    assert weights.keys() == set(plain.state_dict())
+    assert all(tensor.dtype == dtype for tensor in weights.values())
+    plain.load_state_dict(weights)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02  # of the largest logit
+    assert (logits_of(plain) - before).abs().max() < tolerance * before.abs().max()
 
 
 # --- files
@@ -265,12 +314,13 @@ def test_peft_is_imported_for_adapters_only(tiny_model_dir):
 def test_memory_and_checkpoints_count_an_optimizer_for_adapters_only():
     c = load_config(["--lora_rank=4", "--beta=0.1", "--dtype=bfloat16"])
     shape = Qwen2Config(num_hidden_layers=2)
-    table = memory_estimate(c, shape, 1000, 2, 1, adapters=10)
+    parameters = Parameters(1010, 10)
+    table = memory_estimate(c, shape, parameters, 2, 1)
     assert (table["weights"], table["gradients"]) == (2020, 20)
     assert (table["optimizer"], table["reference"]) == (10 * (4 + 8), 0)
     # bfloat16: DeepSpeed's weights and Hugging Face's
-    assert checkpoint_bytes(c, 1000, 10) == 1010 * (2 + 2) + 10 * (4 + 8)
-    assert checkpoint_bytes(c | {"checkpoint_mode": "shallow"}, 1000, 10) == 1010 * 2 + 120
+    assert checkpoint_bytes(c, parameters) == 1010 * (2 + 2) + 10 * (4 + 8)
+    assert checkpoint_bytes(c | {"checkpoint_mode": "shallow"}, parameters) == 1010 * 2 + 120
 
 
 # --- whole runs

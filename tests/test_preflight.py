@@ -29,6 +29,7 @@ import sft
 import train
 from checks import FLAGS
 from common import UserError, load_config
+from policy import Parameters
 from preflight import dry_run, load_model_files, memory_estimate, stop_token_ids
 from server import __main__ as serve
 
@@ -412,7 +413,7 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_splits_a_part_more_with_every_stage(stage):
     c = load_config(["--beta=0.1", f"--zero_stage={stage}", "--offload_optimizer=False"])
-    sizes = memory_estimate(c, Qwen2Config(**SMALL), 1000, 4, 8)
+    sizes = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, 8)
     split = {"optimizer": 8000, "gradients": 4000, "weights": 4000}
     for needed, (what, size) in enumerate(split.items(), 1):
         assert sizes[what] == (size / 8 if stage >= needed else size)

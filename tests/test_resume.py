@@ -29,6 +29,7 @@ import sft
 import train
 from common import SIGNALS, RunStopped, Stop, UserError, load_config
 from journal import make_run_folder
+from policy import Parameters
 from ranks import start_distributed
 
 
@@ -526,11 +527,12 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
 def test_the_report_names_size_frequency_and_place(tmp_path):
     c = CONFIG | {"output_dir": str(tmp_path), "save_steps": 50, "keep_every": 500}
     c["dtype"] = "float32"
-    text = checkpoint.report(c, 2**30)
+    parameters = Parameters(2**30, 2**30)
+    text = checkpoint.report(c, parameters)
     for words in ("16.00 GiB", "every 50 steps", str(tmp_path), "every 500 steps"):
         assert words in text
-    assert "12.00 GiB" in checkpoint.report(c | {"checkpoint_mode": "shallow"}, 2**30)
-    assert "none" in checkpoint.report(c | {"save_steps": -1}, 1)
+    assert "12.00 GiB" in checkpoint.report(c | {"checkpoint_mode": "shallow"}, parameters)
+    assert "none" in checkpoint.report(c | {"save_steps": -1}, parameters)
     assert not list(tmp_path.iterdir())
 
 

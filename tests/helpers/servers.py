@@ -96,7 +96,8 @@ class Fleet:
     """Two vLLM servers: 0 has the tied model, 1 the untied one, whose head takes the tied weights
     too."""
 
-    def __init__(self, models: list[Path], folder: Path):
+    def __init__(self, models: list[Path], folder: Path, config: str = "config/countdown_tiny.py"):
+        self.config = config
         self.models = models
         self.folder = folder
         self.processes = {}
@@ -104,7 +105,7 @@ class Fleet:
         self.ports = [int(url.rpartition(":")[2]) for url in self.urls]
 
     def start(self, i: int) -> None:
-        argv = ["-m", "server", "config/countdown_tiny.py"]
+        argv = ["-m", "server", self.config]
         argv += [f"--model={self.models[i]}", f"--port={self.ports[i]}"]
         self.processes[i] = start_script(argv, self.log(i))
 
