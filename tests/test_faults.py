@@ -586,7 +586,7 @@ def say_on_the_way_out(argv, kind=UserError):
 
 
 def test_what_strangers_say_is_one_harmless_line(tmp_path):
-    """Nothing of it steers the terminal or looks like a line of ours, also where a script ends."""
+    """Nothing of it steers the terminal or looks like a line of ours."""
     assert quoted("a\x1b[2J\nb\u202e\ud800") == r"'a\x1b[2J\nb\u202e\ud800'"
     assert quoted("it's") == '"it\'s"' and quoted(7) == "7" and quoted(OSError("a\n")) == r"'a\n'"
     assert quoted("x" * 300) == f"'{'x' * 200}'..." and quoted("abc", 2) == "'ab'..."
@@ -595,6 +595,8 @@ def test_what_strangers_say_is_one_harmless_line(tmp_path):
     for kind, status in ((UserError, 2), (RunStopped, 1)):
         log = tmp_path / kind.__name__
         ended = child.start(script, say_on_the_way_out, [], kind, log=log)
-        assert child.status(ended) == status
-        line = log.read_text().splitlines()[-1]
-        assert line == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"
+        assert child.status(ended) == status, log.read_text()
+        assert (
+            log.read_text().splitlines()[-1]
+            == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"
+        )
