@@ -259,7 +259,7 @@ def test_two_at_once_in_one_folder_is_refused_but_looking_is_not(tmp_path, launc
         ("a = {}\na = {}", [], ["arms.py:2", "a is set twice"]),
         ('a = {}\nb = {"learning_rat": 1.0}', [], ["arms.py: b", "learning_rat", "learning_rate"]),
         ('a = {}\nb = {"learning_rate": "1e-5"}', [], ["arms.py: b", "learning_rate", "float"]),
-        ('a = {}\nb = {"maxent_tau": -1}', [], ["maxent_tau=-1", "(arm b)"]),
+        ('a = {}\nb = {"maxent_tau": -2}', [], ["maxent_tau=-2", "(arm b)"]),
         ('a = {"seed": 3}', [], ["--seed=3", "compare itself"]),
         ('a = {}\nb = {"eval_num_generations": 4}', [], ["arms.py: b", "eval_*"]),
         ('a = {}\nb = {"reward_funcs": ["graph_coloring"]}', [], ["arms.py: b", "reward_funcs"]),

@@ -47,6 +47,7 @@ FLAGS = [
     "--replay.fraction=0.5",
     "--resample_equal_groups=1",
     "--maxent_target_weight_entropy=1.0",
+    "--warmup_steps=0",  # tau moves from the first step
     "--beta=0.05",
     "--kl_target=0.05",
     "--checkpoint_mode=shallow",
