@@ -43,6 +43,7 @@ REFUSED = {
     "knight_swap": DRIFTS,
     "list_functions": DRIFTS,
     "ransom_note": DRIFTS,
+    "word_ladder": DRIFTS,
     "composite": "it is a mixture of others: name those",
     "game_of_life_halting": "its grader calls any text right",
 }
