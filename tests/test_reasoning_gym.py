@@ -280,7 +280,8 @@ def test_a_task_scores_its_own_answers_as_right_and_runs_nothing_of_a_text(name,
     call = f"__import__('os').system('touch {mark}')"
     texts = ["", "purple", "[" * 5000, "1/0", "nan", "\ud800", "\0", call, f"[{call}]", f"({call})"]
     texts += [f"(lambda: {call})()", f'["{call}"]', json.dumps({"a": call}), f"{{{call}: 1}}"]
-    for row in task.rows("train", 3, 0, str({name: {"size": 5}})):
+    for entry in task.entries_of(name, {"size": 3, "seed": 0}).values():
+        row = task.row_of("0", name, {}, entry)
         assert pickle.loads(pickle.dumps(row)) == row
         for solution in row["solutions"]:
             assert task.reward(solution, **row) == 1.0
