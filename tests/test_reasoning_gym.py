@@ -247,7 +247,7 @@ for name in sys.argv[1:]:
     except ValueError:  # it is the mixture, which has no problems of its own
         found = None
     # on a line of its own: one of them prints dots
-    print(f"\\n{name} {hashlib.sha256(json.dumps(found).encode()).hexdigest()}")
+    print(f"\\n{name} {hashlib.sha256(json.dumps(found, default=str).encode()).hexdigest()}")
 """
 
 
