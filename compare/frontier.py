@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from common import UserError, own_flags, script
-from compare.results import markdown, read_lines
+from compare.results import colors_of, markdown, read_lines
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
@@ -128,13 +128,13 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    colors = colors_of(evaluations["arm"])
     for axis, metric in zip(axes, ("pass", "coverage"), strict=True):
-        for i, (arm, own) in enumerate(evaluations.groupby("arm")):
+        for arm, own in evaluations.groupby("arm"):
             path = own.groupby("step")[["mean", metric]].mean()
             path = path.rolling(LAST, min_periods=1).mean()
-            color = plt.get_cmap("tab20")(i % 20)
-            axis.plot(path["mean"], path[metric], color=color, linewidth=1.2, label=arm)
-            axis.plot(*path.iloc[-1], "o", color=color)
+            axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2)
+            axis.plot(*path.iloc[-1], "o", color=colors[arm])
             axis.annotate(arm, path.iloc[-1], xytext=(5, 3), textcoords="offset points", fontsize=8)
         start = evaluations[evaluations["step"] == 0].iloc[0]
         axis.plot(start["mean"], start[metric], "kx", markersize=9)

@@ -124,7 +124,7 @@ def one_step(c: dict, world: World) -> dict:
     torch.manual_seed(0)
     lived = experience.deal(lived_of(world), world, c)
     engine = train.load_policy(c, world.device)
-    reference = train.load_reference(c, world.device)
+    reference = train.load_reference(c, engine, world.device)
     batch = rollout.to_batch(lived.rollouts, "cpu")
     seeds = infoseed.Seeds(engine, lived, c, "cpu")
     group = learner.measure_groups(engine, reference, batch, lived, seeds.rewards, c)

@@ -115,7 +115,7 @@ def test_fresh_adapters_change_no_bit_and_no_name(tiny_model_dir):
     adapted = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     sentence = add_adapters(adapted, RANK, base="me/model")
     assert sentence == (
-        "adapters of rank 4 on 14 linear layers: 0.02M of 0.42M parameters are trained"
+        "adapters of rank 4 on 14 linear layers: 0.02M of 0.43M parameters are trained"
     )
     ours = dict(named_weights(adapted, 0))
     theirs = dict(named_weights(plain, 0))

@@ -63,7 +63,7 @@ def smollm2_dir(tmp_path_factory) -> Path:
 def train(model: Path, folder: Path, *flags, ranks: int = 0) -> list[dict]:
     """The lines of metrics.jsonl of a run."""
     flags = [*FLAGS, f"--model={model}", f"--output_dir={folder}", *flags]
-    run("train.py", "config/smollm2_between.py", *flags, ranks=ranks)
+    run("train.py", "config/smollm2_sentence.py", *flags, ranks=ranks)
     return steps_in(folder)
 
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_goes_on_to_the_bit(trained, smollm2_dir, tmp_path):
 def test_it_is_evaluated(trained, tmp_path):
     output = tmp_path / "scores.jsonl"
     flags = [*FLAGS, f"--model={trained / SAVED}", f"--output={output}"]
-    done = run("evaluate.py", "config/smollm2_between.py", *flags)
+    done = run("evaluate.py", "config/smollm2_sentence.py", *flags)
     assert "mean@4" in done.stdout
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(records) == 2
@@ -135,7 +135,7 @@ def test_it_is_evaluated(trained, tmp_path):
 def test_it_generates(trained, tmp_path):
     output = tmp_path / "texts.jsonl"
     flags = [*FLAGS, f"--model={trained / SAVED}", f"--output={output}", "--max_prompts=2"]
-    run("generate.py", "config/smollm2_between.py", *flags)
+    run("generate.py", "config/smollm2_sentence.py", *flags)
     assert len(output.read_text().splitlines()) == 2
 
 
@@ -160,7 +160,7 @@ def test_it_trains_in_bfloat16_and_with_adapters(smollm2_dir, tmp_path, flag, ga
 
 
 def test_a_server_samples_for_it(smollm2_dir, tmp_path):
-    fleet = Fleet([smollm2_dir], tmp_path, "config/smollm2_between.py")
+    fleet = Fleet([smollm2_dir], tmp_path, "config/smollm2_sentence.py")
     fleet.start(0)
     try:
         urls = fleet.ready(0, seconds=900)

@@ -31,13 +31,13 @@ LOOP = 1 / 499_998 - 1  # of 500,000 times one word
 # What a text of 10 of 100 tokens gets that has nothing in it for the reward. Of a reward that is
 # not here the tests below ask only for a finite number.
 WORTHLESS = {
-    "between": 0.0,
     "countdown": 0.0,
     "graph_coloring": 0.0,
     "crossword": 0.0,
     "rush_hour": 0.0,
     "rush_hour_exact": 0.0,
     "rush_hour_shaped": 0.0,
+    "sentence": 0.0,
     "math": 0.0,
     "math_exact": 0.0,
     "format": 0.0,

@@ -219,14 +219,23 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
 NINE_STEPS = {"reward_funcs": ["parity_reward:parity"], "max_steps": 9}
 
 
-def without_sync() -> None:
-    rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
+def with_a_sync_that_breaks() -> None:
+    """After the first two, with which a run proves that weights arrive (test_sync.py)."""
+    real = rollout.HfEngine.sync
+    calls = []
+
+    def sync(self, named_parameters) -> None:
+        calls.append(1)
+        if len(calls) <= 2:
+            real(self, named_parameters)
+
+    rollout.HfEngine.sync = sync
 
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
     folder = tmp_path / "run"
     flags = NINE_STEPS | {"learning_rate": 1e-2, "max_logp_difference": 0.05}
-    status, words = in_child.run(without_sync, tiny_model_dir, folder, **flags)
+    status, words = in_child.run(with_a_sync_that_breaks, tiny_model_dir, folder, **flags)
     assert status == 1
     assert "does not hold the policy's weights" in words
     assert "Traceback" not in words

@@ -44,7 +44,6 @@ BOARD = {"board": "AAB...B.........", "size": 4, "moves": 2, "solution": "BD1,AR
 LEGS = {"question": "How many legs have 5 spiders and 3 birds?", "answer": "46", "metadata": {}}
 # of a row for each reward that reads an answer of its own kind
 ANSWERS = {
-    "between": {"low": 3, "high": 9, "divisor": 2, "rest": 0},
     "countdown": TEN,
     "graph_coloring": {"n": 3, "edges": [[0, 1], [1, 2]], "partial": "R.."},
     "crossword": {"answer": "SILENT", "enumeration": "6"},
@@ -52,6 +51,7 @@ ANSWERS = {
     "rush_hour_exact": BOARD,
     "rush_hour_shaped": BOARD,
     "reasoning_gym": {"problem": "leg_counting", "settings": {}, "entry": LEGS},
+    "sentence": ["dog", "river"],
     "math": "10",
     "math_exact": "10",
     "last_number": "10",
