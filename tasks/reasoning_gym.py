@@ -27,7 +27,7 @@ from tasks import SPLITS, check_choice, last_answer, take
 
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
-DRIFTS = "its problems depend on more than their seed: every rank would have others"
+DRIFTS = "its problems depend on more than their seed: ranks would not have the same"
 # tests look for more of these three kinds in the installed version
 REFUSED = {
     "binary_matrix": EVAL,
@@ -39,7 +39,11 @@ REFUSED = {
     "polynomial_multiplication": PARSER,
     "puzzle24": PARSER,
     "simple_integration": PARSER,
+    "isomorphic_strings": DRIFTS,
+    "knight_swap": DRIFTS,
     "list_functions": DRIFTS,
+    "ransom_note": DRIFTS,
+    "word_ladder": DRIFTS,
     "composite": "it is a mixture of others: name those",
     "game_of_life_halting": "its grader calls any text right",
 }

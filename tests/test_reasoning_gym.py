@@ -241,12 +241,13 @@ PROBLEMS = """
 import hashlib, json, sys
 from tasks import reasoning_gym as task
 for name in sys.argv[1:]:
+    size = 3 if name in ("knight_swap", "futoshiki", "zebra_puzzles") else 40  # these are slow
     try:
-        found = task.entries_of(name, {"size": 6, "seed": 5})
+        found = task.entries_of(name, {"size": size, "seed": 5})
     except ValueError:  # it is the mixture, which has no problems of its own
         found = None
     # on a line of its own: one of them prints dots
-    print(f"\\n{name} {hashlib.sha256(json.dumps(found).encode()).hexdigest()}")
+    print(f"\\n{name} {hashlib.sha256(json.dumps(found, default=str).encode()).hexdigest()}")
 """
 
 
@@ -268,7 +269,8 @@ def test_problems_are_the_same_in_every_process_but_for_the_refused():
     first, second = outputs
     assert set(first) == set(second) == set(DATASETS)
     drifting = {name for name in first if first[name] != second[name]}
-    assert drifting == {name for name, why in task.REFUSED.items() if why == task.DRIFTS}
+    assert drifting <= set(task.REFUSED)
+    assert {name for name, why in task.REFUSED.items() if why == task.DRIFTS} <= drifting
 
 
 @pytest.mark.slow
@@ -278,7 +280,8 @@ def test_a_task_scores_its_own_answers_as_right_and_runs_nothing_of_a_text(name,
     call = f"__import__('os').system('touch {mark}')"
     texts = ["", "purple", "[" * 5000, "1/0", "nan", "\ud800", "\0", call, f"[{call}]", f"({call})"]
     texts += [f"(lambda: {call})()", f'["{call}"]', json.dumps({"a": call}), f"{{{call}: 1}}"]
-    for row in task.rows("train", 3, 0, str({name: {"size": 5}})):
+    for entry in task.entries_of(name, {"size": 3, "seed": 0}).values():
+        row = task.row_of("0", name, {}, entry)
         assert pickle.loads(pickle.dumps(row)) == row
         for solution in row["solutions"]:
             assert task.reward(solution, **row) == 1.0
