@@ -25,8 +25,15 @@ import packing
 import rewards
 import scoring
 from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
-from common import UserError, check_writable, in_one_line, refuse_missing_folder, say_once
-from policy import CHUNK, make_optimizer
+from common import (
+    UserError,
+    check_writable,
+    in_one_line,
+    rank_memory,
+    refuse_missing_folder,
+    say_once,
+)
+from policy import CHUNK, dtype_of, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -37,8 +44,16 @@ from prompts import (
 )
 from ranks import check_tensor_parallel
 
+MOST_TOKENS = 16384  # of a micro-batch that is chosen here: more at a time is no faster
+FEWEST_TOKENS = 256  # fewer save nothing beside the rest
+MEMORY_SHARE = 0.8  # of a rank's memory: the estimate is good to 15%, and the system needs some
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
 GIB = 2**30
+# what takes less memory, what costs least first
+LESS_MEMORY = (
+    "lower max_tokens_per_micro_batch, set gradient_checkpointing=True, or a higher zero_stage on "
+    "several ranks"
+)
 
 # --- a model's files
 
@@ -418,7 +433,12 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
-    print(f"\n{batch_sentence(c, world)}")
+    group = rows_of_a_group(c)
+    rows = c["prompts_per_step"] * group  # of a step, over all ranks
+    print(
+        f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
+        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s)"
+    )
     # all that needs no file is said before any is looked for
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
@@ -430,18 +450,6 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     show_memory(c, inputs.model, parameters, dtype, world)
     for warning in warn_config(c, inputs.model.vocab_size):
         print(f"warning: {warning}")
-
-
-def batch_sentence(c: dict, world: int) -> str:
-    group = rows_of_a_group(c)
-    rows = c["prompts_per_step"] * group  # of a step, over all ranks
-    budget = c["max_tokens_per_micro_batch"]
-    micro_batches = math.ceil(rows // world * longest_row(c) / budget)  # without packing
-    return (
-        f"batch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
-        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s); if every "
-        f"row had all {longest_row(c)} tokens: {micro_batches} micro-batches of {budget}"
-    )
 
 
 def show_data(inputs: Inputs, c: dict) -> None:
@@ -456,15 +464,59 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
 
 
+# --- memory
+
+
+def rows_of_a_rank(c: dict, world: int) -> int:
+    """Completions of a step that one rank learns from."""
+    return c["prompts_per_step"] // world * rows_of_a_group(c)
+
+
+def tokens_at_once(c: dict, world: int) -> int:
+    """Tokens of a micro-batch at most: no row is cut, and there are only so many of them."""
+    limit = max(c["max_tokens_per_micro_batch"], longest_row(c))
+    return min(limit, rows_of_a_rank(c, world) * longest_row(c))
+
+
+def fitting_tokens(c: dict, model, parameters: int, world: int) -> int:
+    """max_tokens_per_micro_batch where it is 0: the largest power of two with which the estimate is
+    at most MEMORY_SHARE of a rank's memory. model: its config."""
+    tokens = MOST_TOKENS
+    while tokens > FEWEST_TOKENS:
+        trial = c | {"max_tokens_per_micro_batch": tokens}
+        table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, world)
+        if sum(table.values()) <= MEMORY_SHARE * device_memory():
+            break
+        tokens //= 2
+    return tokens
+
+
+def device_memory() -> int:
+    """Bytes of a rank's GPU, or its share of this machine's memory."""
+    if not torch.cuda.is_available():
+        return rank_memory()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.cuda.get_device_properties(local_rank).total_memory
+
+
 def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
     """The estimate of a rank's memory as a table. model: its config."""
+    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
+    c = c | {"max_tokens_per_micro_batch": tokens}
+    micro_batches = math.ceil(rows_of_a_rank(c, world) * longest_row(c) / tokens)
+    print(
+        f"learning: {tokens} tokens in a micro-batch at most; {micro_batches} of them if every row "
+        f"had all {longest_row(c)} tokens and no prompt was shared"
+    )
     name = str(dtype).removeprefix("torch.")
-    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
-    table["together (vLLM's KV cache comes on top)"] = sum(table.values())
-    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
+    together = sum(table.values())
+    print(f"memory of a rank at its peak, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
+    print(f"  {together / GIB:8.2f} GiB  together, of {device_memory() / GIB:.2f}")
+    if together > device_memory():
+        print("warning: that is more than there is: " + LESS_MEMORY)
 
 
 def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
@@ -494,7 +546,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
         "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],
-        "activations of a micro-batch": c["max_tokens_per_micro_batch"] * per_token,
+        "activations of a micro-batch": tokens_at_once(c, world) * per_token,
         # four float32 tensors of that size at a time
         "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
     }
