@@ -33,6 +33,7 @@ from common import (
     refuse_missing_folder,
     say_once,
 )
+from loss import CPU_CHUNK, KEPT_BYTES
 from policy import CHUNK, dtype_of, make_optimizer
 from prompts import (
     check_chat_template,
@@ -43,12 +44,15 @@ from prompts import (
     with_prompt,
 )
 from ranks import check_tensor_parallel
+from rollout import VLLM_ROWS, plan_cache, rows_at_once
 
+GIB = 2**30
 MOST_TOKENS = 16384  # of a micro-batch that is chosen here: more at a time is no faster
 FEWEST_TOKENS = 256  # fewer save nothing beside the rest
+LIBRARIES = int(0.85 * GIB)  # resident after the imports (LOG.md, 2026-11-22)
+BUCKET = 500_000_000  # gradients: DeepSpeed's default
 MEMORY_SHARE = 0.8  # of a rank's memory: the estimate is good to 15%, and the system needs some
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
-GIB = 2**30
 # what takes less memory, what costs least first
 LESS_MEMORY = (
     "lower max_tokens_per_micro_batch, set gradient_checkpointing=True, or a higher zero_stage on "
@@ -511,12 +515,13 @@ def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int)
     name = str(dtype).removeprefix("torch.")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
     together = sum(table.values())
-    print(f"memory of a rank at its peak, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
+    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
+    table[f"together, of {device_memory() / GIB:.2f}"] = together
+    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
-    print(f"  {together / GIB:8.2f} GiB  together, of {device_memory() / GIB:.2f}")
     if together > device_memory():
-        print("warning: that is more than there is: " + LESS_MEMORY)
+        print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
 def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
@@ -524,7 +529,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     model: its config; itemsize: bytes of a number."""
     weights = parameters * itemsize
     optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
-    if itemsize == 2:
+    if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO has one in float32 too
         optimizer += parameters * 4  # a float32 copy of the weights
     place = " (in CPU memory)" if c["offload_optimizer"] else ""
     reference = 0 if c["beta"] == 0 else weights
@@ -540,13 +545,50 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
         """Ranks that split what this ZeRO stage splits."""
         return world if c["zero_stage"] >= stage else 1
 
-    return {
+    table = {
+        "Python and its libraries": LIBRARIES,
         "weights": weights / share(3),
         "gradients": weights / share(2),
+        "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, world),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
-        "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],
         "activations of a micro-batch": tokens_at_once(c, world) * per_token,
-        # four float32 tensors of that size at a time
-        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
+        "vocabulary logits": head_bytes(model, tokens_at_once(c, world)),
+    }
+    return table | engine_bytes(c, model, weights, world)
+
+
+def bucket_bytes(c: dict, parameters: int, itemsize: int, world: int) -> int:
+    """What DeepSpeed copies gradients into before it sends them, reduce_bucket_size at a time."""
+    if c["zero_stage"] > 0 and torch.cuda.is_available():
+        return BUCKET * itemsize  # taken whole, whatever comes into it
+    if c["zero_stage"] > 0 or world > 1:
+        return min(parameters, BUCKET) * itemsize
+    return 0
+
+
+def head_bytes(model, tokens: int) -> int:
+    """Of loss.token_logps: four float32 tensors of a chunk at a time, the gradient of the head, and
+    on a CPU the softmaxes that it keeps (on a GPU as many as there is room for)."""
+    on_gpu = torch.cuda.is_available()
+    chunk = CHUNK if on_gpu else CPU_CHUNK
+    kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model.vocab_size)
+    return 4 * 4 * chunk * model.vocab_size + 4 * model.vocab_size * model.hidden_size + kept
+
+
+def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
+    """What the rollout engine holds while the policy learns, by what it is."""
+    if c["rollout_engine"] == "server":
+        return {}
+    if c["rollout_engine"] == "hf":
+        return {"rollout engine's weights": weights}
+    share = entries(c, "vllm_options")["tensor_parallel_size"]
+    if torch.cuda.is_available():  # asleep: at most its weights are there
+        return {"rollout engine's weights": weights / share}
+    rows = rows_at_once(c, max(1, world // share), VLLM_ROWS)
+    # on a CPU vLLM keeps a packed copy of all matrices but the vocabulary's
+    embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize
+    return {
+        "rollout engine's weights": max(weights, 2 * weights - embedding) / share,
+        "rollout engine's cache": plan_cache(c, model, rows).size,
     }

@@ -51,6 +51,7 @@ from policy import dtype_of
 # Tokens of a block of vLLM's cache on a CPU. Its own 128 leave more of the last block of every row
 # empty, and a prompt is shared in whole blocks only (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
+VLLM_ROWS = 256  # completions that vllm.LLM takes on at once by itself, for each rank
 CACHE_SHARE = 0.25  # of a rank's memory that vLLM's cache may take on a CPU without being asked
 
 SMALL = 0.1  # of a GPU's memory: weights below that stay there while vLLM sleeps
@@ -168,7 +169,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
         engines = int(os.environ.get("WORLD_SIZE", 1)) // settings["tensor_parallel_size"]
-        rows = rows_at_once(config, engines, at_most=256)
+        rows = rows_at_once(config, engines, VLLM_ROWS)
         model_config = AutoConfig.from_pretrained(model)
         settings["kv_cache_memory_bytes"] = kv_cache_bytes(config, model_config, rows)
         settings.setdefault("block_size", CPU_BLOCK)

@@ -97,12 +97,13 @@ class Case:
         return torch.cat(parts)
 
     def estimate(self) -> float:
-        """GiB that dry_run would say, without a rollout engine."""
+        """GiB that dry_run would say of torch's memory, without a rollout engine."""
         lm = self.engine.module.lm
         # at ZeRO stage 3 a parameter is empty here, and knows its size
         n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
         parts = memory_estimate(self.c, lm.config, n, 2, 1)  # 2 bytes a number, 1 rank
         parts.pop("rollout engine's weights")
+        parts.pop("Python and its libraries")  # torch does not count them
         on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
         return sum(on_gpu) / GIB
 
