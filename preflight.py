@@ -47,7 +47,9 @@ from ranks import check_tensor_parallel
 from rollout import VLLM_ROWS, plan_cache, rows_at_once
 
 GIB = 2**30
-MOST_TOKENS = 16384  # of a micro-batch that is chosen here: more at a time is no faster
+# tokens of a micro-batch that is chosen here: more at a time are no faster
+MOST_TOKENS = 16384
+MOST_TOKENS_ON_CPU = 4096
 FEWEST_TOKENS = 256  # fewer save nothing beside the rest
 LIBRARIES = int(0.85 * GIB)  # resident after the imports (LOG.md, 2026-11-22)
 BUCKET = 500_000_000  # gradients: DeepSpeed's default
@@ -485,7 +487,7 @@ def tokens_at_once(c: dict, world: int) -> int:
 def fitting_tokens(c: dict, model, parameters: int, world: int) -> int:
     """max_tokens_per_micro_batch where it is 0: the largest power of two with which the estimate is
     at most MEMORY_SHARE of a rank's memory. model: its config."""
-    tokens = MOST_TOKENS
+    tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
         table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, world)

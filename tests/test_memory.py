@@ -52,7 +52,7 @@ def together(c: dict, tokens: int, world: int = 1) -> float:
     return sum(memory_estimate(c, SMOL, PARAMETERS, 4, world).values()) / GIB
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("tokens", [1024, 2048])
 def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tokens):
     c = config()
     needed = together(c, tokens) / preflight.MEMORY_SHARE
@@ -64,7 +64,7 @@ def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tok
 
 def test_the_default_has_bounds(memory):
     memory(10_000)
-    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.MOST_TOKENS
+    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.MOST_TOKENS_ON_CPU
     memory(0.1)
     assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.FEWEST_TOKENS
 

@@ -429,9 +429,9 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
 
 
 def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):
-    assert "learning: 16384 tokens" in shown()
-    given(1.8 * 2**30)
-    assert "learning: 8192 tokens" in shown()
+    assert "learning: 4096 tokens" in shown()
+    given(1.32 * 2**30)
+    assert "learning: 1024 tokens" in shown()
 
 
 SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
