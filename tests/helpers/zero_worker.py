@@ -164,6 +164,7 @@ if __name__ == "__main__":
         "--max_completion_length=9",
         "--learning_rate=1e-3",
         "--dataset.name=countdown",
+        "--max_tokens_per_micro_batch=16384",  # unless a case has less
     ]
     for stage in stages.split(","):
         for name, flags in CASES.items():
