@@ -51,7 +51,11 @@ GIB = 2**30
 MOST_TOKENS = 16384
 MOST_TOKENS_ON_CPU = 4096
 FEWEST_TOKENS = 256  # fewer save nothing beside the rest
-LIBRARIES = int(0.85 * GIB)  # resident after the imports (LOG.md, 2026-11-22)
+# Python, torch, vLLM and DeepSpeed in main memory (LOG.md, 2026-11-22); CUDA's context, NCCL and
+# what vLLM keeps asleep on a GPU (an assumption)
+LIBRARIES = int(0.85 * GIB)
+CUDA_LIBRARIES = 2 * GIB
+IN_CPU_MEMORY = " (in CPU memory)"
 BUCKET = 500_000_000  # gradients: DeepSpeed's default
 MEMORY_SHARE = 0.8  # of a rank's memory: the estimate is good to 15%, and the system needs some
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
@@ -491,7 +495,7 @@ def fitting_tokens(c: dict, model, parameters: int, world: int) -> int:
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
         table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, world)
-        if sum(table.values()) <= MEMORY_SHARE * device_memory():
+        if on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
     return tokens
@@ -505,6 +509,15 @@ def device_memory() -> int:
     return torch.cuda.get_device_properties(local_rank).total_memory
 
 
+def on_device(table: dict) -> float:
+    """Bytes of an estimate that are in the memory of device_memory()."""
+    sizes = 0.0
+    for what, size in table.items():
+        if IN_CPU_MEMORY not in what or not torch.cuda.is_available():
+            sizes += size
+    return sizes
+
+
 def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
     """The estimate of a rank's memory as a table. model: its config."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
@@ -516,7 +529,7 @@ def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int)
     )
     name = str(dtype).removeprefix("torch.")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
-    together = sum(table.values())
+    together = on_device(table)
     print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
     table[f"together, of {device_memory() / GIB:.2f}"] = together
     table["of weights on every rank while it loads"] = parameters * dtype.itemsize
@@ -533,7 +546,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
     if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO has one in float32 too
         optimizer += parameters * 4  # a float32 copy of the weights
-    place = " (in CPU memory)" if c["offload_optimizer"] else ""
+    place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
     reference = 0 if c["beta"] == 0 else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
@@ -548,7 +561,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
         return world if c["zero_stage"] >= stage else 1
 
     table = {
-        "Python and its libraries": LIBRARIES,
+        "libraries": CUDA_LIBRARIES if torch.cuda.is_available() else LIBRARIES,
         "weights": weights / share(3),
         "gradients": weights / share(2),
         "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, world),

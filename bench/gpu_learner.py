@@ -26,7 +26,7 @@ from bench.shapes import (
 )
 from common import load_config
 from policy import named_weights
-from preflight import memory_estimate
+from preflight import memory_estimate, on_device
 from ranks import start_distributed
 
 G = 8
@@ -103,9 +103,8 @@ class Case:
         n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
         parts = memory_estimate(self.c, lm.config, n, 2, 1)  # 2 bytes a number, 1 rank
         parts.pop("rollout engine's weights")
-        parts.pop("Python and its libraries")  # torch does not count them
-        on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
-        return sum(on_gpu) / GIB
+        parts.pop("libraries")  # torch does not count them
+        return on_device(parts) / GIB
 
     def peak(self, work) -> float:
         """GiB at the peak of `work`, everything of this case counted."""
