@@ -12,7 +12,7 @@ TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://downl
 # one thread a rank: two that share a busy core wait for each other for seconds
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all bench check-gpu env clean
+.PHONY: demo demo-real test test-all bench check-gpu env clean
 
 # the stamp holds the hash of what was installed: a changed pin installs again; on a machine with a GPU what was made for CPUs is made anew
 STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
@@ -35,14 +35,22 @@ runs/countdown_sft/model.safetensors: | $(STAMP)
 	  --steps=800 --batch_size=128 --learning_rate=2e-3
 
 demo: $(STAMP) runs/countdown_sft/model.safetensors
-	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) train.py config/countdown_tiny.py --overwrite_output_dir=True
+	$(BIN)/python -m compare config/countdown_tiny.py --arms=compare/demo_arms.py --seeds=1 --ranks=1 --jobs=$(if $(GPU),1,2) --output=runs/demo
+
+runs/smollm2/model.safetensors: | $(STAMP)
+	$(BIN)/python -m bench.smollm2 runs/smollm2
+
+# a real model has work for two threads: one rank takes both cores
+demo-real: export OMP_NUM_THREADS = 2
+demo-real: $(STAMP) runs/smollm2/model.safetensors
+	$(BIN)/python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_real
 
 $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than 40 minutes
-PYTEST := timeout --foreground --kill-after=20 2400 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
+PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .

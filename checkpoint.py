@@ -1,10 +1,11 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
-    python checkpoint.py verify RUN/step_000250         says whether it is whole
-    python checkpoint.py export RUN/step_000250 OUT     makes a Hugging Face folder of it
+    python checkpoint.py verify RUN/step_000300         says whether it is whole
+    python checkpoint.py export RUN/step_000300 OUT     makes a Hugging Face folder of it
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
+        adapter/                 with lora_rank > 0: the adapters alone, as peft has them
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta and what their controllers remember; replay buffer
         train_config.json        the resolved config
@@ -40,7 +41,7 @@ from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from checks import OPTIMIZERS
-from common import RunStopped, UserError, escaped, lost_a_rank, modern, quoted, script
+from common import RunStopped, UserError, in_one_line, lost_a_rank, modern, quoted, script
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
@@ -243,7 +244,7 @@ def latest(folder, check=verify) -> Path | None:
         problem = check(path)
         if not problem:
             return path
-        print(f"checkpoint passed over: {escaped(problem)}", flush=True)
+        print(f"checkpoint passed over: {in_one_line(problem)}", flush=True)
     return None
 
 
@@ -294,7 +295,7 @@ def abandoned_name(path: Path) -> Path:
     return name
 
 
-def take_over(config: dict, step: int, parameters: int) -> str:
+def take_over(config: dict, step: int, parameters) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
     console: what was done, and what checkpoints there will be."""
     folder = Path(config["output_dir"])
@@ -308,9 +309,9 @@ def take_over(config: dict, step: int, parameters: int) -> str:
     return "\n".join(sentences)
 
 
-def report(config: dict, parameters: int) -> str:
+def report(config: dict, parameters) -> str:
     """A sentence on what will be saved: where, how often, how large, and in how many seconds by a
-    short trial of the disk."""
+    short trial of the disk. parameters: policy.Parameters."""
     if config["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
@@ -331,15 +332,17 @@ def report(config: dict, parameters: int) -> str:
     )
 
 
-def checkpoint_bytes(config: dict, parameters: int) -> int:
-    """Weights, their float32 copy, the optimizer's state; if "full" the Hugging Face file too."""
+def checkpoint_bytes(config: dict, parameters) -> int:
+    """Weights, and of those that are trained a float32 copy and the optimizer's state; if "full"
+    the Hugging Face file too. parameters: policy.Parameters."""
     from policy import dtype_of
 
-    # bfloat16: 2 weights, 4 copy, 2 Hugging Face; float32: 4, no copy, 4
-    size = 8 + OPTIMIZERS[config["optimizer"]].state_bytes  # bytes of a parameter in all of them
-    if config["checkpoint_mode"] == "shallow":
-        size -= dtype_of(config).itemsize
-    return parameters * size
+    itemsize = dtype_of(config).itemsize
+    files = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
+    state = OPTIMIZERS[config["optimizer"]].state_bytes
+    if itemsize == 2:
+        state += 4
+    return parameters.all * itemsize * files + parameters.trained * state
 
 
 def free_gib(folder: Path) -> float:
@@ -440,19 +443,19 @@ def write_model(folder: Path, lm, step: int, config: dict) -> None:
     ranks gather the weights together, rank 0 writes."""
     import torch.distributed as dist
 
-    from policy import named_weights
+    from policy import model_weights, save_adapter
 
     rank = dist.get_rank()
+    save_adapter(folder / "adapter", lm, config["zero_stage"], rank)
     # the configs alone let export() rebuild the model from DeepSpeed's shards
     if config["checkpoint_mode"] == "shallow" and step < config["max_steps"]:
         if rank == 0:
             lm.config.save_pretrained(folder)
             lm.generation_config.save_pretrained(folder)
         return
-    names = {name for name, _ in lm.named_parameters()}  # tied embeddings once
     weights = {}
-    for name, tensor in named_weights(lm, config["zero_stage"]):  # all ranks: ZeRO-3 gathers
-        if rank == 0 and name in names:
+    for name, tensor in model_weights(lm, config["zero_stage"]):  # all ranks: ZeRO-3 gathers
+        if rank == 0:
             weights[name] = tensor.cpu()  # a GPU may have no room for a second model
     if rank == 0:
         lm.save_pretrained(folder, state_dict=weights)
@@ -483,20 +486,42 @@ def flush(*paths: Path) -> None:
 # --- find and load
 
 
-def check_request(resume_from: str, folder: str) -> bool:
+def check_request(c: dict) -> bool:
     """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
-    resume_from_checkpoint asks for is plainly not there. Reads no contents yet."""
+    resume_from_checkpoint asks for is plainly not there, or beyond max_steps. Reads no weights."""
+    resume_from = c["resume_from_checkpoint"]
+    folder = c["output_dir"]
     if not resume_from:
         return False
     if resume_from == "latest":
-        for path in steps_of(folder):
+        for path in reversed(steps_of(folder)):
             if not verify(path, 0, 0):  # names and sizes only: contents are read once, by all ranks
+                check_steps(number_of(path), path, c)
                 return True
         raise UserError(none_whole(folder))
     problem = verify(resume_from, 0, 0)
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    check_steps(steps_in(Path(resume_from)), resume_from, c)
     return Path(resume_from).resolve().parent == Path(folder).resolve()
+
+
+def check_steps(step: int, path, c: dict) -> None:
+    """UserError for a checkpoint of more steps than the run is to have."""
+    if step > c["max_steps"]:
+        raise UserError(
+            f"{path} has {step} steps done, more than max_steps={c['max_steps']}: set a larger "
+            f"max_steps to go on, or name an earlier checkpoint in resume_from_checkpoint"
+        )
+
+
+def steps_in(path: Path) -> int:
+    """Finished steps, of a folder that may have any name; 0 where its file is damaged, which
+    find() tells more about."""
+    try:
+        return int(json.loads((path / "controller_state.json").read_text())["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def none_whole(folder: str) -> str:
@@ -548,6 +573,7 @@ def check_fit(path: Path, config: dict) -> None:
         "zero_stage": (saved["zero_stage"], config["zero_stage"]),
         "optimizer": (saved["optimizer"], config["optimizer"]),
         "dtype": (model.get("dtype", dtype), dtype),
+        "lora_rank": (saved["lora_rank"], config["lora_rank"]),
         "seeds of a trained head": (seed_classes(saved), seed_classes(config)),
     }
     for name, (was, now) in pairs.items():
@@ -637,8 +663,8 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if zero_stage == 0:
-        file = path / "engine" / "mp_rank_00_model_states.pt"  # stage 0: rank 0 has it all
+    if zero_stage < 3:
+        file = path / "engine" / "mp_rank_00_model_states.pt"  # below stage 3 rank 0 has it all
         state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         with no_code():
@@ -656,6 +682,8 @@ def export(path, out) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from policy import add_adapters, model_weights, save_adapter
+
     path = Path(path)
     out = Path(out)
     problem = verify(path) or code_in(path)
@@ -663,21 +691,26 @@ def export(path, out) -> None:
         raise UserError(f"export: {problem}")
     if out.exists():  # never write into somebody's folder
         raise UserError(f"export: {out} is there already")
-    config = json.loads((path / "train_config.json").read_text())
+    config = {"lora_rank": 0} | json.loads((path / "train_config.json").read_text())
     with torch.device("meta"):  # its shape only
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        if config["lora_rank"]:
+            add_adapters(lm, config["lora_rank"], base=config["model"])
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     saved = engine_weights(path, config["zero_stage"])
     weights = {}
-    parameters = 0
     for name, _ in lm.named_parameters():
         if name not in saved:
             raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # shards are float32 above stage 0
-        parameters += saved[name].numel()
+        weights[name] = saved[name].to(dtype)  # shards are float32 at stage 3
+    lm.load_state_dict(weights, strict=False, assign=True)  # not strict: tied weights stand once
+    lm.tie_weights()  # assigning has torn them apart
+    weights = dict(model_weights(lm, 0))
+    parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
     lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
+    save_adapter(tmp / "adapter", lm, 0, 0)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
     tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
@@ -697,7 +730,7 @@ def main(argv) -> None:
         convert(argv[1], argv[2])
     elif command == "verify" and len(argv) == 2:
         problem = verify(argv[1])
-        print(escaped(problem) or f"{argv[1]} is whole")
+        print(in_one_line(problem) or f"{argv[1]} is whole")
         sys.exit(bool(problem))  # status 1, for scripts
     else:
         raise UserError(USAGE)
@@ -766,7 +799,7 @@ class Hub:
         self.upload = None
         try:
             commit = future.result(UPLOAD_SECONDS)
-            tqdm.write(f"pushed {path} to {escaped(commit.commit_url)}")
+            tqdm.write(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
                 f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"
@@ -799,15 +832,18 @@ def words_of(error: Exception) -> str:
 def link_model(path: Path, copy: Path) -> None:
     """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they
     are uploaded. Copies where a file system has no links."""
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(parents=True)
-    for file in path.iterdir():
-        if file.name.startswith(PRIVATE):
-            continue
+
+    def link(file: str, other: str) -> None:
         try:
-            os.link(file, copy / file.name)
+            os.link(file, other)
         except OSError:
-            shutil.copy2(file, copy / file.name)
+            shutil.copy2(file, other)
+
+    def private(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(PRIVATE)]
+
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy, copy_function=link, ignore=private)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ ENTRIES = {
     "dataset": SOURCE | {"weight": 1.0},  # share in a mixture, relative to the others'
     "easy_dataset": SOURCE | {"share": 0.0},  # of a step's prompts; 0 off
     "eval_dataset": SOURCE | {"split": "test"},
+    "chat_template_kwargs": {},
     "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},  # size in prompts, 0 off
     "vllm_options": {
         "gpu_memory_utilization": 0.3,  # of the GPU's memory
@@ -110,6 +111,7 @@ ENTRIES = {
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
 OPEN = (
+    "chat_template_kwargs",
     "vllm_options",
     "optimizer_options",
     "wandb_options",
@@ -127,6 +129,24 @@ VLLM_SET_HERE = (
     "distributed_executor_backend",
     "enable_chunked_prefill",  # a partial prefill with seeds crashes on a CPU
     "trust_remote_code",
+)
+# arguments of apply_chat_template that are not for the template, or chosen here
+TEMPLATE_SET_HERE = (
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
 )
 
 
@@ -213,6 +233,8 @@ CHOICES = {
 RANGES = {
     # run
     "seed": (">= 0", "< 4294967296"),  # 2**32
+    # model
+    "lora_rank": (">= 0", "<= 1024"),
     # data
     "easy_dataset.share": (">= 0", "<= 1"),
     "max_prompt_length": ("> 0", None),
@@ -250,7 +272,7 @@ RANGES = {
     "seed_grpo_alpha": (">= 0", None),
     "unlikeliness_coef": (">= 0", "<= 1"),
     "pkpo_k": ("> 0", None),
-    "maxent_tau": (">= 0", "<= inf"),  # inf: uniform weights
+    "maxent_tau": ("-1 or >= 0", "<= inf"),  # -1: by the vocabulary; inf: uniform weights
     "maxent_q_temperature": ("> 0", None),
     "maxent_q_epsilon": (">= 0", None),  # at most 1 / rows of a group: group_claims
     "maxent_score_scale": ("> 0", None),
@@ -466,6 +488,11 @@ def group_claims(c: dict):
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
     )
+    yield (
+        c["lora_rank"] == 0 or c["reference_placement"] == "device",
+        f"lora_rank={c['lora_rank']} has no second model to place, its reference is the policy "
+        f"with adapters off: leave out reference_placement={c['reference_placement']!r}",
+    )
     stages = OPTIMIZERS[c["optimizer"]].zero_stages
     yield (
         c["zero_stage"] in stages,
@@ -494,6 +521,12 @@ def data_claims(c: dict):
             f"{key}.more={source['more']} must be a list of names",
         )
     yield (c["dataset"] != [], "dataset=[] names no source of rows")
+    for name in c["chat_template_kwargs"]:
+        yield (
+            type(name) is str and name.isidentifier() and name not in TEMPLATE_SET_HERE,
+            f"chat_template_kwargs: {name!r} is not for the template to read, or is set by the "
+            "trainer itself",
+        )
     if isinstance(c["dataset"], list):
         for i, source in enumerate(sources(c)):
             yield (source["name"] != "", f"dataset: source {i} has no name: {c['dataset'][i]!r}")
@@ -534,7 +567,7 @@ def objective_claims(c: dict):
         f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
     )
     yield (
-        objective.group_loss != "balance" or c["maxent_tau"] > 0,
+        objective.group_loss != "balance" or c["maxent_tau"] != 0,
         f"objective={c['objective']!r} divides by maxent_tau={c['maxent_tau']}: it must be above 0",
     )
     yield (
@@ -608,7 +641,8 @@ def controller_claims(c: dict):
             f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
         )
         yield (
-            c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
+            # -1: see default_tau
+            c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
             f"maxent_tau={c['maxent_tau']} is steered: start it between "
             f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
         )
@@ -647,6 +681,15 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     if c["maxent_score_norm"] == "sum":
         per_token *= c["max_completion_length"]  # a sum of so many log-probs, not their mean
     return 1 / (per_token * math.log(vocabulary))
+
+
+def default_tau(c: dict, vocabulary: int) -> float:
+    """What maxent_tau=-1 stands for: the largest that is not warned about, or the nearest where
+    it may start, if it is steered."""
+    tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
+    if steers_tau(c) or c["controller_meta_method"]:
+        tau = min(max(tau, c["maxent_tau_min"]), c["maxent_tau_max"])
+    return tau
 
 
 def tau_of_excess(excess: float, G: int, right: int) -> float:
@@ -697,7 +740,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def warn_config(c: dict, vocabulary: int) -> list[str]:
-    """Settings that run but are known to hurt, a sentence each."""
+    """Settings that run but are known to hurt, a sentence each, once maxent_tau is known."""
     objective = OBJECTIVES[c["objective"]]
     warnings = tau_warnings(c, vocabulary) if objective.group_loss else []
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:

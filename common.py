@@ -7,6 +7,7 @@ import ast
 import difflib
 import errno
 import json
+import logging
 import math
 import os
 import signal
@@ -108,23 +109,30 @@ class RolloutsLost(RunStopped):
     together."""
 
 
-def quoted(text, limit: int = 200) -> str:
-    """The words of a stranger (a server, a reward, a dataset, a model) for a sentence of ours: in
-    quotes and escaped, so that they can't steer a terminal or look like a line of ours, and cut."""
-    text = str(text)
-    return repr(text[:limit]) + ("..." if len(text) > limit else "")
+def quoted(value, limit: int = 200) -> str:
+    """A value, or the words of a stranger (a server, a reward, a dataset, a model), for a sentence
+    of ours: as Python writes it, so that no text can steer a terminal or look like a line of ours,
+    and cut."""
+    if isinstance(value, (str, Exception)):
+        text = str(value)
+        return repr(text[:limit]) + ("..." if len(text) > limit else "")
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
-def escaped(sentence: str) -> str:
-    """A sentence of ours, into which a stranger's words may have slipped, as one harmless line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence)
+def in_one_line(text, limit: int = 0) -> str:
+    """What a library says, or a sentence of ours into which a stranger's words may have slipped, as
+    one harmless line; cut at `limit` characters, 0 whole."""
+    words = " ".join(str(text).splitlines())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
+    return line[: limit - 3] + "..." if 0 < limit < len(line) else line
 
 
 def leave(sentence: str, status: int) -> None:
     """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and
     the atexit handlers of the libraries would wait for them."""
     sys.stdout.flush()  # os._exit would lose what is buffered
-    print(f"error: {escaped(sentence)}", file=sys.stderr, flush=True)
+    print(f"error: {in_one_line(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
@@ -140,9 +148,18 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def quiet_libraries() -> None:
+    """Keeps what is no error out of the terminal: before they are imported, for they speak then."""
+    # its C++, and vLLM's with it: a warning per rank about memory that is bound to the cores
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # a filter, for DeepSpeed sets the level itself: that it has found no GPU, ranks.py knows
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
 def script(work, *arguments):
     """Runs a script: work(*arguments), or work(command line) if there are none, and returns what
     that returns. Errors that are meant for a person end it with one sentence, no traceback."""
+    quiet_libraries()
     # first of all: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # until a run is ready to save what it has
     end_with_torchrun()
@@ -236,13 +253,7 @@ def parse(parser, source, where: str):
 
 def source_of(node, text: str) -> str:
     """The beginning of a node's own text. Not ast.unparse, which fails on what is nested deeply."""
-    return shown((ast.get_source_segment(text, node) or "")[:60])
-
-
-def shown(value) -> str:
-    """A value as a sentence shows it: without escape sequences, and not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
+    return quoted(ast.get_source_segment(text, node) or "", 60)
 
 
 def check_literal(value, where: str, depth: int = 0) -> None:
@@ -262,7 +273,7 @@ def check_literal(value, where: str, depth: int = 0) -> None:
     elif isinstance(value, str):
         check_characters(value, where)
     elif not isinstance(value, (float, type(None))):
-        raise UserError(f"{where} must be text, numbers, lists and dicts, not {shown(value)}")
+        raise UserError(f"{where} must be text, numbers, lists and dicts, not {quoted(value)}")
 
 
 def check_characters(text: str, where: str) -> None:
@@ -270,10 +281,10 @@ def check_characters(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        bad = shown(text[error.start])
-        raise UserError(f"{where}: {shown(text)} holds {bad}, which is not a character") from None
+        bad = quoted(text[error.start])
+        raise UserError(f"{where}: {quoted(text)} holds {bad}, which is not a character") from None
     if "\0" in text:
-        raise UserError(f"{where}: {shown(text)} holds a null byte")
+        raise UserError(f"{where}: {quoted(text)} holds a null byte")
 
 
 def merge(config: dict, values: dict, source: str) -> dict:
@@ -294,7 +305,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
         where = f"{source}: {name}"
         if entry:
             if type(merged[key]) is not dict:
-                raise UserError(f"{where}: {key}={shown(merged[key])} has no entries by name")
+                raise UserError(f"{where}: {key}={quoted(merged[key])} has no entries by name")
             value = {**merged[key], entry: value}
         # the type is that of `config`, whose values have been coerced to those of default.py
         merged[key] = coerce_key(key, value, config[key], where)
@@ -324,6 +335,9 @@ def coerce_key(key: str, value, default, where: str):
             coerce_entries(key, coerce(source, {}, f"{where}, source {i}"), f"{where}, source {i}")
             for i, source in enumerate(value)
         ]
+    if key.endswith(".config") and type(value) is dict:  # of a task: its settings, as a text
+        check_literal(value, where)
+        value = repr(value)
     value = coerce(value, default, where)
     return coerce_entries(key, value, where) if key in checks.ENTRIES else value
 
@@ -339,7 +353,7 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
             )
         elif type(entry) is not str or key not in checks.OPEN:  # OPEN ones go to a library
             raise UserError(
-                f"{where}: unknown entry {shown(entry)}; those of {key} are {', '.join(known)}"
+                f"{where}: unknown entry {quoted(entry)}; those of {key} are {', '.join(known)}"
             )
     return coerced
 
@@ -353,7 +367,7 @@ def coerce_points(value: dict, default, where: str) -> dict:
         if isinstance(step, str) and step.isdecimal() and len(step) < 30:  # as in check_literal
             step = int(step)
         if type(step) is not int or step < 0:  # type(): True is an int for isinstance
-            raise UserError(f"{where}={shown(value)} must be {{step: value}}, steps from 0 on")
+            raise UserError(f"{where}={quoted(value)} must be {{step: value}}, steps from 0 on")
         points[step] = coerce(number, default, f"{where}, step {step}")
     if not points:
         raise UserError(
@@ -375,11 +389,11 @@ def coerce(value, default, where: str):
     if type(value) is not kind:  # not isinstance: bool is a subclass of int
         raise UserError(
             f"{where} must be of type {kind.__name__} like {default!r}, "
-            f"not {type(value).__name__} {shown(value)}"
+            f"not {type(value).__name__} {quoted(value)}"
         )
     # an empty default says nothing about what its list holds
     if kind is list and default:  # a list holds what its default holds
-        where = f"{where}={shown(value)}, entry"
+        where = f"{where}={quoted(value)}, entry"
         return [coerce(item, default[0], f"{where} {i}") for i, item in enumerate(value)]
     if kind is float and math.isnan(value):
         raise UserError(f"{where} is not a number")
@@ -487,8 +501,8 @@ def tell_repeats(argv) -> None:
     last = {}
     for word in argv:
         key, equals, _ = word.partition("=")
-        if key in last and equals and os.environ.get("RANK", "0") == "0":  # once, not by every rank
-            print(f"{last[key]} is not used: {word} comes after it", file=sys.stderr, flush=True)
+        if key in last and equals:
+            say_once(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
         last[key] = word
 
 
@@ -545,6 +559,13 @@ def check_config(c: dict) -> None:
             raise UserError(sentence)
 
 
+def with_tau(c: dict, vocabulary: int) -> dict:
+    """The config with a figure for maxent_tau=-1, which takes the model's vocabulary."""
+    if c["maxent_tau"] != -1:
+        return c
+    return {**c, "maxent_tau": checks.default_tau(c, vocabulary)}
+
+
 def check_lengths(path: Path, where: str) -> None:
     """UserError for a path or a name in it that no file system takes."""
     longest = max(len(os.fsencode(name)) for name in path.parts)  # in bytes: one letter may take 4
@@ -557,7 +578,7 @@ def check_lengths(path: Path, where: str) -> None:
 def check_writable(key: str, path, folder: bool) -> None:
     """UserError if `path` can't be written, as a folder or as a file: said before anything is
     loaded, not when there is something to write."""
-    where = f"{key}={shown(str(path))} can't be written"
+    where = f"{key}={quoted(str(path))} can't be written"
     check_characters(str(path), where)
     absolute = Path(path).absolute()
     check_lengths(absolute, where)
@@ -598,13 +619,6 @@ def read_settings(path: Path) -> dict:
             f"choose another place, or move it away"
         )
     return modern(found)
-
-
-def in_one_line(text, longest: int = 300) -> str:
-    """What a library or a stranger says, as a part of a sentence: printable, on one line."""
-    line = " ".join(str(text).split())
-    line = line if len(line) <= longest else line[: longest - 3] + "..."
-    return escaped(line)
 
 
 def say_once(text: str, file=None) -> None:

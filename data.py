@@ -20,8 +20,8 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import UserError, quoted, shown
-from prompts import encode_prompts, prompt_text
+from common import UserError, quoted
+from prompts import encode_prompts, prompt_fault, prompt_identity
 
 # columns that mean something here, read wherever a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
@@ -47,7 +47,7 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
     if name in tasks.NAMES:
         return task_rows(source, seed)
     found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
-    return usable_rows(found, source)
+    return usable_rows(found, source, [*source["more"], *also])
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
@@ -64,21 +64,26 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         raise UserError(f"dataset.name={name!r}: {error}") from None
 
 
-def usable_rows(found: dict[str, dict], source: dict) -> list[dict]:
-    """found: {place: row as its source has it}. The rows with prompt and answer, as they are
-    meant here."""
+def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
+    """found: {place: row as its source has it}; more: further columns. The rows with prompt and
+    answer, as they are meant here."""
     rows = []
     for i, (place, raw) in enumerate(found.items()):
-        if not raw.get(source["prompt"]):
+        prompt = column_of(raw, source["prompt"])
+        answer = column_of(raw, source["answer"])
+        if prompt in (None, "") or answer in (None, ""):  # 0 and False are answers
             continue
-        if raw.get(source["answer"]) in (None, ""):  # 0 and False are answers
-            continue
-        check_row(raw, source["prompt"], place)
+        if fault := prompt_fault(prompt):
+            raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
+        check_fields(raw, place)
         row = dict(raw)  # its other columns are for rewards
+        for column in more:
+            if "." in column and column_of(raw, column) is not None:
+                row[column] = column_of(raw, column)
         row["id"] = str(i if raw.get("id") is None else raw["id"])
         row["task"] = own_task(raw) or source["task"]
-        row["prompt"] = raw[source["prompt"]]
-        row["answer"] = raw[source["answer"]]
+        row["prompt"] = prompt
+        row["answer"] = answer
         row.pop("completion", None)  # a reward's own argument
         rows.append(row)
 
@@ -99,6 +104,19 @@ def usable_rows(found: dict[str, dict], source: dict) -> list[dict]:
 
 
 # --- what a row's fields must be
+
+
+def column_of(row: dict, name: str):
+    """The content of a column, None where the row has none. "reward_model.ground_truth" is an entry
+    of the column reward_model, unless a column has all of that as its name."""
+    if name in row:
+        return row[name]
+    content = row
+    for part in name.split("."):
+        if not isinstance(content, dict):
+            return None
+        content = content.get(part)
+    return content
 
 
 def is_name(value) -> bool:
@@ -122,17 +140,11 @@ FIELDS = {
 }
 
 
-def check_row(row: dict, prompt_column: str, where: str) -> None:
-    """UserError with the place of a row whose prompt, or one of FIELDS, is of the wrong type."""
-    if not isinstance(row[prompt_column], str):
-        raise UserError(
-            f"{where}: the prompt (column {prompt_column!r}) must be text, "
-            f"not a {type(row[prompt_column]).__name__}: name a column that holds the question "
-            f"alone; the chat template is put around it here"
-        )
+def check_fields(row: dict, where: str) -> None:
+    """UserError with the place of a row of which one of FIELDS is of the wrong type."""
     for field, (fits, words) in FIELDS.items():
         if row.get(field) is not None and not fits(row[field]):
-            raise UserError(f"{where}: {field!r} must be {words}, not {shown(row[field])}")
+            raise UserError(f"{where}: {field!r} must be {words}, not {quoted(row[field])}")
 
 
 def own_task(row: dict) -> str:
@@ -195,16 +207,19 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
         dataset = dataset[split]
 
-    wanted = [source["prompt"], source["answer"], *source["more"]]
-    for column in wanted:
-        if column not in dataset.column_names:
+    wanted = []
+    for column in [source["prompt"], source["answer"], *source["more"]]:
+        whole = whole_column(dataset.features, column)
+        if whole is None:
             raise UserError(
                 f"dataset.name={name!r} has no column {column!r}; "
                 f"its columns are {', '.join(dataset.column_names)}"
             )
+        wanted.append(whole)
     for column in (*OURS, *also):  # welcome, not needed
-        if column in dataset.column_names:
-            wanted.append(column)
+        whole = whole_column(dataset.features, column)
+        if whole is not None:
+            wanted.append(whole)
     # the other columns may be gigabytes of other people's rollouts
     dataset = dataset.select_columns(list(dict.fromkeys(wanted)))
     try:
@@ -212,6 +227,14 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     except UnicodeDecodeError as error:
         raise UserError(f"dataset.name={name!r} holds text that is not UTF-8: {error}") from None
     return {f"dataset.name={name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def whole_column(features: dict, name: str) -> str | None:
+    """The column that holds "reward_model.ground_truth" among others: reward_model. None without
+    such a one."""
+    if column_of(features, name) is None:
+        return None
+    return name if name in features else name.partition(".")[0]
 
 
 def open_dataset(source: dict):
@@ -313,6 +336,14 @@ def names(c: dict) -> str:
     return ", ".join(source["name"] for source in sources(c))
 
 
+def all_rows(sources: list[list[dict]]) -> list[dict]:
+    """Those of every source, one after the other."""
+    rows = []
+    for source in sources:
+        rows += source
+    return rows
+
+
 def more_columns(c: dict) -> list[str]:
     """The further columns of the training data, which other sources bring where they have them:
     the same rewards judge their rows."""
@@ -322,21 +353,31 @@ def more_columns(c: dict) -> list[str]:
     return columns
 
 
-def refuse_leakage(rows: list[dict], eval_rows: list[dict], allowed: bool) -> None:
-    """UserError where an evaluation prompt is also a training prompt; if `allowed`, a printed
-    count."""
+def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict) -> list:
+    """The training rows without those whose prompts are evaluated, counted on the console: their
+    score would be one of memory. With allow_leakage all of them, and a warning.
+
+    pools: the rows of every source, then those of the easy pool. UserError where nothing is left of
+    one."""
     # to the letter: what differs in case only is another prompt to a model
-    trained = {prompt_text(row) for row in rows}
-    leaked = [row for row in eval_rows if prompt_text(row) in trained]
-    if not leaked:
-        return
-    sentence = (
-        f"{len(leaked)} of {len(eval_rows)} evaluation prompts are training prompts too, "
-        f"such as row {quoted(leaked[0]['id'])}"
-    )
-    if not allowed:
-        raise UserError(
-            f"{sentence}: their score would be one of memory; choose another eval_dataset, or set "
-            f"--allow_leakage=True"
-        )
-    print(f"warning: {sentence} (allow_leakage=True)")
+    evaluated = {prompt_identity(row) for row in eval_rows}
+    left = []
+    for rows in pools:
+        left.append([row for row in rows if prompt_identity(row) not in evaluated])
+    total = sum(map(len, pools))
+    count = total - sum(map(len, left))
+    if not count:
+        return pools
+    sentence = f"{count} of {total} training rows are evaluation prompts too"
+    if c["allow_leakage"]:
+        print(f"warning: {sentence} (allow_leakage=True)")
+        return pools
+    places = [*sources(c), entries(c, "easy_dataset")]
+    for source, rows, rest in zip(places, pools, left):
+        if rows and not rest:
+            raise UserError(
+                f"{sentence}, and without them nothing is left of {source['name']!r}: choose "
+                f"another eval_dataset, or set --allow_leakage=True"
+            )
+    print(f"{sentence} and are left out of training")
+    return left

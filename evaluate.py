@@ -1,7 +1,7 @@
 """How good and how diverse a model is on held-out problems: k sampled answers each, scored by the
 first reward function.
 
-    python evaluate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000100
+    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...
     python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl
 
@@ -178,50 +178,52 @@ def report(folder: Path) -> None:
     print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
 
 
+PANELS = {  # of curves.png: title -> metrics; "eval/mean@" stands for every k
+    "training reward": ("reward",),
+    "held-out accuracy": ("eval/mean@", "eval/pass@"),
+    "different correct answers": ("eval/distinct@", "eval/coverage@"),
+    "entropy per token (nats)": ("entropy",),
+    "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
+    "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean"),
+}
+
+
+def panels_of(lines: list[dict]) -> dict:
+    """{title: {metric: (steps, values)}} of the panels for which a run has anything to show."""
+    curves = {}  # metric -> [(step, value)]: one may be missing in some lines
+    for line in lines:
+        for name, value in line.items():
+            if value is not None and name != "eval/pass@1":  # it is mean@k once more
+                curves.setdefault(name, []).append((line["step"], value))
+    panels = {}
+    for title, wanted in PANELS.items():
+        for name, points in curves.items():
+            if name in wanted or name.partition("@")[0] + "@" in wanted:
+                panels.setdefault(title, {})[name] = tuple(zip(*points))
+    return panels
+
+
 def draw_curves(lines: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # a file, no window
     import matplotlib.pyplot as plt
 
-    panels = {
-        "training reward": ("reward",),
-        "held-out accuracy": ("eval/mean@", "eval/pass@"),
-        "different correct answers": ("eval/distinct@", "eval/coverage@"),
-        "entropy per token (nats)": ("entropy",),
-        "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
-        "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean"),
-    }
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (title, wanted) in zip(axes.flat, panels.items()):
-        seen = dict.fromkeys(
-            key
-            for line in lines
-            for key, value in line.items()
-            if value is not None and key != "eval/pass@1"
-        )
-        names = [
-            key
-            for key in seen
-            # "eval/mean@" stands for every k
-            if any(key == w or (w.endswith("@") and key.startswith(w)) for w in wanted)
-        ]
-        for name in names:
-            # a metric may be missing in some lines: each curve has steps of its own
-            steps, values = zip(
-                *[(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            )
+    panels = panels_of(lines)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / 3)
+    figure = plt.figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    for place, (title, curves) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(rows, columns, place, title=title, xlabel="step")
+        for name, (steps, values) in curves.items():
             if name.startswith("eval/"):
                 axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
             else:  # single steps are noisy: faint, under their running mean
                 mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
                 (line,) = axis.plot(steps, mean, label=name)
                 axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
-        # a panel stays, empty, where the run has none of its metrics
-        axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        if names:
-            axis.legend(fontsize=8)
+        axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

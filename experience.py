@@ -3,6 +3,7 @@ what they are worth.
 
     experience = Experience(sampler, inputs, config, world, replay_state)
     lived = experience.collect(step, timer)       # all ranks together
+    lived = deal(lived, world, config)            # each with as much to learn from
 
 P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
 with an InfoSeed seed (0 without). A place is a prompt's index in the step, 0..P-1.
@@ -14,13 +15,15 @@ import torch
 from tqdm import tqdm
 
 import infoseed
+import learner
 import loss as L
 import rollout
 import scoring
 from checks import entries
 from common import scheduled
+from data import all_rows
 from preflight import Inputs
-from ranks import World, gather_groups
+from ranks import World, gather_groups, gather_objects, wait_for_ranks
 from stream import Replay, step_rows
 
 
@@ -57,9 +60,7 @@ class Experience:
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
-            rows = []
-            for source in inputs.sources:
-                rows += source
+            rows = all_rows(inputs.sources)
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:
@@ -69,6 +70,7 @@ class Experience:
         G = c["num_generations"]
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
         groups, values, failed = self.sample(rows, self.places, step, 0, timer)
+        wait_for_ranks(timer)
         rewards, metrics = self.combine(values)  # (P, G + S)
         worst = metrics  # of all attempts, the one in which most rewards failed
         resampled = 0
@@ -83,6 +85,7 @@ class Experience:
             values |= new_values
             failed += new_failed
             resampled += int(stale.sum())
+            wait_for_ranks(timer)
             rewards, metrics = self.combine(values)
             # a group that failed and was replaced counts all the same
             worst = max(worst, metrics, key=lambda found: found["reward/failures"])
@@ -183,3 +186,70 @@ class Experience:
         own = [rows[place] for place in self.places]
         request = self.request(own, self.places, step, 0)
         rollout.begin(self.sampler, self.inputs.tokenizer, *request)
+
+
+# --- which rank learns from which groups
+
+
+def group_tokens(rollouts: list[dict], packed: bool) -> int:
+    """Tokens that a forward over a group computes: packed its prompt is there once."""
+    lengths = [len(r["completion_ids"]) for r in rollouts]
+    prompt = len(rollouts[0]["prompt_ids"])
+    if packed:
+        return prompt + sum(lengths)
+    return (prompt + max(lengths)) * len(rollouts)
+
+
+def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[int]]:
+    """Places of each rank's groups, as many on each, by tokens and by whether a group needs a
+    backward: the largest first, to the rank that has least to do; the groups without gradient then
+    fill up. All stay where they were sampled, unless the busiest rank gets less to do."""
+    share = len(tokens) // world
+    # a backward costs twice a forward
+    work = [n * 3 if learning else n for n, learning in zip(tokens, learns)]
+    dealt = [[] for _ in range(world)]
+    load = [0] * world
+
+    for place in sorted(range(len(tokens)), key=lambda i: (not learns[i], -tokens[i])):
+        home = place // share
+        free = [rank for rank in range(world) if len(dealt[rank]) < share]
+        rank = min(free, key=lambda r: (load[r], r != home))
+        dealt[rank].append(place)
+        load[rank] += work[place]
+    sampled = [list(range(rank * share, (rank + 1) * share)) for rank in range(world)]
+    busiest = max(sum(work[place] for place in places) for places in sampled)
+    if busiest <= max(load):
+        return sampled
+    return [sorted(places) for places in dealt]
+
+
+def deal(lived: Lived, world: World, c: dict) -> Lived:
+    """The same step with its groups moved between ranks, so that none waits long for another. The
+    step's order is then that of the ranks, of `rewards` (P, G + S) too. All ranks together."""
+    if world.size == 1:
+        return lived
+    size = lived.rewards.shape[1]  # G + S
+    mine = {}
+    first = world.rank * len(lived.rows)
+    for i, row in enumerate(lived.rows):
+        group = lived.rollouts[i * size : (i + 1) * size]
+        mine[first + i] = (row, group, lived.values[i], lived.right[i])
+
+    tokens = [group_tokens(group, c["pack_sequences"]) for _, group, _, _ in mine.values()]
+    tokens = gather_groups(torch.tensor(tokens)).long()  # (P,)
+    learns = ~learner.resting_groups(lived.rewards, c)  # (P,)
+    dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
+
+    stays = dealt[world.rank]
+    leaving = {place: group for place, group in mine.items() if place not in stays}
+    for arrived in gather_objects(leaving):
+        mine |= arrived
+    rows, groups, values, right = zip(*[mine[place] for place in stays])
+    order = torch.tensor(dealt).flatten()  # (P,)
+    return lived._replace(
+        rows=list(rows),
+        rollouts=[r for group in groups for r in group],
+        values=torch.stack(values),
+        right=torch.stack(right),
+        rewards=lived.rewards[order],
+    )

@@ -1,7 +1,7 @@
 """Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file:
 to distil from, or to look at.
 
-    python generate.py config/countdown_tiny.py --model=runs/countdown_tiny/step_000250 \\
+    python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
         --output=out.jsonl
     torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 
@@ -156,7 +156,7 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
     _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
-    rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+    rows = data.all_rows(data.training_sources(c, tokenizer)[0])
     # 0: all of them
     rows = rows[: own["max_prompts"] or len(rows)]
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)

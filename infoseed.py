@@ -117,10 +117,10 @@ def add_rewards(rewards, log_q, S: int, coef: float):
 def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, under the weights as they are."""
     S = c["info_seed_num_seeds"]
-    plan, _ = learner.agree_on_plan(batch, 1, c)
+    plan = learner.agree_on_plan(batch, 1, c)
     h = None
     logits = None
-    for rows in plan:
+    for rows in plan.learning:
         part = rollout.take(batch, rows)
         pooled, scores = engine(
             part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
@@ -211,8 +211,8 @@ class Seeds:
     def backward(self, loss_of) -> None:
         """loss_of(rows, h, logits) of every micro-batch, summed over all ranks."""
         c = self.config
-        plan, _ = learner.agree_on_plan(self.batch, 1, c)
-        for rows in plan:
+        plan = learner.agree_on_plan(self.batch, 1, c)
+        for rows in plan.learning:
             part = rollout.take(self.batch, rows)
             h, logits = self.engine(
                 part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]

@@ -353,7 +353,8 @@ class MetricsLog:
 
 
 class Timer:
-    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take()."""
+    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take(). A phase
+    inside another one counts for itself only."""
 
     def __init__(self):
         self.seconds = {}  # phase: how long so far
@@ -362,9 +363,15 @@ class Timer:
     @contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
+        inside = sum(self.seconds.values())
         yield
+        inside = sum(self.seconds.values()) - inside  # phases within this one
+        self.add(phase, time.perf_counter() - start - inside)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Also of a phase that was measured elsewhere, within one that is measured here."""
         # a phase may come more than once in a step
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def take(self, tokens: int = 0) -> dict:
         """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over; with

@@ -12,6 +12,8 @@ micro-batch; T tokens of a completion. What is true of an objective stands in ch
 """
 
 import math
+import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,16 +44,14 @@ def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int
     return packed.tolist(), prompt[:, 0].tolist()
 
 
-def fill_packed(cost: list[int], saved: list[int], rests: list[bool], budget: int) -> list:
-    """Units of each micro-batch, in their own order, for neighbours share prompts; resting units
-    first, in micro-batches of their own."""
+def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int) -> list:
+    """Units of each micro-batch, in their own order, for neighbours share prompts."""
     bins = []
     used = 0  # tokens of the last of them
-    order = sorted(range(len(cost)), key=lambda u: not rests[u])  # stable: False sorts first
-    for u in order:
+    for u in units:
         behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
         added = cost[u] - saved[u] if behind_neighbour else cost[u]
-        if bins and used + added <= budget and rests[u] == rests[bins[-1][0]]:
+        if bins and used + added <= budget:
             bins[-1].append(u)
             used += added
         else:
@@ -60,65 +60,110 @@ def fill_packed(cost: list[int], saved: list[int], rests: list[bool], budget: in
     return bins
 
 
-def fill_padded(cost: list[int], rests: list[bool], budget: int) -> list:
-    """Units of each micro-batch, longest first, for all are padded to the first one's length;
-    resting units before the others, in micro-batches of their own."""
+def fill_padded(units: list[int], cost: list[int], budget: int) -> list:
+    """Units of each micro-batch, longest first, for all are padded to the first one's length."""
     bins = []
-    order = sorted(range(len(cost)), key=lambda u: (not rests[u], -cost[u]))
-    for u in order:
-        longest = cost[bins[-1][0]] if bins else 0
-        if bins and longest * (len(bins[-1]) + 1) <= budget and rests[u] == rests[bins[-1][0]]:
+    for u in sorted(units, key=lambda u: -cost[u]):
+        if bins and cost[bins[-1][0]] * (len(bins[-1]) + 1) <= budget:
             bins[-1].append(u)
         else:
             bins.append([u])
     return bins
 
 
+def halve_largest(bins: list) -> bool:
+    """Makes two micro-batches of the one of most units; False if all have only one."""
+    i = max(range(len(bins)), key=lambda i: len(bins[i]), default=0)
+    if not bins or len(bins[i]) == 1:
+        return False
+    half = len(bins[i]) // 2
+    bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
+    return True
+
+
+class Plan(NamedTuple):
+    """Row indices of each micro-batch of this rank."""
+
+    resting: list  # that go forward only: nothing in the loss depends on these rows
+    learning: list  # that go backward too, after the others; as many on every rank
+    missing: int = 0  # forwards that other ranks have more
+    cut: bool = False  # groups had to be cut, as one of them, on any rank, exceeds the budget
+
+    @property
+    def micro_batches(self) -> list:
+        return self.resting + self.learning
+
+
 def plan_micro_batches(
-    batch: dict, budget: int, unit: int, pack: bool, at_least: int = 1, idle=None
-) -> list:
-    """Row indices of each micro-batch: as many as fit in `budget` tokens, `unit` neighbouring rows
-    (a group) never torn apart; then halved until there are `at_least`, for ranks must agree on the
-    number. idle (N,) bool: rows without a gradient; they come first, in micro-batches of their
-    own."""
+    batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), idle=None
+) -> Plan:
+    """As many rows as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart;
+    then halved until there are at_least = (resting, learning) micro-batches, for ranks must agree
+    on the numbers. idle (N,) bool: rows without a gradient.
+
+    A rank with too few units that learn takes one that rests for each that it lacks."""
     cost, saved = unit_tokens(batch, unit, pack)
     rests = [False] * len(cost)
     if idle is not None:
         rests = idle.cpu().view(-1, unit).all(1).tolist()
-    bins = fill_packed(cost, saved, rests, budget) if pack else fill_padded(cost, rests, budget)
-    while len(bins) < at_least:
-        # the one of most units; ranks have as many rows, so there is one to halve
-        i = max(range(len(bins)), key=lambda i: len(bins[i]))
-        half = len(bins[i]) // 2
-        bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
+
+    def fill(kind: bool) -> list:
+        units = [u for u in range(len(cost)) if rests[u] == kind]
+        return fill_packed(units, cost, saved, budget) if pack else fill_padded(units, cost, budget)
+
+    resting = fill(True)
+    learning = fill(False)
+    while len(learning) < at_least[1]:
+        if not halve_largest(learning):
+            # ranks have as many rows, so there is one; a single unit, for its gradient is 0
+            learning.append([resting[-1].pop()])
+            resting = [units for units in resting if units]
+    while len(resting) < at_least[0] and halve_largest(resting):
+        pass
     inside = torch.arange(unit)
-    return [(torch.tensor(units)[:, None] * unit + inside).flatten() for units in bins]
+
+    def rows_of(bins: list) -> list:
+        return [(torch.tensor(units)[:, None] * unit + inside).flatten() for units in bins]
+
+    return Plan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
 
 
-def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> tuple[list, bool]:
-    """The micro-batches of this rank, as many on every rank, and whether groups of `unit` rows had
-    to be cut because one of them, on any rank, exceeds the budget."""
+def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> Plan:
+    """The micro-batches of this rank, all ranks together: as many that learn on every rank, and
+    one at least, for the optimizer to step on."""
     budget = c["max_tokens_per_micro_batch"]
     pack = c["pack_sequences"]
 
-    def plan(unit: int, at_least: int = 1) -> list:
+    def plan(unit: int, at_least=(0, 0)) -> Plan:
         return plan_micro_batches(batch, budget, unit, pack, at_least, idle)
 
     too_large = max(unit_tokens(batch, unit, pack)[0]) > budget
     # both plans are counted, for a rank does not know yet which one the others need
-    mine = torch.tensor([too_large, len(plan(unit)), len(plan(1))])
-    too_large, whole, single = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    if unit > 1 and too_large:
-        return plan(1, at_least=single), True
-    return plan(unit, at_least=whole), False
+    mine = [too_large]
+    for one in (plan(unit), plan(1)):
+        mine += [len(one.resting), len(one.learning)]
+    too_large, *most = across_ranks(torch.tensor(mine), dist.ReduceOp.MAX).tolist()
+    cut = unit > 1 and bool(too_large)
+    resting, learning = most[2:] if cut else most[:2]
+    agreed = plan(1 if cut else unit, (resting, max(1, learning)))
+    return agreed._replace(cut=cut)
 
 
 @torch.no_grad()
-def score_rows(model, batch: dict, plan: list, entropy: bool = False):
+def keep_step(model, batch: dict, forwards: int) -> None:
+    """Forwards for nothing, of one row: ZeRO-3 gathers parameters in each, on all ranks."""
+    part = rollout.take(batch, torch.tensor([0]))
+    for _ in range(forwards):
+        model(part["ids"], part["prompt_lengths"], part["lengths"])
+
+
+@torch.no_grad()
+def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`, or the entropies of its next-token
     distributions; 0 outside completions."""
     scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
-    for rows in plan:
+    keep_step(model, batch, plan.missing)
+    for rows in plan.micro_batches:
         part = rollout.take(batch, rows)
         logps, entropies = model(
             part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
@@ -150,7 +195,7 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
     }
     # passes without gradient may tear groups apart, so rows are placed one by one
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
-        plan, _ = agree_on_plan(batch, 1, c)
+        plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
         group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
@@ -169,7 +214,7 @@ def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> d
     return group
 
 
-def score_by_reference(reference, batch: dict, plan: list, c: dict):
+def score_by_reference(reference, batch: dict, plan: Plan, c: dict):
     """Log-probs (N, T) of all rows under the reference model, which may wait in CPU memory."""
     if c["reference_placement"] != "cpu":
         return score_rows(reference, batch, plan)
@@ -397,12 +442,29 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
+def acts_on_all(beta: float, c: dict) -> bool:
+    """Whether the loss has a term that acts on a group whatever its rewards are."""
+    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
+    return c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0)
+
+
+def resting_groups(rewards, c: dict):
+    """(P,) bool: groups that will hardly need a backward, by their rewards (P, G + S) alone.
+    idle_rows() knows better, but needs forwards, which are to be dealt out by this."""
+    # equal rewards will differ
+    seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+    shaped = c["policy_entropy_bonus_coef"] > 0 or c["unlikeliness_coef"] > 0
+    if acts_on_all(c["beta"], c) or seeds_earn or (shaped and not couples_rows(c)):
+        return torch.zeros(len(rewards), dtype=torch.bool)
+    if couples_rows(c):
+        return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    return L.equal_groups(rewards)
+
+
 def idle_rows(targets: dict, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, as a rule those of equal
     rewards. They need no backward."""
-    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
-    # terms that act whatever the rewards are
-    if c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0):
+    if acts_on_all(beta, c):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
     idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
     return idle.repeat_interleave(targets["rewards"].shape[1])
@@ -411,15 +473,7 @@ def idle_rows(targets: dict, beta: float, c: dict):
 # --- gradients
 
 
-def agree_on_backwards(plan: list, idle) -> int:
-    """How many of the micro-batches, the last ones, go backward: as many on every rank, and one at
-    least, for the optimizer to step on."""
-    mine = sum(not idle[rows].all() for rows in plan)
-    most = across_ranks(torch.tensor(mine), dist.ReduceOp.MAX)
-    return max(1, int(most))
-
-
-def score_gradients(engine, batch: dict, plan: list, targets: dict, c: dict, norm: dict) -> tuple:
+def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, norm: dict) -> tuple:
     """Where a group does not fit in a micro-batch: its rows' scores come from a pass of their own,
     and each row gets d loss / d score, (N,); and the loss."""
     G = targets["rewards"].shape[1]
@@ -456,20 +510,21 @@ def accumulate_gradients(
     targets = {name: value.to(device) for name, value in targets.items()}
     coupled = couples_rows(c)
     idle = idle_rows(targets, beta, c)  # (p * G,)
-    plan, cut = agree_on_plan(batch, G if coupled else 1, c, idle)
-    first_backward = len(plan) - agree_on_backwards(plan, idle)
+    plan = agree_on_plan(batch, G if coupled else 1, c, idle)
+    began = time.perf_counter()  # from here to the end of the loop a rank is by itself
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
-    if cut:
+    if plan.cut:
         targets["score_gradients"], sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
     # in the first update the policy is the one that sampled: its own log-probs are the old ones
     first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
     finite = True
-    for i, rows in enumerate(plan):
+    keep_step(engine, batch, plan.missing)
+    for i, rows in enumerate(plan.micro_batches):
         part = rollout.take(batch, rows)
         part["advantages"] = advantages[rows]
-        learns = i >= first_backward
+        learns = i >= len(plan.resting)
         with torch.set_grad_enabled(learns):
             logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
         if first_update:
@@ -491,9 +546,13 @@ def accumulate_gradients(
             # ranks what is meant to be a sum.
             engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
         sums += torch.tensor([reported, *measured])
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the last backward is only queued yet
+    seconds = time.perf_counter() - began
     if first_update:
         batch["old_logps"] = old_logps
-    return update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+    metrics = update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+    return metrics | learning_seconds(seconds)
 
 
 # --- metrics
@@ -513,6 +572,18 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
     return metrics
 
 
+def learning_seconds(own: float) -> dict:
+    """How long forwards and backwards took the slowest rank and a rank on average, and how long
+    this one waits for the slowest (ZeRO 2 and 3 wait in every backward, which is not seen)."""
+    seconds = gather_groups(torch.tensor([own]))  # (world,)
+    slowest = seconds.max().item()
+    return {
+        "time/learn_slowest": slowest,
+        "time/learn_mean": seconds.mean().item(),
+        "time/wait": max(0.0, slowest - own),  # of this rank, before gradients are exchanged
+    }
+
+
 def group_metrics(rewards, lengths) -> dict:
     """What the groups of the step were worth and how long their completions were; rewards and
     lengths (P, G)."""
@@ -523,6 +594,15 @@ def group_metrics(rewards, lengths) -> dict:
         "completions/mean_length": lengths.mean().item(),
         "completions/max_length": lengths.max().item(),
     }
+
+
+@torch.no_grad()
+def sampler_distance(model, batch: dict) -> float:
+    """Mean distance of the sampler's log-probs from a model's, nats a token, over all ranks."""
+    logps, _ = model(batch["ids"], batch["prompt_lengths"], batch["lengths"])  # (N, T)
+    apart = (logps - batch["sampler_logps"]).abs().sum()  # both are 0 behind a row's end
+    total, tokens = across_ranks(torch.stack([apart, batch["lengths"].sum()])).tolist()
+    return total / tokens
 
 
 def sampler_mismatch(batch: dict, limit: float) -> dict:

@@ -1,5 +1,5 @@
 """The policy: a language model that answers with log-probs of its completions, its optimizer at
-ZeRO stage 0, its weights by name.
+ZeRO stage 0, its weights by name, its adapters.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
@@ -8,16 +8,21 @@ n rows; T tokens of the longest completion; S of the longest row; M of all of th
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import deepspeed
 import torch
+from safetensors.torch import save_file
 
 import loss as L
 import packing
 from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
 
+GATHERED_BYTES = 2**30  # of ZeRO-3 parameters that are put together at once, for a sync or a save
+# a prime that divides no usual width: the signs of a norm and of the columns behind it would cancel
+FLIPPED = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
 
@@ -215,7 +220,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"optimizer_options={c['optimizer_options']}: torch.optim.{cls.__name__} refuses them: "
-            f"{in_one_line(error)}"
+            f"{in_one_line(error, 300)}"
         ) from None
     optimizer.max_grad_norm = c["max_grad_norm"]
     return optimizer
@@ -237,23 +242,196 @@ def completion_mask(lengths):
     return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
 
+# --- weights by name
+
+
+class Parameters(NamedTuple):
+    """How many a model has, and how many of them are trained."""
+
+    all: int
+    trained: int
+
+
+def count_parameters(module) -> Parameters:
+    total = trained = 0
+    for parameter in module.parameters():
+        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return Parameters(total, trained)
+
+
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, whole on every rank, as an engine's
-    sync and a checkpoint take them. ZeRO-3 parameters are gathered one at a time, by all ranks
-    together. Tied embeddings appear under both names: a vLLM reload without lm_head.weight is
+    """(name, tensor) of every weight of a Hugging Face model, as an engine's sync takes them: those
+    of model_weights, tied embeddings under both names. A vLLM reload without lm_head.weight is
     silently wrong."""
     head = lm.get_output_embeddings().weight
     tied = head is lm.get_input_embeddings().weight
+    name_of_head = next(name for name, p in lm.named_parameters() if p is head)
+    for name, tensor in model_weights(lm, zero_stage):
+        yield name, tensor
+        if tied and name == name_of_head:
+            yield "lm_head.weight", tensor
+
+
+class Weight(NamedTuple):
+    """A weight as the outside knows it, and the parameters that it is made of."""
+
+    name: str
+    parameters: list  # itself; of an adapted layer W, A and B
+    layer: object  # the adapted layer, else None
+
+
+def model_weights(lm, zero_stage: int):
+    """(name, tensor) of every weight once, whole on every rank, as a checkpoint takes them: names
+    and values of a model without adapters, which are merged. ZeRO-3 parameters are gathered
+    GATHERED_BYTES at a time, by all ranks together."""
+    weights = []
     for name, parameter in lm.named_parameters():
-        if zero_stage == 3:
-            # a copy: the gathered tensor is gone again when the context ends
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.detach().clone()
-        else:
-            whole = parameter.detach()
-        yield name, whole
-        if tied and parameter is head:
-            yield "lm_head.weight", whole
+        if ".lora_" in name:  # part of the weight that it adapts
+            continue
+        path, _, kind = name.rpartition(".base_layer.")  # peft's word for what it has wrapped
+        layer = lm.get_submodule(path) if kind == "weight" and path else None
+        parameters = [parameter]
+        if layer is not None:
+            parameters += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        weights.append(Weight(name.replace(".base_layer.", "."), parameters, layer))
+
+    for portion in portions(weights):
+        parameters = []
+        for weight in portion:
+            parameters += weight.parameters
+        tensors = iter(whole(parameters, zero_stage))
+        for weight in portion:
+            parts = [next(tensors) for _ in weight.parameters]
+            yield weight.name, parts[0] if weight.layer is None else merged(weight.layer, *parts)
+
+
+def portions(weights: list[Weight]) -> list[list[Weight]]:
+    """The same in order, as many together as GATHERED_BYTES, one at least."""
+    found = []
+    size = 0  # bytes of the last of them
+    for weight in weights:
+        own = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weight.parameters)
+        if not found or size + own > GATHERED_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(weight)
+        size += own
+    return found
+
+
+def whole(parameters: list, zero_stage: int) -> list:
+    """The tensors of parameters, which ZeRO-3 has to gather."""
+    if zero_stage < 3:
+        return [p.detach() for p in parameters]
+    with deepspeed.zero.GatheredParameters(parameters):
+        # copies: what is gathered is gone again when the context ends
+        return [p.detach().clone() for p in parameters]
+
+
+@torch.no_grad()
+def flip_signs(lm, zero_stage: int) -> None:
+    """Turns the sign of every 53rd number of each parameter, in place: another model of the same
+    size. Done twice it is the old one, to the bit, without a copy of it. All ranks together."""
+    for portion in portions([Weight("", [p], None) for p in lm.parameters()]):
+        parameters = [weight.parameters[0] for weight in portion]
+        gathered = nullcontext()
+        if zero_stage == 3:  # by all ranks alike, but one must say so
+            gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+        with gathered:
+            for p in parameters:
+                p.detach().view(-1)[::FLIPPED].neg_()
+
+
+# --- adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): each linear layer's frozen weight W becomes
+# W + 2 B A, with A (rank, in) and B (out, rank)
+
+
+def add_adapters(lm, rank: int, base: str) -> str:
+    """Gives every linear layer but the vocabulary head an adapter, which alone is trained from then
+    on. B begins at 0, so nothing changes yet. base: where the model comes from, for peft's files.
+    Returns a sentence; UserError where peft is not there or can't do it."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(
+            f"lora_rank={rank} needs peft, which can't be imported ({error}): make env installs it"
+        ) from None
+    adapter = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,  # B A counts twice, at any rank
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    try:
+        inject_adapter_in_model(adapter, lm)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"lora_rank={rank}: peft can't adapt the layers of model {lm.config.model_type!r}: "
+            f"{in_one_line(error, 300)}"
+        ) from None
+    parameters = count_parameters(lm)
+    return (
+        f"adapters of rank {rank} on {len(adapted_layers(lm))} linear layers: "
+        f"{parameters.trained / 1e6:.2f}M of {parameters.all / 1e6:.2f}M parameters are trained"
+    )
+
+
+def adapted_layers(lm) -> list:
+    return [module for module in lm.modules() if hasattr(module, "lora_A")]
+
+
+@torch.no_grad()
+def merged(layer, weight, a, b):
+    """W + 2 B A of an adapted layer, in the type of W and rounded once."""
+    weight = weight.to(b.device)  # it may wait in CPU memory, see train.sync_weights
+    change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
+    if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)
+        change = change.T
+    return (weight.float() + change).to(weight.dtype)
+
+
+def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
+    """peft's own files, for PeftModel.from_pretrained(base model, folder). All ranks gather the
+    weights together, rank 0 writes. Without adapters there is nothing to write."""
+    weights = {}
+    for name, parameter in lm.named_parameters():
+        if ".lora_" in name:
+            (tensor,) = whole([parameter], zero_stage)
+            # as peft has them: inside its own two models, without the name of the adapter
+            weights["base_model.model." + name.replace(".default.", ".")] = tensor.cpu()
+    if weights and rank == 0:
+        folder.mkdir()
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        lm.peft_config["default"].save_pretrained(folder)
+
+
+def place_frozen(lm, device) -> None:
+    """Moves what is not trained to a device: beside adapters, nearly all."""
+    for parameter in lm.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(device)
+
+
+class WithoutAdapters:
+    """The reference of a policy that trains adapters: the same model, called with them off."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.module = engine.module  # set_temperature looks for the policy there
+
+    def __call__(self, *args, **kwargs):
+        layers = adapted_layers(self.module.lm)
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            return self.engine(*args, **kwargs)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
 
 def set_temperature(models, temperature: float) -> None:

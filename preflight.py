@@ -32,9 +32,10 @@ from common import (
     rank_memory,
     refuse_missing_folder,
     say_once,
+    with_tau,
 )
 from loss import CPU_CHUNK, KEPT_BYTES
-from policy import CHUNK, dtype_of, make_optimizer
+from policy import CHUNK, add_adapters, count_parameters, dtype_of, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -127,7 +128,9 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error)}"
+    reason = (
+        error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error, 300)}"
+    )
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
@@ -175,7 +178,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"(a base model; --chat_template gives it one)"
         )
     # tokens that the template, or the tokenizer by itself, puts into every prompt
-    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, "")
+    plain = {"system_prompt": "", "chat_template_kwargs": {}}
+    text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
     if beyond:
         raise UserError(
@@ -278,7 +282,9 @@ def damaged_file(folder: Path) -> str:
             with safe_open(path, "pt"):  # reads the header, and compares it with the file's size
                 pass
         except Exception as error:  # SafetensorError, OSError and what else a file can be
-            return f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error)}"
+            return (
+                f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error, 300)}"
+            )
     return ""
 
 
@@ -394,14 +400,14 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = [row for source in (*sources, easy) for row in source]  # all that rewards will see
+    rows = data.all_rows([*sources, easy])  # all that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     eval_rows = []
     if c["eval_steps"] > 0:  # 0: never evaluated, no rows are needed
         eval_rows = load_eval_rows(c, files.tokenizer)
-    data.refuse_leakage(rows, eval_rows, c["allow_leakage"])
+    *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
     return Inputs(
         model=files.config,
         tokenizer=files.tokenizer,
@@ -456,9 +462,13 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     inputs = load_inputs(c, world, dry_run=True)
     show_data(inputs, c)
     model = empty_model(c["model"], inputs.model)
-    parameters = sum(p.numel() for p in model.parameters())
-    show_memory(c, inputs.model, parameters, dtype, world)
-    for warning in warn_config(c, inputs.model.vocab_size):
+    if c["lora_rank"]:
+        print(add_adapters(model, c["lora_rank"], base=c["model"]))
+    show_memory(c, inputs.model, count_parameters(model), dtype, world)
+    known = with_tau(c, inputs.model.vocab_size)
+    if known != c:
+        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
+    for warning in warn_config(known, inputs.model.vocab_size):
         print(f"warning: {warning}")
 
 
@@ -488,9 +498,9 @@ def tokens_at_once(c: dict, world: int) -> int:
     return min(limit, rows_of_a_rank(c, world) * longest_row(c))
 
 
-def fitting_tokens(c: dict, model, parameters: int, world: int) -> int:
+def fitting_tokens(c: dict, model, parameters, world: int) -> int:
     """max_tokens_per_micro_batch where it is 0: the largest power of two with which the estimate is
-    at most MEMORY_SHARE of a rank's memory. model: its config."""
+    at most MEMORY_SHARE of a rank's memory. model: its config; parameters: policy.Parameters."""
     tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
@@ -518,8 +528,9 @@ def on_device(table: dict) -> float:
     return sizes
 
 
-def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int) -> None:
-    """The estimate of a rank's memory as a table. model: its config."""
+def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
+    """The estimate of a rank's memory as a table. model: its config; parameters:
+    policy.Parameters."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
     c = c | {"max_tokens_per_micro_batch": tokens}
     micro_batches = math.ceil(rows_of_a_rank(c, world) * longest_row(c) / tokens)
@@ -530,24 +541,28 @@ def show_memory(c: dict, model, parameters: int, dtype: torch.dtype, world: int)
     name = str(dtype).removeprefix("torch.")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
     together = on_device(table)
-    print(f"memory per rank, estimated, {parameters / 1e6:.1f}M parameters in {name}:")
+    print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table[f"together, of {device_memory() / GIB:.2f}"] = together
-    table["of weights on every rank while it loads"] = parameters * dtype.itemsize
+    table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
+    if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
+        awake = (together - table["rollout engine's weights"]) / GIB
+        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
     if together > device_memory():
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
-def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) -> dict:
+def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
     """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
-    model: its config; itemsize: bytes of a number."""
-    weights = parameters * itemsize
-    optimizer = parameters * OPTIMIZERS[c["optimizer"]].state_bytes
+    model: its config; parameters: policy.Parameters; itemsize: bytes of a number."""
+    weights = parameters.all * itemsize
+    optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
     if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO has one in float32 too
-        optimizer += parameters * 4  # a float32 copy of the weights
+        optimizer += parameters.trained * 4  # a float32 copy of the weights
     place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
-    reference = 0 if c["beta"] == 0 else weights
+    # with adapters it is the policy with these off
+    reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
     # GPT-2 has no name for the width of its feed-forward layers
@@ -563,7 +578,7 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     table = {
         "libraries": CUDA_LIBRARIES if torch.cuda.is_available() else LIBRARIES,
         "weights": weights / share(3),
-        "gradients": weights / share(2),
+        "gradients": parameters.trained * itemsize / share(2),
         "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, world),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
@@ -573,12 +588,12 @@ def memory_estimate(c: dict, model, parameters: int, itemsize: int, world: int) 
     return table | engine_bytes(c, model, weights, world)
 
 
-def bucket_bytes(c: dict, parameters: int, itemsize: int, world: int) -> int:
+def bucket_bytes(c: dict, parameters, itemsize: int, world: int) -> int:
     """What DeepSpeed copies gradients into before it sends them, reduce_bucket_size at a time."""
     if c["zero_stage"] > 0 and torch.cuda.is_available():
         return BUCKET * itemsize  # taken whole, whatever comes into it
     if c["zero_stage"] > 0 or world > 1:
-        return min(parameters, BUCKET) * itemsize
+        return min(parameters.trained, BUCKET) * itemsize
     return 0
 
 

@@ -2,63 +2,147 @@
 
     rows = encode_prompts(rows, tokenizer, config)     # with "prompt_ids"
 
-What a prompt is stands in one place (prompt_text, with_prompt, prompt_key, messages_of); all else
-asks these four.
+A row's "prompt" is a text that the user says, or a conversation: a list of messages {"role",
+"content"} of which the last is the user's. What that means stands in the first part of this file;
+all else asks there.
 """
 
 import hashlib
 import math
+import re
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
-from common import UserError, in_one_line
+from common import UserError, in_one_line, quoted
 
-# --- what a prompt is: a text that the user says
+# --- what a prompt is: a text that the user says, or a list of chat messages
+
+ROLES = ("system", "user", "assistant")
+MOST_MESSAGES = 1000  # of a conversation: a template goes through all of them
+
+
+def prompt_fault(prompt) -> str:
+    """What is wrong with a row's prompt, as a sentence goes on; "" for nothing."""
+    if isinstance(prompt, str):
+        return ""
+    if not isinstance(prompt, list):
+        kind = type(prompt).__name__
+        return (
+            f"must be text or a list of chat messages, not a {kind}: name a column that holds the "
+            f"question alone; the chat template is put around it here"
+        )
+    if not 0 < len(prompt) <= MOST_MESSAGES:
+        return f"is a list of {len(prompt)} messages; it must hold 1 to {MOST_MESSAGES}"
+    for i, message in enumerate(prompt):
+        if fault := message_fault(i, message):
+            return f"is a list of messages whose number {i + 1} {fault}"
+    last = prompt[-1]
+    if last["role"] != "user":
+        return f"ends with a message of the role {last['role']!r}; the last must be the user's"
+    if not last["content"]:
+        return "ends with a message of the user that is empty"
+    return ""
+
+
+def message_fault(i: int, message) -> str:
+    """What is wrong with message i of a list; "" for nothing. Entries of it beside role and content
+    are not read."""
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        return f'must be {{"role": ..., "content": ...}}, not {quoted(message)}'
+    role = message["role"]
+    if role not in ROLES:
+        return f"has the role {quoted(role)}; there are {', '.join(ROLES)}"
+    if role == "system" and i > 0:
+        return "is the system's, which only the first may be"
+    if not isinstance(message["content"], str):
+        return f"must have a text as its content, not {quoted(message['content'])}"
+    return ""
+
+
+def messages_of(row: dict, system_prompt: str) -> list[dict]:
+    """The conversation that the assistant continues. A system message of its own wins."""
+    prompt = row["prompt"]
+    given = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    messages = []
+    if system_prompt and given[0]["role"] != "system":
+        messages.append({"role": "system", "content": system_prompt})
+    for message in given:
+        messages.append({"role": message["role"], "content": message["content"]})
+    return messages
 
 
 def prompt_text(row: dict) -> str:
-    """The text by which a prompt is known, and of which the beginning is cut if it is too long."""
-    return row["prompt"]
+    """What the user says last, of which the beginning is cut where a prompt is too long."""
+    return messages_of(row, "")[-1]["content"]
 
 
 def with_prompt(row: dict, text: str) -> dict:
     """The row with another text in the place of prompt_text: cut, or with an InfoSeed seed."""
-    return {**row, "prompt": text}
+    if not isinstance(row.get("prompt"), list):
+        return {**row, "prompt": text}
+    return {**row, "prompt": [*row["prompt"][:-1], {"role": "user", "content": text}]}
+
+
+def prompt_identity(row: dict) -> str:
+    """Equal for equal prompts: the whole conversation, or the text of one that is nothing else."""
+    messages = messages_of(row, "")
+    if len(messages) == 1:
+        return prompt_text(row)
+    # NUL, so that no text looks like it; between spaces, which prompt_key evens out
+    return " ".join(f"\0{message['role']}\0 {message['content']}" for message in messages)
 
 
 def prompt_key(row: dict) -> str:
     """The same for prompts that differ in spaces and case only: how replay knows them again."""
-    words = prompt_text(row).lower().split()
+    words = prompt_identity(row).lower().split()
     # JSON can hold half a character, which is no UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def messages_of(row: dict, system_prompt: str) -> list[dict]:
-    """The conversation that the assistant continues."""
-    messages = [{"role": "user", "content": prompt_text(row)}]
-    if system_prompt:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
 
 
 # --- chat templates
 
 
-def render_prompt(row: dict, tokenizer, system_prompt: str) -> str:
+def render_prompt(row: dict, tokenizer, c: dict) -> str:
     """The prompt as the model sees it: its chat template with the assistant's turn opened, or the
-    bare text for a base model."""
-    if not tokenizer.chat_template:  # a base model knows no roles
-        return system_prompt + prompt_text(row)
+    bare text for a base model. c: system_prompt and chat_template_kwargs are read."""
+    messages = messages_of(row, c["system_prompt"])
+    if not tokenizer.chat_template:
+        return bare_text(row, messages)
     try:
         return tokenizer.apply_chat_template(
-            messages_of(row, system_prompt), tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True, **c["chat_template_kwargs"]
         )
     except Exception as error:  # some refuse a system prompt; a template is a program
         raise UserError(
             f"the chat template can't render row {row['id']!r} with "
-            f"system_prompt={system_prompt!r}: {type(error).__name__}: {in_one_line(error)}"
+            f"system_prompt={c['system_prompt']!r} and "
+            f"chat_template_kwargs={c['chat_template_kwargs']!r}: "
+            f"{type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
+
+
+def bare_text(row: dict, messages: list[dict]) -> str:
+    """The prompt of a base model, which knows no roles: system prompt and question."""
+    turns = [message for message in messages if message["role"] != "system"]
+    if len(turns) > 1:
+        raise UserError(
+            f"row {row['id']!r} is a conversation of {len(turns)} turns, and a model without a "
+            f"chat template can't tell them apart: --chat_template gives it one"
+        )
+    return "".join(message["content"] for message in messages)
+
+
+def check_template_kwargs(tokenizer, kwargs: dict) -> None:
+    """UserError for one of chat_template_kwargs that nothing reads: a template passes over it."""
+    for name in kwargs:
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"chat_template_kwargs: {name!r} is for a chat template, and the model has none"
+            )
+        # as a word anywhere in it: which branch reads it is the template's business
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
+            raise UserError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
 
 def set_chat_template(tokenizer, template: str) -> None:
@@ -83,7 +167,7 @@ def check_chat_template(tokenizer, what: str) -> None:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
         raise UserError(
-            f"{what} can't be used: {type(error).__name__}: {in_one_line(error)}"
+            f"{what} can't be used: {type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
     if "\0" not in text:
         raise UserError(
@@ -126,6 +210,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
     console.
 
     seeds: the prompts with an InfoSeed seed in them must fit as well."""
+    check_template_kwargs(tokenizer, c["chat_template_kwargs"])
     encoder = Encoder(tokenizer, c, seeds)
     encoded, sizes = encoder.encode_all(rows)
     # the usual case: nothing to say
@@ -170,7 +255,7 @@ class Encoder:
         self.seeds = seeds and c["info_seed_num_seeds"] > 0
 
     def render(self, row: dict) -> str:
-        return render_prompt(row, self.tokenizer, self.config["system_prompt"])
+        return render_prompt(row, self.tokenizer, self.config)
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[float]]:
         """Rows with "prompt_ids", and the tokens that each needs: math.inf, and no ids, where a
@@ -213,7 +298,7 @@ class Encoder:
         length = f"{most} tokens" + (" with its seed" if self.seeds else "")
         if most == math.inf:
             # all of these have infinitely many tokens: characters tell which is the longest
-            worst = max((rows[i] for i in places), key=lambda row: len(prompt_text(row)))
+            worst = max((rows[i] for i in places), key=lambda row: len(prompt_identity(row)))
             length = f"{len(self.render(worst))} characters, which are more tokens than that"
         return (
             f"max_prompt_length={self.limit}: {len(too_long)} of {len(rows)} prompts are longer, "
@@ -303,5 +388,5 @@ def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
         head = before.replace("{seed}", str(z))
         tail = after.replace("{seed}", str(z))
         seeded = with_prompt(row, head + prompt_text(row) + tail)
-        texts.append(render_prompt(seeded, tokenizer, c["system_prompt"]))
+        texts.append(render_prompt(seeded, tokenizer, c))
     return tokenise(texts, tokenizer)

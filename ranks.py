@@ -6,8 +6,12 @@ one process is a world of one.
     leave_together(sampler)
 """
 
+import contextlib
 import os
+import secrets
+import select
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +24,14 @@ import transformers
 
 import rollout
 from checks import entries
-from common import DEADLINE, RunStopped, UserError, check_writable, under_torchrun
+from common import DEADLINE, RunStopped, UserError, check_writable, say, under_torchrun
 from policy import dtype_of, named_weights
 
 MEETING_SECONDS = 45  # that ranks started by hand wait for each other
+# beats of the heartbeat, one a second: the others leave within a minute, and no rank keeps Python
+# busy for so long in one call
+SILENCE = 45
+GRACE = 5  # beats from the end of a rank to that of the others, who may have words of their own
 
 if not torch.cuda.is_available():
     # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
@@ -126,8 +134,9 @@ class World(NamedTuple):
     device: torch.device
 
 
-def start_distributed() -> World:
-    """Starts the process group; one process without torchrun is a world of one."""
+def start_distributed(silence: int = SILENCE) -> World:
+    """Starts the process group and the heartbeat beside it; one process without torchrun is a
+    world of one. silence: beats (seconds) after which a rank that is not heard counts as dead."""
     if "RANK" not in os.environ:  # started without torchrun
         be_alone()
     refuse_idle_gpu()
@@ -145,6 +154,9 @@ def start_distributed() -> World:
     transformers.utils.logging.disable_progress_bar()
     deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
     del store
+    if dist.get_world_size() > 1 and not hearts:
+        hearts.append(Heartbeat(connect_ranks(), silence))
+        threading.Thread(target=hearts[0].run, daemon=True).start()
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -179,16 +191,185 @@ def start_sampler(c: dict, device):
     return sampler
 
 
-def leave_together(sampler) -> None:
-    """The end of a script, all ranks: nobody goes while another still writes, and the engine goes
-    before the process group."""
+def leave_together(sampler=None) -> None:
+    """The end of a script, all ranks: nobody goes while another still writes, and the engine, if
+    any, goes before the process group."""
     dist.barrier()
-    sampler.close()
+    while hearts:
+        hearts.pop().part()
+    if sampler is not None:
+        sampler.close()
     if dist.is_initialized():  # vLLM takes it down itself
         dist.destroy_process_group()
 
 
+# --- a rank that is dead: under NCCL the others would wait in a collective, where Python hears no
+# --- signal, and be killed without a word
+
+
+hearts = []  # the heartbeat of this process, from start_distributed to leave_together
+FAREWELL = b"bye"
+
+
+class Peer:
+    """A rank at the other end of a connection."""
+
+    def __init__(self, rank: int, connection: socket.socket, place: str):
+        self.rank = rank
+        self.connection = connection
+        self.place = place  # host and process
+        self.silent = 0  # beats of ours since it was heard
+        self.ended = False  # its process is gone, or it hung up
+        self.words = b""  # half a line
+        connection.setblocking(False)
+
+    def send(self, line: bytes) -> None:
+        # what can't be sent shows when nothing is heard, too
+        with contextlib.suppress(OSError):
+            self.connection.send(line + b"\n")
+
+    def hear(self) -> list[bytes]:
+        """The lines that have come; an empty one is a beat."""
+        self.silent = 0
+        try:
+            received = self.connection.recv(4096)
+        except BlockingIOError:
+            return []
+        except OSError:  # reset: its process was killed
+            received = b""
+        if not received:
+            self.ended = True
+        *lines, self.words = (self.words + received).split(b"\n")
+        return lines
+
+
+class Heartbeat:
+    """Rank 0 hears every rank and every rank hears rank 0, which passes on what it finds out. Time
+    is counted in own beats: a run that is suspended as a whole, and continued, has missed none."""
+
+    def __init__(self, peers: list[Peer], silence: int):
+        self.peers = peers
+        self.silence = silence
+        self.parted = False
+
+    def run(self) -> None:
+        while not self.parted and self.peers:
+            verdict = self.listen(1.0) or self.beat()
+            if verdict:
+                self.leave(verdict)
+
+    def listen(self, seconds: float) -> str:
+        """Hears the others for so long. What another rank says of a dead one, else ""."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            awake = {peer.connection.fileno(): peer for peer in self.peers if not peer.ended}
+            poll = select.poll()
+            for number in awake:
+                poll.register(number, select.POLLIN)
+            # without connections it only waits
+            for number, _ in poll.poll(left * 1000):  # milliseconds
+                peer = awake[number]
+                for line in peer.hear():
+                    if line == FAREWELL:
+                        self.peers.remove(peer)
+                    elif line:
+                        return line.decode()
+        return ""
+
+    def beat(self) -> str:
+        """One beat to all. A sentence about a rank that is dead, else ""."""
+        for peer in self.peers:
+            peer.send(b"")
+            peer.silent += 1
+            who = f"rank {peer.rank} ({peer.place})"
+            if peer.ended:
+                if peer.silent > GRACE:
+                    return f"{who} is gone"
+            elif peer.silent > self.silence:
+                return (
+                    f"{who} has not been heard for {self.silence} s: stopped, or its host is lost"
+                )
+        return ""
+
+    def leave(self, verdict: str) -> None:
+        """Ends this process, in the middle of a collective too, and has the others end theirs."""
+        if self.parted:
+            return
+        for peer in self.peers:
+            peer.send(verdict.encode())
+        say(f"error: {verdict}; this rank leaves too (its own words, if any, are above or below)")
+        os._exit(1)
+
+    def part(self) -> None:
+        """Before a rank that has done its work goes."""
+        self.parted = True
+        for peer in list(self.peers):
+            peer.send(FAREWELL)
+
+
+def connect_ranks() -> list[Peer]:
+    """Connections of this rank to rank 0, or of rank 0 to all. RunStopped where there is none."""
+    place = f"{socket.gethostname()}, process {os.getpid()}"
+    listener = None
+    message = [None]
+    if dist.get_rank() == 0:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        # a secret: strangers may reach the port too
+        message = [(listener.getsockname()[1], secrets.token_hex(16), place)]
+    dist.broadcast_object_list(message)
+    port, secret, place_of_0 = message[0]
+    if listener:
+        with listener:
+            return wait_for_peers(listener, secret)
+    host = os.environ["MASTER_ADDR"]
+    try:
+        connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+        connection.sendall(f"{secret} {dist.get_rank()} {place}\n".encode())
+    except OSError as error:
+        raise RunStopped(
+            f"rank {dist.get_rank()} can't reach rank 0 at {host}:{port}, by which ranks notice "
+            f"that one has died ({error})"
+        ) from None
+    return [Peer(0, connection, place_of_0)]
+
+
+def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
+    """Rank 0's connections to the others."""
+    missing = set(range(1, dist.get_world_size()))
+    peers = []
+    listener.settimeout(MEETING_SECONDS)
+    while missing:
+        try:
+            connection, _ = listener.accept()
+            connection.settimeout(MEETING_SECONDS)
+            hello = connection.makefile("rb", buffering=0).readline(500)
+        except OSError as error:
+            raise RunStopped(
+                f"rank 0 was not reached by {sorted(missing)} at port {listener.getsockname()[1]} "
+                f"of its host, by which ranks notice that one has died ({error})"
+            ) from None
+        said, _, rest = hello.decode(errors="replace").strip().partition(" ")
+        rank, _, place = rest.partition(" ")
+        if secrets.compare_digest(said.encode(), secret.encode()) and int(rank) in missing:
+            missing.remove(int(rank))
+            peers.append(Peer(int(rank), connection, place))
+        else:
+            connection.close()  # a stranger
+    return peers
+
+
 # --- how ranks agree: all call these together, and get the same answer
+
+
+def wait_for_ranks(timer) -> None:
+    """Until all ranks are here: "time/wait" is how long this one waits for slower ones, where they
+    meet for the first time after work of their own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what this rank's own GPU has yet to do is no waiting
+    with timer("wait"):
+        dist.barrier()
 
 
 def collective_device() -> str:
@@ -222,3 +403,10 @@ def gather_groups(tensor):
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
     return torch.cat(parts).cpu()  # (P, G)
+
+
+def gather_objects(value) -> list:
+    """What every rank gave, in rank order: for what is no tensor."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return everyones

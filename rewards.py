@@ -16,11 +16,52 @@ a `def` at the top of its module. There it sees little of your environment: a ke
 into a variable whose name begins with REWARD_.
 """
 
-from common import UserError, quoted
-from tasks import countdown, crossword, graph_coloring, mathematics, rush_hour
+import re
+from collections import deque
 
+from common import UserError, quoted
+from tasks import (
+    countdown,
+    crossword,
+    graph_coloring,
+    mathematics,
+    reasoning_gym,
+    rush_hour,
+    sentence,
+)
+
+# 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
+LAST_NUMBER = re.compile(
+    r"(?P<minus>(?<![\w.)\]}%])-)?\$?"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
+    r"(?:\.(?P<decimals>[0-9]+))?"
+)
+MINUS = {0x2212: "-"}  # the minus sign of typography
 # in the order in which format_reward wants them
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def last_number(completion: str, answer, **row) -> float:
+    """1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 is
+    1234, 3.50 is 3.5, $5 is 5.
+
+    Not covered: fractions, powers, units; "12, no, 13" is 13. An answer that is no such number is a
+    ValueError; of GSM8K's it is what stands behind ####."""
+    gold = LAST_NUMBER.fullmatch(mathematics.gold_text(answer).translate(MINUS).strip())
+    if not gold or isinstance(answer, bool):
+        raise ValueError(f"the right answer must be a number, not {quoted(answer, 40)}")
+    # a text of a megabyte holds many: only the last is kept
+    last = deque(LAST_NUMBER.finditer(completion.translate(MINUS)), maxlen=1)
+    return float(bool(last) and digits_of(last[0]) == digits_of(gold))
+
+
+def digits_of(number: re.Match) -> tuple[bool, str, str]:
+    """A match of LAST_NUMBER, equal for equal values. Not as a float or int: there may be a million
+    digits."""
+    whole = number["whole"].replace(",", "").lstrip("0")
+    decimals = (number["decimals"] or "").rstrip("0")
+    is_negative = bool(number["minus"]) and bool(whole or decimals)  # -0 is 0
+    return is_negative, whole, decimals
 
 
 def format_reward(completion: str, answer=None, **row) -> float:
@@ -89,8 +130,11 @@ REWARDS = {
     "rush_hour": rush_hour.reward,
     "rush_hour_exact": rush_hour.rush_hour_exact,
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
+    "reasoning_gym": reasoning_gym.reward,
+    "sentence": sentence.reward,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
+    "last_number": last_number,
     # of no task: these shape the reward, beside one that decides
     "format": format_reward,
     "tag_count": tag_count,

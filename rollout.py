@@ -12,7 +12,8 @@ An engine, of this process or a server, has seven methods:
     begin(prompts_ids, n, sampling, finished)     servers only: the same in the background, kept
                                                   for the generate() that asks for the same
     sync(named_parameters)  takes over the weights of an iterator of (name, tensor)
-    sleep(), wake()         its GPU memory goes to the learner, and comes back
+    sleep(), wake()         its GPU memory goes to the learner, and comes back; sleeps: whether it
+                            has any to give
     take_counts()           metrics of its own since the last call
     close()                 before the process group goes
 
@@ -24,6 +25,7 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 
 import gc
 import json
+import logging
 import math
 import os
 import random
@@ -159,10 +161,12 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "logprobs_mode": "processed_logprobs",
         # not the model's own top_p and repetition penalty, which the loss knows nothing of
         "generation_config": "vllm",
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": largest_prefill(config),
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,  # a bar of mostly one file
     }
+    if not on_gpu:
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = largest_prefill(config)
     # what the user says goes before what stands above; checks.py refuses what must not
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
@@ -184,7 +188,8 @@ def import_vllm():
     # vLLM reads these from the environment only. Its worker must share our memory and our
     # torch.distributed, so it is no process of its own
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level.upper())  # before it reads the variable itself
     # ranks share the cores: the kernel places them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -221,12 +226,6 @@ def device_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def tell(text: str) -> None:
-    """Says on rank 0 how the start goes on."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 class VllmEngine:
     """vLLM inside this process, one engine per rank or one per tensor_parallel_size ranks, started
     under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
@@ -239,7 +238,8 @@ class VllmEngine:
         # two seconds
         gc.freeze()
         gc.disable()
-        tell("starting vLLM: importing it, the first of two waits of 5 to 30 seconds")
+        wait = "the first of two waits of 5 to 30 seconds"
+        say_once(f"starting vLLM: importing it, {wait}", sys.stderr)
         self.vllm = import_vllm()
         if settings["enforce_eager"] and not on_gpu:
             # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
@@ -247,7 +247,8 @@ class VllmEngine:
             torch._dynamo.config.disable = True
         self.llm = self.load(settings)
         gc.enable()
-        tell(f"vLLM {self.vllm.__version__} is ready after {time.perf_counter() - began:.0f} s")
+        seconds = time.perf_counter() - began
+        say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
         # a copy to CPU memory and back takes longer than what is left in place is worth
         self.keeps_weights = self.sleeps and self.weight_bytes() < SMALL * device_bytes(device)
@@ -261,7 +262,9 @@ class VllmEngine:
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
-        tell(f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}")
+        say_once(
+            f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}", sys.stderr
+        )
         try:
             return self.vllm.LLM(**settings)
         except ValueError as error:
@@ -397,6 +400,8 @@ class HfEngine:
     """transformers' own generate on a second copy of the model: slow and plain, the oracle for the
     fast engines. One prompt at a time, so that nothing is padded and a prompt's completions depend
     on its own seed only (per prompt, not per completion)."""
+
+    sleeps = False
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()

@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -36,7 +35,7 @@ from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import load_model_files
 from prompts import seed_prompts
-from ranks import World, across_ranks, start_distributed
+from ranks import World, across_ranks, leave_together, start_distributed
 
 # share of the demonstrations with a seed that follow the seed. With 0.3 or 0 InfoSeed found nothing
 # to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
@@ -181,7 +180,7 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         # after the folder is held, or another process could fill it behind the check
         check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
         lm, tokenizer = load_model(c)
-        rows = [row for source in data.training_sources(c, tokenizer)[0] for row in source]
+        rows = data.all_rows(data.training_sources(c, tokenizer)[0])
         groups = demonstrations(rows, tokenizer, c)
         train(c, own, lm, tokenizer, groups)
 
@@ -191,6 +190,11 @@ def check(c: dict, own: dict, world: int) -> None:
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
+        )
+    if c["lora_rank"]:
+        raise UserError(
+            f"lora_rank={c['lora_rank']}: sft.py trains all weights, not adapters; set "
+            f"--lora_rank=0 here"
         )
     steps = own["steps"]
     learning_rate = own["learning_rate"]
@@ -273,8 +277,7 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     if world.rank == 0:
         seconds = time.perf_counter() - started
         save(Path(c["output_dir"]), lm, tokenizer, c, loss.item(), seconds)
-    dist.barrier()  # the others wait for rank 0 to save
-    dist.destroy_process_group()
+    leave_together()  # the others wait for rank 0 to save
 
 
 if __name__ == "__main__":

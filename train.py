@@ -61,8 +61,9 @@ from common import (
     progress,
     say_once,
     scheduled,
+    with_tau,
 )
-from experience import Experience
+from experience import Experience, deal
 from journal import (
     MetricsLog,
     Timer,
@@ -74,10 +75,15 @@ from journal import (
 from policy import (
     CHUNK,
     Policy,
+    WithoutAdapters,
+    add_adapters,
+    count_parameters,
     dtype_of,
+    flip_signs,
     is_checked,
     make_optimizer,
     named_weights,
+    place_frozen,
     seed_classes,
     set_temperature,
     turn_off_dropout,
@@ -91,8 +97,13 @@ from ranks import (
     leave_together,
     mean_over_ranks,
     start_distributed,
+    wait_for_ranks,
 )
 
+# of the distance that changed weights make, how much may be left when they have arrived: rounding
+TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
+TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
+TRIAL_TOKENS = 16
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
 
 
@@ -161,6 +172,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
         say_once(
             f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
         )
+    if trains and c["lora_rank"]:
+        say_once(add_adapters(lm, c["lora_rank"], base=c["model"]))
     seeds = seed_classes(c) if trains else 0
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
@@ -168,7 +181,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
 def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
     policy = load_lm(c, trains=True, device=device)
-    optimizer = make_optimizer(policy.parameters(), c, device)
+    trained = [p for p in policy.parameters() if p.requires_grad]  # beside adapters all else rests
+    optimizer = make_optimizer(trained, c, device)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
         # it then steps on the CPU, where torchrun and vLLM leave one thread
@@ -177,10 +191,13 @@ def load_policy(c: dict, device):
     return engine
 
 
-def load_reference(c: dict, device):
-    """The frozen reference model, None at beta = 0."""
+def load_reference(c: dict, engine, device):
+    """The frozen reference model, None at beta = 0. engine: of the policy, whose adapters leave its
+    model as it was."""
     if c["beta"] == 0:
         return None
+    if c["lora_rank"]:
+        return WithoutAdapters(engine)
     reference = load_lm(c, trains=False, device=device)
     if c["reference_placement"] == "cpu":
         return reference.to("cpu")  # comes to the device for its forward passes only
@@ -196,7 +213,7 @@ def load_reference(c: dict, device):
     return engine
 
 
-def micro_batch_tokens(c: dict, inputs: Inputs, parameters: int, resume_path) -> int:
+def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
     """max_tokens_per_micro_batch, the same on all ranks; where it is 0 what the checkpoint was made
     with, for a run that goes on to the bit, or else what fits into memory. All ranks call it
     together."""
@@ -215,10 +232,11 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters: int, resume_path) ->
 def start(c: dict) -> Run:
     """Everything that a run needs, loaded; its folder is made, or taken up again."""
     # False too for a run that starts from another's checkpoint
-    resuming = checkpoint.check_request(c["resume_from_checkpoint"], c["output_dir"])
+    resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
     # before ranks meet: whatever is wrong is told by each, without a collective to leave
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    c = with_tau(c, inputs.model.vocab_size)
     hub = None
     # early: a token that may not write is told before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
@@ -237,14 +255,13 @@ def start(c: dict) -> Run:
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
-    reference = load_reference(c, world.device)
+    reference = load_reference(c, engine, world.device)
     step, state, replay_state = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
         state = controllers.resume_state(state, c)
         say_once(f"resumed from {resume_path}, {step} steps done")
-    # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
@@ -311,17 +328,22 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     """Updates the policy num_iterations times on this rank's rows, and returns metrics.
 
     Loss, entropy and KL are those of the first update, whose policy is the one that sampled. The
-    shares of clipped tokens are of the last: before any update nothing is clipped."""
+    shares of clipped tokens are of the last: before any update nothing is clipped; seconds add
+    up."""
     c, engine = run.config, run.engine
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate_at(run.step, c)
     own = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
     metrics, applied = {}, True
+    of_last = ("clip_ratio/low", "clip_ratio/high")
+    of_all = ("time/learn_slowest", "time/learn_mean")
     for i in range(c["num_iterations"]):
         found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
         found |= seeds.accumulate_gradients(update=i)
+        run.timer.add("wait", found.pop("time/wait"))  # it is no part of "learn", around it
         if i > 0:
-            found = {name: found[name] for name in ("clip_ratio/low", "clip_ratio/high")}
+            later = {name: found[name] for name in of_last}
+            found = later | {name: found[name] + metrics[name] for name in of_all}
         metrics |= found
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
@@ -360,10 +382,56 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
 
 
 def sync_weights(run: Run) -> None:
-    """The policy's weights into the sampler, in place."""
+    """The policy's weights into the sampler, in place. Where both have one GPU, weights that are
+    not trained wait in CPU memory until the sampler sleeps."""
+    lm, stage = run.engine.module.lm, run.config["zero_stage"]
+    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has shared them out
+        place_frozen(lm, "cpu")
     with enough_memory("sync", run.config):
         run.sampler.wake()
-        run.sampler.sync(named_weights(run.engine.module.lm, run.config["zero_stage"]))
+        run.sampler.sync(named_weights(lm, stage))
+
+
+def prove_sync(run: Run) -> None:
+    """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
+    first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
+    learning rate weights that never arrive would hardly show. A step's own check,
+    learner.sampler_mismatch, then tells whether the policy's came back."""
+    c, lm = run.config, run.engine.module.lm
+    if c["max_logp_difference"] < 0:  # off
+        return sync_weights(run)
+    flip_signs(lm, c["zero_stage"])
+    sync_weights(run)
+    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    sampling = {
+        "temperature": 1.0,
+        "max_tokens": min(TRIAL_TOKENS, c["max_completion_length"]),
+        "stop_token_ids": run.inputs.stop_ids,
+        "seeds": list(range(len(prompts))),
+        "names": [f"trial-{i}" for i in range(len(prompts))],
+    }
+    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
+    run.sampler.take_counts()  # of no step
+    run.sampler.sleep()
+    place_frozen(lm, run.world.device)
+    batch = rollout.to_batch(rollouts, run.world.device)
+    set_temperature([run.engine], 1.0)
+    followed = learner.sampler_distance(run.engine, batch)
+    flip_signs(lm, c["zero_stage"])
+    stale = learner.sampler_distance(run.engine, batch)
+    sync_weights(run)
+    limit = TRIAL_SHARE[dtype_of(c)] * stale
+    if followed > limit:
+        raise RunStopped(
+            f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
+            f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "
+            f"weights (wanted: at most {limit:.4f}), {stale:.4f} from the old ones; "
+            f"max_logp_difference=-1 skips this check"
+        )
+    run.say(
+        f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
+        f"{stale:.2g} from those before"
+    )
 
 
 def save_now(run: Run) -> None:
@@ -425,7 +493,7 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    places = run.experience.places
+    places = run.experience.places  # as many as there were, dealt or not
     own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
@@ -473,7 +541,7 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    sync_weights(run)
+    prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
@@ -485,6 +553,9 @@ def train(run: Run) -> None:
         except RunStopped:  # on all ranks alike: no server is left, or too many rewards failed
             save_now(run)
             raise
+        with timer("deal"):
+            lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
+        place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)
@@ -516,6 +587,7 @@ def train(run: Run) -> None:
             sync_weights(run)
 
         # what happened
+        wait_for_ranks(timer)
         metrics |= lived.metrics
         metrics |= seeds.metrics(targets)
         metrics |= learner.group_metrics(lived.rewards[:, :G], group["lengths"][:, :G])

@@ -4,6 +4,8 @@ prompts, reward, group, lengths; float32, CPU, 2 threads.
     python -m bench                                             all, 75 minutes on two cores:
                                                                 tables, and runs/bench/growth.png
     python -m bench P4G8T64V2048 --against=trl --repeats=5      one comparison
+    python -m bench smollm2                                     a real model, see bench/smollm2.py:
+                                                                both comparisons and the limits
     python -m bench P4G8T64V2048 --arm=ours                     one run of one arm, as JSON: ours,
                                                                 ours_compiled, trl, trl_vllm, limits
 
@@ -13,7 +15,8 @@ neighbours, ours / theirs, median and quartiles: these machines are noisy, ratio
 
 A scenario is P prompts a step, G completions of each, T tokens in each and V tokens in the
 vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
-a Qwen2 of 4 layers and width 128 with random weights. Own flags: --against (trl or trl_vllm),
+a Qwen2 of 4 layers and width 128 with random weights; smollm2 is SmolLM2-135M-Instruct with P4, G8,
+T64 and its V of 49,152, beside both of TRL's. Own flags: --against (trl or trl_vllm),
 --beta, --repeats, and of one run --arm and --steps.
 
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
@@ -30,7 +33,16 @@ import sys
 import time
 from pathlib import Path
 
-from bench.arms import limits, memory_so_far, ours, ours_compiled, trl, trl_vllm
+from bench.arms import (
+    REAL,
+    limits,
+    memory_so_far,
+    ours,
+    ours_compiled,
+    prepare,
+    trl,
+    trl_vllm,
+)
 from common import ROOT, RunStopped, UserError, own_flags, script
 
 STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it
@@ -180,11 +192,11 @@ def quartiles(ratios: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def print_limits(repeats: int) -> None:
+def print_limits(scenarios: list[str], repeats: int) -> None:
     """How near both halves of a step are to the least that they could cost."""
     # both ratios are of one process: no neighbours are needed
     print_head(["scenario", "learning / bare forward and backward", "vLLM's own time / rollouts"])
-    for scenario in LIMITS:
+    for scenario in scenarios:
         runs = [measure("limits", scenario, steps=LIMITS_STEPS) for _ in range(repeats)]
         cells = [scenario]
         for name in ("learn / bare", "vllm / rollout"):
@@ -297,11 +309,11 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
     flags, scenarios = own_flags(argv, FLAGS)
     for word in scenarios:
         # a mistyped flag is left over too, and is no scenario
-        if not re.fullmatch(r"P\d+G\d+T\d+V\d+(tail)?", word):
+        if word != REAL and not re.fullmatch(r"P\d+G\d+T\d+V\d+(tail)?", word):
             known = " ".join(f"--{name}=" for name in FLAGS)
             raise UserError(
                 f"there is no flag and no scenario {word}: flags are {known}, a scenario is "
-                f"written like {GROWS_FROM} or {GROWS_FROM}tail"
+                f"written like {GROWS_FROM} or {GROWS_FROM}tail, or is {REAL}"
             )
     if flags["arm"] and flags["arm"] not in ARMS:
         raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")
@@ -340,16 +352,23 @@ def main(argv: list[str]) -> None:
         run_arm(flags["arm"], scenarios[0], flags["beta"], flags["steps"])
         return
     check_same_loss()
+    if REAL in scenarios:
+        prepare(REAL)  # here: the runs may not ask the hub
     rows = []  # printed together: the runs say a line each as they end
-    chosen = [(scenario, flags["against"], flags["beta"]) for scenario in scenarios]
+    chosen = []
+    for scenario in scenarios:
+        for against in OURS if scenario == REAL else [flags["against"]]:
+            chosen.append((scenario, against, flags["beta"]))
     for scenario, against, beta in chosen or COMPARISONS:
         rows.append(compare(scenario, against, beta, flags["repeats"]))
     print("\nours / theirs, median (quartiles):")
     print_head(COLUMNS_OF_COMPARISONS)
     print(*rows, sep="\n", flush=True)
-    if scenarios:  # a question of the user's own: no limits, no growth
+    if REAL in scenarios:
+        print_limits([REAL], flags["repeats"])
+    if scenarios:  # a question of the user's own: no growth
         return
-    print_limits(flags["repeats"])
+    print_limits(LIMITS, flags["repeats"])
     growth(ROOT / "runs" / "bench" / "growth.png")
 
 

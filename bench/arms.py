@@ -18,13 +18,16 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
-END = 0  # the token that ends a completion
+REAL = "smollm2"  # a scenario: the pretrained model of bench/smollm2.py instead of a random one
+END = 0  # the token that ends a completion of a random model
 LONGEST_PROMPT = 32  # tokens; prompts have 20
 GIB = 2**30
 
 
 def parts(scenario: str) -> dict:
     """{"P": prompts a step, "G": completions of each, "T": tokens in each, "V": vocabulary}"""
+    if scenario == REAL:
+        return {"P": 4, "G": 8, "T": 64, "V": 49152}
     pairs = re.findall(r"([PGTV])(\d+)", scenario)
     return {letter: int(number) for letter, number in pairs}
 
@@ -56,6 +59,8 @@ def prepare(scenario: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"bench_{os.getuid()}_{scenario}"
     if (folder / "rows.jsonl").exists():  # written last: the folder is whole
         return folder
+    if scenario == REAL:
+        return prepare_real(folder)
     vocabulary = words(size)
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
@@ -72,6 +77,24 @@ def prepare(scenario: str) -> Path:
     return folder
 
 
+def prepare_real(folder: Path) -> Path:
+    """The pretrained model and prompts for it."""
+    from transformers import AutoTokenizer
+
+    from bench import smollm2
+
+    # of its own: a broken attempt leaves no rows, and make() looks only for a model
+    smollm2.make(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # ours would use it and TRL, which is given plain texts, would not
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    # every digit is a token, so that these are of one length too
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
 def words(size: int) -> list[str]:
     """A vocabulary: the end, the characters of ASCII, the space, then words to fill it."""
     vocabulary = ["<|end|>"]
@@ -82,7 +105,7 @@ def words(size: int) -> list[str]:
 
 
 def write_rows(path: Path) -> None:
-    """64 prompts, all of 20 tokens: neither arm gains by how it pads."""
+    """64 prompts, all of 20 tokens (11 of the real model's): neither arm gains by how it pads."""
     with open(path, "w") as file:
         for i in range(64):
             # two primes: sums that look random and are the same in every run
@@ -228,8 +251,9 @@ def times_of(line: dict) -> dict:
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM compiled, as TRL leaves it."""
-    return ours(scenario, beta, steps, vllm_options={"enforce_eager": False})
+    """The same with vLLM compiled, as TRL leaves it, and with as much for keys and values."""
+    options = {"enforce_eager": False, "kv_cache_memory_bytes": GIB}
+    return ours(scenario, beta, steps, vllm_options=options)
 
 
 # --- TRL's
@@ -326,7 +350,7 @@ def make_clock():
 def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
     """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it
     gets ours; it counts as generation. Of memory it can't be given less than 1 GiB for keys and
-    values, ours takes 0.25."""
+    values: ours_compiled gets as much."""
     prepare_vllm_of_trl()
     if has_tail(scenario):
         generation = {"stop_token_ids": ends(scenario)}

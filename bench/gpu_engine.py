@@ -120,12 +120,13 @@ def proof_of_sync(case: Case, first: list[dict]) -> Finding:
 
 def naps(case: Case, first: list[dict]):
     """Sleep gives memory back, and the engine wakes as it was."""
+    on_gpu = case.device.type == "cuda"
     for i in range(3):  # what leaks shows from the second on
-        free = torch.cuda.mem_get_info()[0] if case.engine.on_gpu else 0
+        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         case.engine.sleep()
-        freed = (torch.cuda.mem_get_info()[0] - free) / GIB if case.engine.on_gpu else 0.0
+        freed = (torch.cuda.mem_get_info()[0] - free) / GIB if on_gpu else 0.0
         case.sync()  # wakes it
         same = tokens_of(case.generate()) == tokens_of(first)
-        good = same and (freed > 1 or not case.engine.on_gpu)  # on a CPU it never sleeps
+        good = same and (freed > 1 or not on_gpu)  # on a CPU it never sleeps
         measured = f"{freed:.1f} GiB freed, {'same' if same else 'other'} tokens"
         yield Finding(f"sleep {i + 1}", good, measured, "> 1 GiB, same tokens", {"gib": freed})

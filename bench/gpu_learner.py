@@ -25,7 +25,7 @@ from bench.shapes import (
     wait_for,
 )
 from common import load_config
-from policy import named_weights
+from policy import count_parameters, named_weights
 from preflight import memory_estimate, on_device
 from ranks import start_distributed
 
@@ -61,7 +61,7 @@ class Case:
         self.c = load_config([f"--{key}={value}" for key, value in values.items()])
         self.held = torch.cuda.memory_allocated() if self.gpu else 0  # by others, bytes
         self.engine = train.load_policy(self.c, self.device)
-        self.reference = train.load_reference(self.c, self.device)
+        self.reference = train.load_reference(self.c, self.engine, self.device)
         vocabulary = self.shape.vocabulary
         self.batch = batch_of(vocabulary, self.tokens, self.groups, G, self.device)
         # (P, G), all different: every row has a gradient
@@ -99,9 +99,8 @@ class Case:
     def estimate(self) -> float:
         """GiB that dry_run would say of torch's memory, without a rollout engine."""
         lm = self.engine.module.lm
-        # at ZeRO stage 3 a parameter is empty here, and knows its size
-        n = sum(getattr(p, "ds_numel", p.numel()) for p in lm.parameters())
-        parts = memory_estimate(self.c, lm.config, n, 2, 1)  # 2 bytes a number, 1 rank
+        # 2 bytes a number, 1 rank
+        parts = memory_estimate(self.c, lm.config, count_parameters(lm), 2, 1)
         parts.pop("rollout engine's weights")
         parts.pop("libraries")  # torch does not count them
         return on_device(parts) / GIB

@@ -16,6 +16,7 @@ held-out problem under 3 evaluation seeds), results.md and comparison.png; resul
 figures there mean.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,7 @@ from common import (
     read_settings,
     refuse_missing_folder,
     script,
+    with_tau,
 )
 from compare.results import EVAL_SEEDS, SET_HERE, draw, write_results
 from journal import hold_folder
@@ -52,6 +54,7 @@ OWN = {
     "jobs": 1,  # runs at a time
     "report_only": False,
 }
+TAIL = 2**16  # bytes; a line of metrics.jsonl has about 2,000
 # their types are what an arm's values are checked against
 DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 
@@ -139,6 +142,15 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
     }
 
 
+def with_known_tau(config: dict) -> dict:
+    """As train.py writes it into config.json."""
+    if config["maxent_tau"] != -1:
+        return config
+    from transformers import AutoConfig  # takes seconds, and few arms need it
+
+    return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
+
+
 def state_of(run: dict) -> str:
     """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another
     config."""
@@ -148,7 +160,7 @@ def state_of(run: dict) -> str:
         return "new"
     # a key that is younger than the run had its default
     there = DEFAULTS | read_settings(folder / "config.json")
-    for key, value in run["config"].items():
+    for key, value in with_known_tau(run["config"]).items():
         if key == "max_tokens_per_micro_batch" and value == 0:
             continue  # the run has chosen a number
         # a folder may be moved: where it is makes no other run
@@ -197,6 +209,18 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
         )
 
 
+def steps_of(run: dict) -> int:
+    """The last training step that the run has written down."""
+    try:
+        with open(run["folder"] / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:  # it is still starting
+        return 0
+    # the first may lack its beginning, the last its end
+    return max((json.loads(line)["step"] for line in lines[1:-1]), default=0)
+
+
 def carry_out(runs: list[dict], own: dict, locked) -> None:
     """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and
     the others go on. Leaves no process behind. `locked` goes to every run: should we be killed,
@@ -209,7 +233,9 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
         f"rank(s) each, into {own['output']}",
         flush=True,
     )
-    bar = progress(total=len(waiting), unit="run", disable=not waiting)
+    total = sum(run["config"]["max_steps"] for run in waiting)
+    bar = progress(total=total, unit="step", disable=not waiting)
+    steps = {run["folder"]: steps_of(run) for run in waiting}
     # noted here, acted on below: a handler that raises could leave a run that nobody knows of
     listen(lambda number, frame: stop.append(signal.Signals(number).name))
     try:
@@ -219,6 +245,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
             for run, process in list(live):
+                steps[run["folder"]] = steps_of(run)
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
@@ -226,10 +253,11 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 if process.returncode == 0 and state_of(run) == "trained":
                     waiting.insert(0, run)  # to be evaluated
                     continue
-                bar.update()
                 if process.returncode:
                     log = run["folder"].with_suffix(".log")
                     tqdm.write(f"failed: {run['folder']}, see {log}", file=sys.stderr)
+            bar.set_postfix_str(f"{len(waiting) + len(live)} runs to do", refresh=False)
+            bar.update(sum(steps.values()) - bar.n)
     finally:
         for _, process in live:
             # all at once, so that they end side by side

@@ -334,6 +334,15 @@ def draw_doses(axis, outcomes: pd.DataFrame, metrics: list[str], k: int, dosed: 
     axis.legend(fontsize=7)
 
 
+def colors_of(arms) -> dict:
+    """A colour for each arm, the same in all panels; neighbours of up to ten differ in hue."""
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(arms))
+    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
+    return {arm: colors(i % colors.N) for i, arm in enumerate(names)}
+
+
 def draw(runs: list[dict], output: Path) -> Path:
     """comparison.png: learning curves with the range over runs, pass and coverage against mean, and
     the dose-responses."""
@@ -349,12 +358,11 @@ def draw(runs: list[dict], output: Path) -> Path:
     planes = [m for m in ("pass", "coverage") if m in shown]
     dosed = doses(runs)
     count = len(shown) + len(planes) + len(dosed)
-    rows = -(-count // 4)  # rounded up
-    figure, axes = plt.subplots(
-        rows, 4, figsize=(20, 4 * rows), layout="constrained", squeeze=False
-    )
-    # one colour for an arm in all panels
-    color = {arm: plt.get_cmap("tab20")(i % 20) for i, arm in enumerate(curves["arm"].unique())}
+    columns = 3 if count <= 6 else 4
+    rows = -(-count // columns)  # rounded up
+    size = (5 * columns, 4 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    color = colors_of(curves["arm"])
 
     free = iter(axes.flat)
     for metric in shown:

@@ -9,7 +9,8 @@
 #   {"name": a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a dataset id,
 #    "config": a variant, "split": "train", "prompt": "prompt", "answer": "answer" (its columns),
 #    "more": [further columns that rewards want to see], "task": of rows that name none}
-# One entry of it can be set on the command line: --dataset.name=countdown --dataset.config=tiny
+# A column may be an entry of another: "reward_model.ground_truth" is one of reward_model. On the
+# command line an entry is set so: --dataset.name=countdown --dataset.config=tiny
 
 # --- run
 output_dir = "runs/default"  # metrics.jsonl, checkpoints, rollouts and the picture go here
@@ -20,6 +21,7 @@ seed = 42  # data order, sampling, initialisation
 # --- model
 model = ""  # Hugging Face id or folder; sft.py also takes "tiny" (built on the spot, no download)
 dtype = "auto"  # "float32", "bfloat16"; "auto": bfloat16 on a GPU, float32 on a CPU
+lora_rank = 0  # adapters of this rank on all linear layers, alpha 2 * rank, train alone; 0 off
 gradient_checkpointing = False  # True: recompute activations in backward: less memory, 30% slower
 
 # --- data
@@ -27,6 +29,7 @@ dataset = {}  # where training prompts come from; a list of sources with "weight
 easy_dataset = {}  # a second pool to begin with; "share" (steps): of a step's prompts; {} none
 system_prompt = ""  # "" none
 chat_template = ""  # a Jinja template or a file with one, instead of the tokenizer's own; "" off
+chat_template_kwargs = {}  # what it reads besides, such as {"enable_thinking": False}
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # over that: "error" stops, "drop" leaves out, "truncate" cuts the beginning
 allow_leakage = False  # True: evaluation prompts may be training prompts too
@@ -39,7 +42,7 @@ prompts_per_step = 32  # P, over all ranks
 num_generations = 8  # G, completions per prompt: the group
 max_completion_length = 512  # L, tokens, EOS included
 temperature = 1.0  # (steps) of sampling; the policy's log-probs are taken at the same temperature
-max_logp_difference = 0.5  # sampler against trainer, mean nats: above it the sync is broken; -1 off
+max_logp_difference = 0.05  # sampler against trainer, mean nats: bfloat16 makes 0.02; -1 off
 vllm_options = {}  # further arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.5}
 rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those of the launcher; "" none
 rollout_timeout = 600.0  # seconds for one answer, and for the servers to start; at most 1500
@@ -72,7 +75,7 @@ token_entropy_coef = 0.01  # token_entropy: weight of the policy's entropy, per 
 seed_grpo_alpha = 1.0  # seed_grpo: how much advantages shrink when a group's answers differ
 unlikeliness_coef = 0.0  # a right answer earns less the likelier it was in its group; 0 off
 pkpo_k = 4  # (steps) pkpo: k of the pass@k that it climbs, at most G
-maxent_tau = 0.2  # temperature of the weights w over the group (maxent, xdr, flow); "inf" allowed
+maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: 1 / ln(vocabulary)
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
 maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)

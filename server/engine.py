@@ -44,6 +44,8 @@ class ServerEngine:
     """The servers of rollout_server as a rollout engine. Rank 0 looks after them; which of them
     hold the current weights, all ranks know."""
 
+    sleeps = False  # its memory is elsewhere
+
     def __init__(self, model: str, config: dict, dtype: torch.dtype):
         self.rank = dist.get_rank()
         self.seconds = config["rollout_timeout"]  # for one answer, and for the servers to start

@@ -52,6 +52,11 @@ def own_address() -> tuple[str, int]:
         return host, probe.getsockname()[1]
 
 
+def wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class NcclTransfer:
     """From rank 0 to every worker of every server, a few parameters at a time. The group is made
     anew whenever other servers take part than the last time. It is also what vLLM's trainer side
@@ -135,7 +140,16 @@ class NcclTransfer:
         return self.parameters
 
     def __iter__(self):
-        return iter(self.weights)
+        """vLLM copies in CUDA streams of its own, which wait for nothing: what it is given must be
+        there, and must stay (ZeRO-3 reuses the memory) until it is copied."""
+        weights = iter(self.weights)
+        while True:
+            wait_for_gpu()
+            item = next(weights, None)
+            if item is None:
+                return
+            wait_for_gpu()
+            yield item
 
     # and of its client: the same call to every server, but each has its own place in the group
 

@@ -55,10 +55,11 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_left_behind():
     """A module that starts torch.distributed in this process must not leave its address to the
-    scripts that others start."""
+    scripts that others start, nor its groups to the next module that starts it."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        sys.modules["deepspeed"].utils.groups._WORLD_GROUP = None  # it keeps a copy
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
 

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE
 
 import common
 import evaluate
@@ -451,7 +452,7 @@ def script(*flags, **environment) -> subprocess.CompletedProcess:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=os.environ | environment,
     )
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 
 from bench import __main__ as bench
@@ -90,7 +91,7 @@ def test_what_can_not_be_measured_is_one_sentence(argv, words, monkeypatch):
 @pytest.mark.parametrize("arm", ["ours", "limits"])
 def test_an_arm_runs_and_prints_one_result(arm):
     command = [sys.executable, "-m", "bench", "P2G2T8V256", f"--arm={arm}", "--steps=5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("result {") == 1
     result = bench.result_of(done)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 
 import packing
@@ -26,7 +27,7 @@ def test_without_a_gpu_there_is_one_sentence_and_status_3():
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout.startswith("no GPU: ")

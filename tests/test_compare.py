@@ -11,7 +11,16 @@ import threading
 import time
 
 import pytest
-from compare_runs import TINY, plan, read_lines, write_checkpoint, write_evaluation, write_run
+from compare_runs import (
+    TINY,
+    plan,
+    read_lines,
+    write_checkpoint,
+    write_evaluation,
+    write_lines,
+    write_run,
+)
+from deadlines import PATIENCE
 
 import journal
 from common import SIGNALS, RunStopped, UserError
@@ -48,7 +57,7 @@ def test_a_folder_with_a_run_of_another_config_is_refused_in_one_sentence(tmp_pa
     (run,), argv = plan(tmp_path, "a = {}")
     write_run(run)
     plan(tmp_path, 'a = {"learning_rate": 1e-5}')
-    with pytest.raises(UserError, match=r"learning_rate=0.0003 instead of 1e-05") as caught:
+    with pytest.raises(UserError, match=r"learning_rate=0.0002 instead of 1e-05") as caught:
         compare.main(argv)
     said = str(caught.value)
     assert str(run["folder"]) in said
@@ -192,6 +201,24 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, launched, caps
     assert "not in here: bad/seed_1." in text
 
 
+def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, capsys):
+    (run,), argv = plan(tmp_path, "a = {}")
+    assert compare.steps_of(run) == 0
+    write_run(run)
+    metrics = run["folder"] / "metrics.jsonl"
+    assert compare.steps_of(run) == 20
+    with open(metrics, "a") as file:
+        file.write('{"step": 21, "rew')  # it is being written
+    assert compare.steps_of(run) == 20
+    # only the end is read
+    padded = [{"step": step, "text": "x" * 2000} for step in range(100)]
+    write_lines(metrics, padded)
+    assert compare.steps_of(run) == 99
+    shutil.rmtree(run["folder"])
+    compare.main(argv)
+    assert "100% 20/20 " in capsys.readouterr().err
+
+
 def test_without_a_run_of_the_baseline_there_is_no_table(tmp_path, launched):
     _, argv = plan(tmp_path, "bad = {}\nb = {}")
     sentence = "1 of 2 runs are finished, none of them of the baseline bad"
@@ -205,7 +232,7 @@ def test_a_signal_stops_what_was_started(tmp_path, launched, number):
     _, argv = plan(tmp_path, "slow = {}\nb = {}\nc = {}", "--jobs=1")
 
     def kill_what_has_started() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not launched and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), number)

@@ -71,7 +71,7 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
         ('"solutions": "a text"', "'solutions' must be a list of texts, not 'a text'"),
         ('"solutions": [3]', "'solutions' must be a list of texts, not [3]"),
         ('"id": ["a"]', "'id' must be text or a number, not ['a']"),
-        ('"prompt": ["a"]', "'prompt') must be text, not a list"),
+        ('"prompt": 5', "'prompt') must be text or a list of chat messages, not a int"),
         (r'"prompt": "a\ud800"', r"'\ud800' is not a character but half of one"),
         (r'"more": {"deep": ["\udfff"]}', r"'\udfff' is not a character but half of one"),
     ],
@@ -124,8 +124,8 @@ def test_a_byte_order_mark_and_windows_newlines_do_not_matter(tmp_path):
 
 def test_a_prompt_that_is_not_text_is_refused_with_its_row(tmp_path):
     good = {"prompt": "a", "answer": "1"}
-    message = refusal(load, jsonl(tmp_path, good, {"prompt": ["b"], "answer": "1"}))
-    check_words(message, "rows.jsonl:2", "'prompt'", "list", "name a column")
+    message = refusal(load, jsonl(tmp_path, good, {"prompt": {"b": 1}, "answer": "1"}))
+    check_words(message, "rows.jsonl:2", "'prompt'", "not a dict", "name a column")
 
 
 # --- tasks
@@ -293,16 +293,36 @@ def test_the_easy_pool_is_read_and_encoded_like_the_rest(tmp_path):
 # --- leakage
 
 
-def test_leakage_is_of_prompts_not_of_ids_and_is_counted(capsys):
-    rows = [{"id": str(i), "prompt": f"p{i}"} for i in range(5)]
-    data.refuse_leakage(rows, [{"id": "0", "prompt": "p9"}, {"id": "1", "prompt": "P1"}], False)
-    data.refuse_leakage(rows, [], False)
-    leaky = [{"id": "a", "prompt": "p9"}, {"id": "b", "prompt": "p1"}, {"id": "c", "prompt": "p4"}]
-    message = refusal(data.refuse_leakage, rows, leaky, False)
-    check_words(message, "2 of 3", "'b'", "allow_leakage")
+def numbered(prefix: str, *numbers) -> list[dict]:
+    return [{"id": str(i), "prompt": f"{prefix}{number}"} for i, number in enumerate(numbers)]
+
+
+def test_training_rows_that_are_evaluation_prompts_are_left_out_and_counted(capsys):
+    """By their prompts, not by their ids."""
+    c = load_config(["--dataset.name=mine"])
+    rows = numbered("p", 0, 1, 2, 1)
+    easy = numbered("e", 0, 1)
+    others = numbered("p", 9) + numbered("P", 1)
+    for untouched in ([], others):
+        assert data.leave_out_evaluated([rows, easy], untouched, c) == [rows, easy]
     assert capsys.readouterr().out == ""
-    data.refuse_leakage(rows, leaky, True)
-    assert "2 of 3" in capsys.readouterr().out
+    evaluated = numbered("p", 1, 9) + numbered("e", 0)
+    left = data.leave_out_evaluated([rows, easy], evaluated, c)
+    assert left == [[rows[0], rows[2]], [easy[1]]]
+    assert capsys.readouterr().out == (
+        "3 of 6 training rows are evaluation prompts too and are left out of training\n"
+    )
+    c["allow_leakage"] = True
+    assert data.leave_out_evaluated([rows, easy], evaluated, c) == [rows, easy]
+    assert "warning: 3 of 6" in capsys.readouterr().out
+
+
+def test_a_source_of_which_nothing_is_left_is_named():
+    two = [{"name": "first"}, {"name": "second"}]
+    c = load_config([f"--dataset={two}"])
+    pools = [numbered("p", 0, 1), numbered("p", 2), []]
+    message = refusal(data.leave_out_evaluated, pools, numbered("p", 1, 2), c)
+    check_words(message, "2 of 3", "nothing is left of 'second'", "allow_leakage")
 
 
 @pytest.fixture
@@ -310,6 +330,7 @@ def sums(tiny_model_dir, tmp_path):
     """inputs(evaluated, *flags): what a run reads that is evaluated on one of four files."""
     rows = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(6)]
     files = {"train": rows[:3], "easy": rows[3:5], "test": rows[4:], "clean": rows[5:]}
+    files["first"] = rows[:1]
     for name, content in files.items():
         (tmp_path / name).mkdir()
         jsonl(tmp_path / name, *content)
@@ -326,18 +347,29 @@ def sums(tiny_model_dir, tmp_path):
     return inputs
 
 
-def test_a_run_whose_evaluation_prompts_are_trained_on_is_refused(sums):
-    assert [row["prompt"] for row in sums("test").eval_rows] == ["4+1", "5+1"]
-    assert "3 of 3 evaluation prompts" in refusal(sums, "train")
+def prompts_of(rows: list[dict]) -> list[str]:
+    return [row["prompt"] for row in rows]
+
+
+def test_a_run_trains_on_no_prompt_that_it_is_evaluated_on(sums, capsys):
+    assert prompts_of(sums("test").eval_rows) == ["4+1", "5+1"]
+    assert "evaluation prompts" not in capsys.readouterr().out
+    inputs = sums("first")
+    assert prompts_of(inputs.eval_rows) == ["0+1"]
+    assert prompts_of(inputs.sources[0]) == ["1+1", "2+1"]
+    assert "1 of 3 training rows" in capsys.readouterr().out
+    message = refusal(sums, "train")
+    check_words(message, "3 of 3 training rows", "nothing is left", "train/rows.jsonl")
+    assert len(sums("train", "--allow_leakage=True").sources[0]) == 3
 
 
 def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
     easy = [f"--easy_dataset.name={tmp_path / 'easy/rows.jsonl'}", "--easy_dataset.share=0.5"]
-    assert "1 of 2 evaluation prompts" in refusal(sums, "test", *easy)
     assert len(sums("clean", *easy).easy) == 2
     assert "evaluation prompts" not in capsys.readouterr().out
-    assert len(sums("test", *easy, "--allow_leakage=True").eval_rows) == 2
-    assert "1 of 2 evaluation prompts" in capsys.readouterr().out
+    assert prompts_of(sums("test", *easy).easy) == ["3+1"]
+    assert "1 of 5 training rows" in capsys.readouterr().out
+    assert len(sums("test", *easy, "--allow_leakage=True").easy) == 2
 
 
 # --- what a config may not say

@@ -75,9 +75,8 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, kind)
 
 
 def test_prompts_of_a_dataset_that_are_not_text_are_refused(tmp_path):
-    messages = [{"role": "user", "content": "hi"}]
-    message = refusal(load, parquet(tmp_path, prompt=[messages], answer=["1"]))
-    check_words(message, "'prompt'", "list", "name a column")
+    message = refusal(load, parquet(tmp_path, prompt=[{"text": "hi"}], answer=["1"]))
+    check_words(message, "'prompt'", "dict", "name a column")
 
 
 def test_a_field_of_the_wrong_type_in_a_parquet_file_is_refused_with_its_row(tmp_path):

@@ -15,6 +15,7 @@ import child
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ def collect(
     """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values,
     .rewards, .metrics, .engine, .buffer. size: of a replay buffer for each. A rank that meets the
     others at another point than they do is a BrokenBarrierError."""
-    barrier = threading.Barrier(world, timeout=120)
+    barrier = threading.Barrier(world, timeout=PATIENCE)
     parts = {}
     me = threading.local()
 
@@ -162,12 +163,14 @@ def collect(
             got = {"error": error}
         return SimpleNamespace(**got, engine=engine, buffer=lived.replay)
 
-    real, experience.gather_groups = experience.gather_groups, gather_groups
+    real = experience.gather_groups, experience.wait_for_ranks
+    experience.gather_groups = gather_groups
+    experience.wait_for_ranks = lambda timer: barrier.wait()
     try:
         with ThreadPoolExecutor(world) as threads:
             ranks = list(threads.map(one, range(world)))
     finally:
-        experience.gather_groups = real
+        experience.gather_groups, experience.wait_for_ranks = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
         # all stop alike, or something is wrong
@@ -568,7 +571,7 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rollouts_file = "rollouts/step_000003.rank_0.jsonl"

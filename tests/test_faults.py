@@ -19,6 +19,7 @@ from pathlib import Path
 
 import child
 import pytest
+from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, log_of, start, steps_in
 
 import checkpoint
@@ -27,7 +28,8 @@ import data
 import journal
 import ranks
 import train
-from common import UserError, escaped, quoted
+from common import RunStopped, UserError, in_one_line, quoted
+from policy import Parameters
 
 HF = [
     "--rollout_engine=hf",
@@ -112,7 +114,7 @@ def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk)
     (disk / "other").write_bytes(bytes(8 * 2**20))
     config = common.load_config([f"--output_dir={disk}"])
     with pytest.raises(UserError, match=f"output_dir='{disk}'") as caught:
-        checkpoint.report(config, 1000)
+        checkpoint.report(config, Parameters(1000, 1000))
     assert "\n" not in str(caught.value) and not (disk / "trial.tmp").exists()
 
 
@@ -395,7 +397,7 @@ def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_mo
     folder, moved = tmp_path / "run", tmp_path / "moved"
     flags = [*HF, "--max_steps=400", "--save_steps=1", "--log_rollouts_steps=1"]
     process = start(tiny_model_dir, folder, *flags, ranks=2)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE
     while not (folder / "step_000001").exists():
         assert time.monotonic() < deadline and process.poll() is None, log_of(folder)[-3000:]
         time.sleep(0.05)
@@ -449,7 +451,7 @@ def log_to_a_service_that_dies(folder: Path) -> None:
     log = log_to_wandb(folder)
     log.write(1, {"reward": 1.0})
     command = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
-    service = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    service = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout
     os.kill(int(service), signal.SIGKILL)
     for step in range(2, 20):
         log.write(step, {"reward": 1.0})
@@ -579,18 +581,20 @@ def test_a_rank_that_does_not_know_its_place_is_one_sentence(environment, tmp_pa
 # --- what strangers say
 
 
-def say_on_the_way_out(argv):
-    raise UserError("row \x1b[2J\nerror: forged \u202e \ud800 is odd")
+def say_on_the_way_out(argv, kind=UserError):
+    raise kind("row \x1b[2J\nerror: forged \u202e \ud800 is odd")
 
 
 def test_what_strangers_say_is_one_harmless_line(tmp_path):
-    """Nothing of it steers the terminal or looks like a line of ours: quoted in a sentence, and
-    escaped once more where a script ends."""
+    """Nothing of it steers the terminal or looks like a line of ours, also where a script ends."""
     assert quoted("a\x1b[2J\nb\u202e\ud800") == r"'a\x1b[2J\nb\u202e\ud800'"
-    assert quoted("it's") == '"it\'s"' and quoted(7) == "'7'"
+    assert quoted("it's") == '"it\'s"' and quoted(7) == "7" and quoted(OSError("a\n")) == r"'a\n'"
     assert quoted("x" * 300) == f"'{'x' * 200}'..." and quoted("abc", 2) == "'ab'..."
-    assert escaped("plain \u00fc") == "plain \u00fc"
-    ended = child.start(script, say_on_the_way_out, log=tmp_path / "log")
-    assert child.status(ended) == 2
-    line = (tmp_path / "log").read_text().splitlines()[-1]
-    assert line == r"error: row \x1b[2J\nerror: forged \u202e \ud800 is odd"
+    assert in_one_line("plain \u00fc") == "plain \u00fc" and in_one_line("a\nb\x1b") == r"a b\x1b"
+    assert in_one_line("x" * 9, 6) == "xxx..." and in_one_line("x" * 6, 6) == "x" * 6
+    for kind, status in ((UserError, 2), (RunStopped, 1)):
+        log = tmp_path / kind.__name__
+        ended = child.start(script, say_on_the_way_out, [], kind, log=log)
+        assert child.status(ended) == status
+        line = log.read_text().splitlines()[-1]
+        assert line == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"

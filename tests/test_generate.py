@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from child import ended_well
+from deadlines import PATIENCE
 
+import checks
 import generate
-from common import UserError, load_config
+import rollout
+from common import UserError, load_config, load_with_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
@@ -44,7 +47,7 @@ def run(model: Path, output: Path, *flags, ranks: int = 0) -> subprocess.Complet
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env=dict(os.environ),
     )
 
@@ -101,10 +104,22 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
     assert strip == [
         {key: value for key, value in line.items() if key != "logprobs"} for line in lines_of(whole)
     ]
-    before = path.read_bytes()
-    assert (
-        run(tiny_model_dir, path).returncode == 0 and path.read_bytes() == before
-    )  # nothing left to do
+
+
+def test_the_same_command_again_leaves_a_finished_file_as_it_is(
+    whole, tiny_model_dir, monkeypatch, capsys
+):
+    """In this process, which costs no start."""
+    monkeypatch.setattr(generate, "leave_together", lambda sampler: None)
+    asked = []
+    monkeypatch.setattr(rollout.HfEngine, "generate", lambda *args: asked.append(args))
+    before = whole.read_bytes()
+    flags = [f"--model={tiny_model_dir}", f"--output={whole}", "--reward_workers=0"]
+    config = str(ROOT / "config" / "countdown_tiny.py")
+    own, c = load_with_flags([config, *FLAGS, *flags], checks.FLAGS["generate"])
+    generate.main(c, own)
+    assert whole.read_bytes() == before and asked == []
+    assert "5 prompts x 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow

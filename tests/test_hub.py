@@ -15,6 +15,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from deadlines import PATIENCE
 from exact_matrix import ROOT, without_torchrun
 
 import checkpoint
@@ -135,7 +136,7 @@ def environment(hub) -> dict:
 
 
 def let_commit_once_step_2_is_saved(hub, folder: Path) -> None:
-    end = time.monotonic() + 200
+    end = time.monotonic() + PATIENCE
     while not (folder / "step_000002").exists() and time.monotonic() < end:
         time.sleep(0.05)
     hub.may_commit.set()
@@ -152,7 +153,9 @@ def test_a_slow_hub_does_not_hold_up_the_run_and_models_arrive_whole_and_the_tok
     command = [sys.executable, "train.py", "config/countdown_tiny.py", *FLAGS]
     command += [f"--model={tiny_model_dir}", f"--output_dir={folder}"]
     env = environment(hub)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     waits.join()
     assert done.returncode == 0, done.stderr[-3000:]
     assert hub.created[0]["name"] == "tiny" and hub.created[0]["visibility"] == "private"
@@ -293,7 +296,9 @@ def test_neither_a_run_that_is_stopped_nor_one_that_crashes_waits_for_an_upload(
     hub.may_commit.clear()
     command = [sys.executable, "-c", PUSHES + end, path]
     env = environment(hub)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == status, done.stderr
     assert words in done.stdout and ("ZeroDivisionError" in done.stderr) == (status == 1)
     assert not hub.commits

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -257,7 +258,7 @@ def run(script: str, *flags) -> None:
         [sys.executable, ROOT / script, *COMMON, *flags],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import checks
 import infoseed
+import learner
 import ranks
 import rollout
 import train
@@ -38,6 +39,7 @@ def config(model, *flags) -> dict:
         f"--max_completion_length={L}",
         "--learning_rate=1e-3",
         "--max_tokens_per_micro_batch=16384",  # a run's default follows its memory
+        "--maxent_tau=0.2",
     ]
     return load_config([*common, *flags])
 
@@ -130,7 +132,7 @@ def test_equal_rewards_give_exactly_zero_gradient_and_mixed_ones_do_not(tiny_mod
     [
         ("--objective=maxent", REWARDS, (2, 1)),
         ("--objective=maxent", REWARDS[:2].repeat(2, 1)[:3], (1, 1)),
-        ("--objective=maxent", REWARDS * 0, (1, 1)),
+        ("--objective=maxent", REWARDS * 0, (2, 1)),
         ("--objective=maxent --max_tokens_per_micro_batch=40", REWARDS, (3, 2)),
         ("--objective=dr_grpo", REWARDS, (2, 1)),
         ("--objective=dr_grpo --mode_entropy_coef=0.5", REWARDS, (1, 1)),
@@ -162,6 +164,55 @@ def test_groups_that_the_loss_does_not_depend_on_go_forward_only(
     count("backward")
     gradients(tiny_model_dir, rewards, *flags.split())
     assert (calls.count("forward"), calls.count("backward")) == expected
+
+
+# what agree_on_plan's all_reduce brings of a second rank: a group over the budget, micro-batches
+# that rest and that learn with whole groups, the same with single rows
+ALIKE = [0, 1, 1, 1, 1]
+ALL_LEARN = [0, 0, 2, 0, 2]  # two micro-batches, and nothing at rest
+
+
+@pytest.mark.parametrize("objective", ["maxent", "dr_grpo"])
+@pytest.mark.parametrize("other", [ALIKE, ALL_LEARN], ids=["alike", "all_learn"])
+@pytest.mark.parametrize("at_rest", [1, 2, 3])
+def test_what_goes_backward_are_the_tokens_of_groups_with_a_gradient(
+    tiny_model_dir, monkeypatch, objective, other, at_rest
+):
+    """Whatever the other rank does; but for one group, or one row, for each backward of the other
+    rank that this one lacks. Losses and gradients are those of all groups backward."""
+    rewards = REWARDS.clone()
+    rewards[3 - at_rest :] = 0.0
+    batch = batch_of()
+    backward = []
+    real = Policy.forward
+
+    def forward(self, ids, prompt_lengths, lengths, **kwargs):
+        if torch.is_grad_enabled():
+            backward.append(int(lengths.sum()))
+        return real(self, ids, prompt_lengths, lengths, **kwargs)
+
+    def with_other(tensor, op=torch.distributed.ReduceOp.SUM):
+        is_plan = op == torch.distributed.ReduceOp.MAX and len(tensor) == 5
+        return tensor.maximum(torch.tensor(other)) if is_plan else tensor
+
+    flag = f"--objective={objective}"
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "idle_rows", lambda *_: torch.zeros(P * G, dtype=torch.bool))
+        everything, metrics = gradients(tiny_model_dir, rewards, flag, batch=dict(batch))
+    monkeypatch.setattr(Policy, "forward", forward)
+    monkeypatch.setattr(learner, "across_ranks", with_other)
+    grads, same = gradients(tiny_model_dir, rewards, flag, batch=dict(batch))
+    tokens = batch["lengths"].view(P, G)
+    unit = G if objective == "maxent" else 1
+    active = 3 - at_rest
+    lacking = max(0, other[2] - active * G // unit)
+    along = batch["lengths"].view(-1, unit).sum(1)[-lacking:].sum() if lacking else 0
+    assert sum(backward) == tokens[:active].sum() + along
+    assert len(backward) == max(1, other[2])
+    for name in ("loss", "entropy", "clip_ratio/low", "clip_ratio/high"):
+        assert same[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-9), name
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, everything[name], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("objective", ["dr_grpo", "maxent"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from loss_steps import close, randn, value_and_grad
 from torch._dynamo.testing import CompileCounter
 
@@ -352,7 +353,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(kept):
         capture_output=True,
         text=True,
         cwd=Path(loss.__file__).parent,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
     )
     assert run.returncode == 0, run.stderr

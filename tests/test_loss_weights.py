@@ -325,7 +325,7 @@ def test_an_unlikely_right_answer_is_worth_more_and_equal_answers_share_a_rank()
 
 
 def test_xdr_with_binary_rewards_is_dr_grpo_with_negative_advantages_scaled_down():
-    """By e^(-1/tau), up to a factor per group: what MATH.md says it is."""
+    """By e^(-1/tau), up to a factor per group: softmax(A / tau) of advantages 1 apart."""
     step = make_step(torch.tensor([[1.0, 0, 0, 1, 0]]), [2] * 5, 3)
     xdr = targets_of(step, config(5, dict(objective="xdr")))["advantages"][0]
     dr_grpo = targets_of(step, config(5, dict(objective="dr_grpo")))["advantages"][0]

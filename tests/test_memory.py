@@ -13,6 +13,7 @@ import preflight
 import rollout
 import train
 from common import RunStopped, load_config, memory_limits
+from policy import Parameters
 from preflight import fitting_tokens, memory_estimate, tokens_at_once
 
 GIB = 2**30
@@ -24,7 +25,7 @@ SMOL = LlamaConfig(
     intermediate_size=1536,
     vocab_size=49152,
 )
-PARAMETERS = 134_515_008
+PARAMETERS = Parameters(134_515_008, 134_515_008)
 
 
 def config(*flags: str) -> dict:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import PATIENCE
 from row_files import check_words, jsonl, refusal
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -30,6 +31,7 @@ import sft
 import train
 from checks import FLAGS
 from common import UserError, load_config
+from policy import Parameters
 from preflight import dry_run, load_model_files, memory_estimate, stop_token_ids
 from server import __main__ as serve
 
@@ -249,7 +251,7 @@ def test_the_script_says_so_in_one_line_with_status_2_before_vllm_is_imported(fo
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
@@ -440,7 +442,7 @@ SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_splits_a_part_more_with_every_stage(stage, given):
     c = load_config([*SIZES, f"--zero_stage={stage}"])
-    sizes = memory_estimate(c, Qwen2Config(**SMALL), 1000, 4, 8)
+    sizes = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, 8)
     # from stage 1 on the optimizer has its own copy of the weights
     split = {"optimizer": 12_000 if stage else 8000, "gradients": 4000, "weights": 4000}
     for needed, (what, size) in enumerate(split.items(), 1):
@@ -451,7 +453,7 @@ def test_zero_splits_a_part_more_with_every_stage(stage, given):
 def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
     def under_way(stage: int, world: int) -> int:
         c = load_config([*SIZES, f"--zero_stage={stage}"])
-        table = memory_estimate(c, Qwen2Config(**SMALL), 1000, 4, world)
+        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, world)
         return table["gradients under way between ranks"]
 
     assert under_way(0, 1) == 0
@@ -461,7 +463,7 @@ def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
 def test_an_engine_elsewhere_takes_no_memory_here(given):
     def of_engine(*flags: str) -> dict:
         c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, Qwen2Config(**SMALL), 10_000, 4, 1)
+        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(10_000, 10_000), 4, 1)
         return {what: size for what, size in table.items() if what.startswith("rollout")}
 
     assert of_engine("--rollout_engine=server") == {}

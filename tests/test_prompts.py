@@ -23,6 +23,10 @@ def base_tokenizer():
     return tokenizer
 
 
+def rendered(tokenizer, *flags, row=ROW) -> str:
+    return prompts.render_prompt(row, tokenizer, load_config(list(flags)))
+
+
 def encoded_ids(tokenizer, *flags) -> list[int]:
     (row,) = prompts.encode_prompts([ROW], tokenizer, load_config(list(flags)))
     return row["prompt_ids"]
@@ -32,16 +36,16 @@ def encoded_ids(tokenizer, *flags) -> list[int]:
 
 
 def test_the_chat_template_is_rendered_with_the_assistants_turn_open():
-    rendered = "<|system|>Be brief.<|user|>1+1?<|assistant|>"
-    assert prompts.render_prompt(ROW, TOKENIZER, "Be brief.") == rendered
-    assert prompts.render_prompt(ROW, TOKENIZER, "") == "<|user|>1+1?<|assistant|>"
+    text = rendered(TOKENIZER, "--system_prompt=Be brief.")
+    assert text == "<|system|>Be brief.<|user|>1+1?<|assistant|>"
+    assert rendered(TOKENIZER) == "<|user|>1+1?<|assistant|>"
     characters = TOKENIZER.convert_tokens_to_ids(list("1+1?"))
     assert encoded_ids(TOKENIZER) == [3, *characters, 4]
 
 
 def test_a_base_model_sees_the_bare_text_and_its_own_special_tokens():
     base = base_tokenizer()
-    assert prompts.render_prompt(ROW, base, "Q: ") == "Q: 1+1?"
+    assert rendered(base, "--system_prompt=Q: ") == "Q: 1+1?"
     assert base.decode(encoded_ids(base)) == "1+1?"
 
 
@@ -60,7 +64,7 @@ def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text(OWN)
     for given_as in (OWN, str(tmp_path / "template.jinja")):
         tokenizer = load_model_files(str(tiny_model_dir), given_as).tokenizer
-        assert prompts.render_prompt(ROW, tokenizer, "S") == "[system]S[user]1+1?[me]"
+        assert rendered(tokenizer, "--system_prompt=S") == "[system]S[user]1+1?[me]"
     assert load_model_files(str(tiny_model_dir)).tokenizer.chat_template == sft.TEMPLATE
 
 
@@ -127,7 +131,7 @@ def test_a_spying_chat_template_sees_nothing():
         "{{ messages[0]['content'] }}{{ raise_exception.__globals__ }}"
     )
     prompts.set_chat_template(spy, template)
-    assert prompts.render_prompt(ROW, spy, "") == "1+1?"
+    assert rendered(spy) == "1+1?"
 
 
 def test_a_template_that_refuses_a_row_is_one_sentence():

@@ -37,6 +37,7 @@ WORTHLESS = {
     "rush_hour": 0.0,
     "rush_hour_exact": 0.0,
     "rush_hour_shaped": 0.0,
+    "sentence": 0.0,
     "math": 0.0,
     "math_exact": 0.0,
     "format": 0.0,
@@ -342,7 +343,10 @@ def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
 # --- answers of a dataset
 
 # rewards that can read each other's answers
-ALIKE = [{"math", "math_exact"}, {"rush_hour", "rush_hour_exact", "rush_hour_shaped"}]
+ALIKE = [
+    {"math", "math_exact", "last_number"},
+    {"rush_hour", "rush_hour_exact", "rush_hour_shaped"},
+]
 
 
 @pytest.mark.parametrize("reward", [name for name in ANSWERS if name != "rush_hour"])

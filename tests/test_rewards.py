@@ -128,6 +128,52 @@ def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value
 # --- names in a config
 
 
+# --- the last number
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("7 + 5 = 12.", "12"),
+        ("12", "12"),
+        ("12.0 apples, I think", "12"),
+        ("First 7, then 1,234.50!", "1234.5"),
+        ("$1,000,000", "1000000"),
+        ("(7, 8, 1,2345)", "2345"),
+        ("about .5", "0.5"),
+        ("so...5", "5"),
+        ("x = -5", "-5"),
+        ("7-5", "5"),
+        ("(3)-5", "5"),
+        ("-$5", "-5"),
+        ("\N{MINUS SIGN}5 degrees", "-5"),
+        ("-0.00", "0"),
+        ("007", "7"),
+        ("\\boxed{12}<|im_end|>", "12"),
+        ("9" * 10_000 + ".0", "9" * 10_000),
+    ],
+)
+def test_the_last_number_of_a_text_is_its_answer(text, number):
+    for answer in (number, f"some working\n#### {number}", f" {number}.0" * ("." not in number)):
+        if answer:
+            assert rewards.last_number(text, answer) == 1.0, answer
+    assert rewards.last_number(text, "6") == rewards.last_number(text, f"{number}1") == 0.0
+    assert rewards.last_number(text, f"1{number.lstrip('-')}") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "twelve", "12, no, 13", "1/12 of 3", "\u0661\u0662", "- 12 + 1"]
+)
+def test_a_text_whose_last_number_is_another_is_wrong(text):
+    assert rewards.last_number(text, 12) == rewards.last_number(text, 12.0) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["1/2", "ten", "", "12 apples", True, 1e-7, math.nan])
+def test_an_answer_that_is_no_number_is_no_answer_for_it(answer):
+    with pytest.raises(ValueError, match="must be a number"):
+        rewards.last_number("12", answer)
+
+
 def test_a_reward_that_does_not_exist_is_refused_by_its_name():
     said = refusal(rewards.check_names, ["countdown", "auto", "magic"])
     assert "'magic'" in said and "countdown" in said and "module:function" in said

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
+from deadlines import PATIENCE
 from transformers import Qwen2Config
 
 import rollout
@@ -27,7 +28,7 @@ def work(what: str, model, *flags, ranks: int = 0) -> dict:
         [sys.executable, *launcher, str(WORKER), what, str(model), *flags],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     ended_well(done)
     objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -221,7 +222,7 @@ def test_a_cache_too_small_for_one_completion_is_one_sentence(tiny_model_dir):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import child
 import pytest
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 
 import common
@@ -33,7 +34,7 @@ def hold(folder: Path, said: Path) -> None:
 
 
 def wait_for(path: Path, process=None) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not path.exists():
         assert time.monotonic() < end and (process is None or process.exitcode is None)
         time.sleep(0.01)
@@ -112,7 +113,7 @@ def test_of_runs_that_start_at_the_same_time_in_one_folder_one_begins(tmp_path):
     said = [tmp_path / f"said_{i}" for i in range(6)]
     runs = [child.start(start_a_run, folder, go, path) for path in said]
     go.touch()
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while sum(run.exitcode is None for run in runs) > 1:  # the others have been refused
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import httpx
 import pytest
 from bad_answers import BAD
+from deadlines import PATIENCE
 from engine_worker import PROMPTS, sampling
 from servers import any_weights, bare, dead_url, expected, request
 from stand_ins import Proxy, usual
@@ -205,7 +206,7 @@ def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(
     monkeypatch.setenv("VLLM_CLIENT_TAG", "ours")
     mixer = stand_in(stand_in().url, kind=Proxy, mixes=True)
     engine = make(mixer)
-    theirs = httpx.Client(base_url=mixer.url, timeout=30, trust_env=False)
+    theirs = httpx.Client(base_url=mixer.url, timeout=PATIENCE, trust_env=False)
     stop = threading.Event()
 
     def other_run():
@@ -265,7 +266,7 @@ def test_no_thread_and_no_socket_is_left_behind(world, naps, make, stand_in):
             engine.generate(PROMPTS, 2, request(3))
         one.completion = usual
         engine.close()
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while (threading.active_count(), open_sockets()) != before:
         assert time.monotonic() < end, (threading.enumerate(), before, open_sockets())
         time.sleep(0.05)
@@ -363,7 +364,7 @@ def test_rollouts_of_the_next_step_are_made_while_this_one_is_learnt_from(world,
     _, begun = engine.ahead
     assert not begun.done()  # begin has not waited: the answers are behind the gate
     gate.set()
-    wait([begun], timeout=60)  # learning, while nobody asks for the result
+    wait([begun], timeout=PATIENCE)  # learning, while nobody asks for the result
     assert begun.done()
     assert sorted(done) == [0, 1, 2]
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()

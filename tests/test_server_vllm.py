@@ -15,6 +15,7 @@ import child
 import httpx
 import pytest
 import torch
+from deadlines import PATIENCE
 from engine_worker import PROMPTS, difference, perturb, sampling
 from servers import (
     ROOT,
@@ -87,7 +88,7 @@ def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_eng
         [sys.executable, worker, tiny_model_dir],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env=environment(),
     )
     child.ended_well(done)
@@ -310,7 +311,7 @@ def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on
         "--save_steps=0",
     ]
     process = train(tiny_model_dir, folder, *flags, "--max_steps=400")
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while len(steps_in(folder)) < 2:
         words = words_of(folder).read_text()[-3000:]
         assert time.monotonic() < end, words

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import slurm_cluster
+from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, TORCHRUN, steps_in
 
 import checkpoint
@@ -74,7 +75,9 @@ def submit(env: dict, folder: Path, script: str, *words, sbatch=(), **variables)
     command = ["sbatch", "--parsable", f"--output={folder}.out", *sbatch]
     command += [f"slurm/{script}", *words, f"--output_dir={folder}"]
     env = env | variables
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -243,7 +246,7 @@ def test_scancel_leaves_no_process_and_no_port_behind(slurm, tiny_model_dir, tmp
     opened = sockets(there)
     assert opened
     assert len(of_all(trains, there)) >= 4  # two torchruns, two ranks
-    subprocess.run(["scancel", number], env=slurm, check=True, timeout=120)
+    subprocess.run(["scancel", number], env=slurm, check=True, timeout=PATIENCE)
     all_gone(slurm, number, there)
     assert not opened & listening().keys()
     assert ended(slurm, number, folder) == "CANCELLED"
@@ -324,7 +327,7 @@ def test_a_job_that_saves_nothing_is_not_queued_again(slurm, tiny_model_dir, tmp
     number = submit(slurm, folder, *words)
     wait_for_step(slurm, number, folder, 1)
     command = ["scancel", "--signal=USR1", "--batch", number]
-    subprocess.run(command, env=slurm, check=True, timeout=120)
+    subprocess.run(command, env=slurm, check=True, timeout=PATIENCE)
     assert ended(slurm, number, folder) == "FAILED"
     assert job(slurm, number)["Restarts"] == "0"
     assert "no checkpoint was added" in Path(f"{folder}.out").read_text(), words_of(folder)
@@ -367,7 +370,9 @@ def without_slurm() -> dict:
 
 def bash(*words, env: dict) -> subprocess.CompletedProcess:
     command = ["bash", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(tmp_path):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE
 
 from common import UserError, load_config, own_flags
 
@@ -30,7 +31,7 @@ def without_torch(tmp_path_factory):
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             env={**os.environ, "PYTHONPATH": str(folder)},
         )
 

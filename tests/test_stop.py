@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 
 from common import SIGNALS
@@ -60,7 +61,7 @@ def start(code: str, folder: Path, **kwargs) -> subprocess.Popen:
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not path.exists():
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
@@ -71,7 +72,7 @@ def test_a_signal_before_the_first_step_is_one_sentence_and_never_lost(number, t
     process = start(HEARING + LOADS, tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for(tmp_path / "loading", process)
     process.send_signal(number)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=PATIENCE)
     assert words == f"error: stopped by {number.name}\n" and process.returncode == 128 + number
 
 
@@ -83,7 +84,7 @@ def test_one_rank_speaks_for_all_and_torchrun_for_itself(tmp_path):
         process = start(HEARING + LOADS, tmp_path, stderr=subprocess.PIPE, text=True, env=env)
         wait_for(tmp_path / "loading", process)
         process.terminate()
-        assert process.communicate(timeout=60)[1] == "" and process.returncode == 143
+        assert process.communicate(timeout=PATIENCE)[1] == "" and process.returncode == 143
 
 
 def test_nohup_is_respected(tmp_path):
@@ -103,7 +104,7 @@ def test_a_closed_terminal_ends_a_run_after_a_save(tmp_path):
     if not pid:
         os.chdir(tmp_path)
         os.execv(sys.executable, [sys.executable, "-c", HEARING + TRAINS])
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not (tmp_path / "training").exists():
         assert time.monotonic() < end and os.waitpid(pid, os.WNOHANG) == (0, 0)
         time.sleep(0.01)

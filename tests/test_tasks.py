@@ -35,7 +35,7 @@ def modes_of(task, row: dict) -> set[str]:
 
 
 def test_every_task_has_rows_a_reward_and_a_mode():
-    assert {"countdown", "crossword", "graph_coloring", "rush_hour"} <= set(tasks.NAMES)
+    assert {"countdown", "crossword", "graph_coloring", "rush_hour", "sentence"} <= set(tasks.NAMES)
     for name in tasks.NAMES:
         task = tasks.module(name)
         assert task.__name__ == f"tasks.{name}"

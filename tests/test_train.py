@@ -1,6 +1,7 @@
 """The real scripts as a user runs them: torchrun, vLLM, DeepSpeed, Weights & Biases offline."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -9,15 +10,21 @@ import sys
 import time
 from pathlib import Path
 
+import in_child
 import pytest
 import torch
 from child import ended_well
+from deadlines import PATIENCE
 from exact_matrix import ROOT, SMALL_DATA, without_seconds
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import common
 import evaluate
+import loss
+import rollout
+import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
 
@@ -33,14 +40,6 @@ SMALL = [
 ]
 
 
-PATCHED = """import sys
-sys.path.insert(0, {root!r})
-{patch}
-import common, train
-common.script(train.main, common.script(common.load_config))
-"""
-
-
 def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
     """A script of this project on config/countdown_tiny.py."""
     command = [sys.executable]
@@ -48,15 +47,9 @@ def run(script: str, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [script, "config/countdown_tiny.py", *map(str, flags)]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "helpers")}  # for parity_reward
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=env)
-
-
-def run_patched(folder: Path, patch: str, *flags) -> subprocess.CompletedProcess:
-    """train.py after `patch`, for nine steps without vLLM."""
-    script = folder / "patched_train.py"
-    script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
-    plain = ["--rollout_engine=hf", "--eval_steps=0", "--max_steps=9"]
-    return run(str(script), *SMALL, *plain, f"--output_dir={folder / 'run'}", *flags)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=env
+    )
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -101,7 +94,7 @@ weights/entropy weights/entropy_norm weights/effective_rollouts weights/incorrec
 tau beta delta_tau delta_beta
 completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1
 completions/distinct_2 completions/jaccard
-time/rollout time/reward time/score time/learn time/sync time/step tokens_per_second
+time/rollout time/reward time/score time/learn time/sync time/wait time/step tokens_per_second
 reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
 reward/parity_reward:parity/errors
 sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
@@ -141,6 +134,26 @@ def test_vllm_does_not_start_without_a_word(two_ranks):
     words = two_ranks[2]
     for line in ("starting vLLM: importing it", "starting vLLM: loading ", "is ready after "):
         assert words.count(line) == 1, words[-3000:]  # by one of the two ranks
+
+
+def test_no_library_talks_at_the_start_of_a_run(two_ranks):
+    said = two_ranks[1] + two_ranks[2]
+    for word in ("get_accelerator", "Triton", "NUMA", "checkpoint shards"):
+        assert word not in said, said[:3000]
+
+
+def test_what_a_library_says_of_an_error_is_still_heard(monkeypatch):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    common.quiet_libraries()
+    heard = []
+    logger = logging.getLogger("DeepSpeed")
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.warning("no GPU")
+    logger.error("broken")
+    logger.removeHandler(handler)
+    assert heard == ["broken"] and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
 def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
@@ -203,42 +216,55 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     assert len(output.read_text().splitlines()) == 6
 
 
-NO_SYNC = """
-import rollout
-rollout.HfEngine.sync = lambda self, named_parameters: list(named_parameters)
-"""
+NINE_STEPS = {"reward_funcs": ["parity_reward:parity"], "max_steps": 9}
+
+
+def with_a_sync_that_breaks() -> None:
+    """After the first two, with which a run proves that weights arrive (test_sync.py)."""
+    real = rollout.HfEngine.sync
+    calls = []
+
+    def sync(self, named_parameters) -> None:
+        calls.append(1)
+        if len(calls) <= 2:
+            real(self, named_parameters)
+
+    rollout.HfEngine.sync = sync
 
 
 def test_a_sync_that_never_arrives_stops_the_run_with_a_sentence(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NO_SYNC, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "does not hold the policy's weights" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert 1 <= len(metrics_of(tmp_path / "run")) < 9
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"learning_rate": 1e-2, "max_logp_difference": 0.05}
+    status, words = in_child.run(with_a_sync_that_breaks, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "does not hold the policy's weights" in words
+    assert "Traceback" not in words
+    assert 1 <= len(metrics_of(folder)) < 9
 
 
-NAN_WEIGHTS = """
-import loss, train
-train.MAX_SKIPPED_STEPS = 2
-old = loss.maxent_weights
-loss.maxent_weights = lambda *a: old(*a) * float("nan")
-"""
+def with_nan_weights() -> None:
+    train.MAX_SKIPPED_STEPS = 2
+    real = loss.maxent_weights
+    loss.maxent_weights = lambda *a: real(*a) * math.nan
 
 
 def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
-    done = run_patched(tmp_path, NAN_WEIGHTS, f"--model={tiny_model_dir}")
-    assert done.returncode == 1
-    assert "2 steps in a row had a non-finite loss" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [line["skipped_steps"] for line in metrics_of(tmp_path / "run")] == [1, 2]
-    assert checkpoint.latest(tmp_path / "run").name == "step_000002"
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"save_steps": 0}
+    status, words = in_child.run(with_nan_weights, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "2 steps in a row had a non-finite loss" in words
+    assert "Traceback" not in words
+    assert [line["skipped_steps"] for line in metrics_of(folder)] == [1, 2]
+    assert checkpoint.latest(folder).name == "step_000002"
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     folder = tmp_path / "sft"
-    flags = ["--model=tiny", f"--output_dir={folder}", "--steps=30", "--batch_size=64"]
-    flags.append("--learning_rate=2e-3")
-    ended_well(run("sft.py", *flags, ranks=2))
+    flags = ["--steps=30", "--batch_size=32", "--learning_rate=2e-3"]
+    ended_well(
+        run("sft.py", *SMALL_DATA, "--model=tiny", f"--output_dir={folder}", *flags, ranks=2)
+    )
     assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6
@@ -270,6 +296,15 @@ def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_curves_have_no_empty_panels():
+    lines = [{"step": 0, "eval/mean@8": 0.5, "eval/pass@1": 0.5}]
+    lines += [{"step": 1, "reward": 0.5, "tau": None, "loss": 3.0}, {"step": 2, "reward": 1.0}]
+    assert evaluate.panels_of(lines) == {
+        "training reward": {"reward": ((1, 2), (0.5, 1.0))},
+        "held-out accuracy": {"eval/mean@8": ((0,), (0.5,))},
+    }
+
+
 def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     lines = [
         {"step": 0, "eval/mean@8": 0.25, "eval/reward_failures": 1.0},
@@ -292,7 +327,7 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
     path.mkdir(parents=True)
     seen = path / "seen"
     evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)

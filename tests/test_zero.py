@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from child import ended_well
+from deadlines import PATIENCE
 from zero_worker import CASES
 
 WORKER = Path(__file__).parent / "helpers" / "zero_worker.py"
@@ -19,7 +20,9 @@ def results(tiny_model_dir, tmp_path_factory):
     for ranks, stages in ((1, "0"), (2, "0,2,3")):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*torchrun, "--nproc_per_node", ranks, WORKER, tiny_model_dir, out, stages]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE
+        )
         ended_well(done)
     return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 

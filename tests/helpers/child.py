@@ -14,6 +14,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -44,7 +45,7 @@ def logged(work, args: tuple, log: str) -> None:
     work(*args)
 
 
-def status(process: multiprocessing.Process, seconds: float = 60) -> int:
+def status(process: multiprocessing.Process, seconds: float = PATIENCE) -> int:
     """Its exit status, minus the signal that ended it. One that has not ended by itself in
     `seconds` is killed."""
     process.join(seconds)

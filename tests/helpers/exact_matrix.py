@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from deadlines import PATIENCE
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def start(
         )
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> int:
+def finish(process: subprocess.Popen, seconds: float = PATIENCE) -> int:
     try:
         return process.wait(seconds)
     finally:

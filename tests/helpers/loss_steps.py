@@ -303,8 +303,9 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     norm = learner.step_counts(targets, group["lengths"])
 
     def given_plan(batch, unit, c, idle=None):
-        idle_first = sorted(plan, key=lambda rows: idle is None or not idle[rows].all())
-        return idle_first, learner.couples_rows(c)
+        resting = [rows for rows in plan if idle is not None and idle[rows].all()]
+        learning = [rows for rows in plan if idle is None or not idle[rows].all()]
+        return learner.Plan(resting, learning, cut=learner.couples_rows(c))
 
     with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):
         metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, norm)

@@ -41,6 +41,7 @@ def rollouts_of(texts, tokens: int = 10) -> list[dict]:
 
 TEN = {"numbers": [2, 3, 4], "target": 10}
 BOARD = {"board": "AAB...B.........", "size": 4, "moves": 2, "solution": "BD1,AR2"}
+LEGS = {"question": "How many legs have 5 spiders and 3 birds?", "answer": "46", "metadata": {}}
 # of a row for each reward that reads an answer of its own kind
 ANSWERS = {
     "countdown": TEN,
@@ -49,8 +50,11 @@ ANSWERS = {
     "rush_hour": BOARD,
     "rush_hour_exact": BOARD,
     "rush_hour_shaped": BOARD,
+    "reasoning_gym": {"problem": "leg_counting", "settings": {}, "entry": LEGS},
+    "sentence": ["dog", "river"],
     "math": "10",
     "math_exact": "10",
+    "last_number": "10",
 }
 # what scoring.py gives to every reward
 GIVEN = ("completion", "answer", "tokens", "max_completion_length", "soft_overlong_buffer")

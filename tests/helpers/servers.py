@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from deadlines import PATIENCE
 from engine_worker import PROMPTS, sampling
 from stand_ins import choice
 
@@ -95,7 +96,8 @@ class Fleet:
     """Two vLLM servers: 0 has the tied model, 1 the untied one, whose head takes the tied weights
     too."""
 
-    def __init__(self, models: list[Path], folder: Path):
+    def __init__(self, models: list[Path], folder: Path, config: str = "config/countdown_tiny.py"):
+        self.config = config
         self.models = models
         self.folder = folder
         self.processes = {}
@@ -103,14 +105,14 @@ class Fleet:
         self.ports = [int(url.rpartition(":")[2]) for url in self.urls]
 
     def start(self, i: int) -> None:
-        argv = ["-m", "server", "config/countdown_tiny.py"]
+        argv = ["-m", "server", self.config]
         argv += [f"--model={self.models[i]}", f"--port={self.ports[i]}"]
         self.processes[i] = start_script(argv, self.log(i))
 
     def log(self, i: int) -> Path:
         return self.folder / f"server_{i}.log"
 
-    def ready(self, *which: int, seconds: float = 240) -> str:
+    def ready(self, *which: int, seconds: float = PATIENCE) -> str:
         """Waits for these servers; their URLs as rollout_server takes them."""
         end = time.monotonic() + seconds
         for i in which:

@@ -1,4 +1,4 @@
-"""The losses of a step as MATH.md has them, literally: float64 loops over prompts, rows, tokens.
+"""The losses of a step as their formulas say, literally: float64 loops over prompts, rows, tokens.
 
 slow_step(logps, entropy, step, c) is the whole; the rest are its parts, an objective at a time.
 x is a prompt, i a row of its group, n a row of the step, t a token.

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
+from deadlines import PATIENCE
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIG = """
@@ -227,7 +228,7 @@ def cancel_all(env: dict) -> None:
     if not jobs:
         return
     query(env, "scancel", *jobs)
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while query(env, *list_jobs) and time.monotonic() < end:
         time.sleep(0.2)
 

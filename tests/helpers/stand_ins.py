@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import httpx
+from deadlines import PATIENCE
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -191,7 +192,9 @@ class Proxy(Listening):
     PASSED_ON = ("content-type", "x-request-id", "x-vllm-client-tag")
 
     def __init__(self, *targets: str, mixes: bool = False):
-        self.clients = [httpx.Client(base_url=url, timeout=60, trust_env=False) for url in targets]
+        self.clients = [
+            httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) for url in targets
+        ]
         self.mixes = mixes
         self.log = []  # (path, body, headers) in order of arrival
         self.answers = {}  # {request id: bytes}

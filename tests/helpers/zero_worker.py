@@ -17,6 +17,7 @@ import infoseed
 import rollout
 import train
 from common import load_config
+from journal import Timer
 from learner import (
     accumulate_gradients,
     group_targets,
@@ -68,6 +69,14 @@ CASES = {
         "--info_seed_pooling=last",
         "--max_tokens_per_micro_batch=50",
     ],
+    "infoseed_adapters": [
+        "--lora_rank=2",
+        "--beta=0.5",  # the reference is the policy with adapters off
+        "--info_seed_num_seeds=2",
+        "--info_seed_lambda=3",
+        "--info_seed_loss_type=ce",  # its head is trained beside adapters
+        "--max_tokens_per_micro_batch=50",
+    ],
     "maxent_tilted": ["--objective=maxent", "--beta=0.5", "--reference_placement=sharded"],
 }
 
@@ -101,7 +110,7 @@ def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
 def three_updates(c: dict, world: World) -> dict:
     torch.manual_seed(0)  # InfoSeed's head
     engine = train.load_policy(c, torch.device("cpu"))
-    reference = train.load_reference(c, torch.device("cpu"))
+    reference = train.load_reference(c, engine, torch.device("cpu"))
     share = P // world.size * G  # rows of a rank
     for step in range(3):
         rows, rewards = rollouts_of(step)
@@ -118,6 +127,7 @@ def three_updates(c: dict, world: World) -> dict:
             state={"beta": c["beta"]},
             step=step,
             skipped=0,
+            timer=Timer(),
         )
         metrics = train.update(run, batch, targets, norm, infoseed.Seeds(engine, lived, c, "cpu"))
     result = {
@@ -163,6 +173,7 @@ if __name__ == "__main__":
         "--max_prompt_length=9",
         "--max_completion_length=9",
         "--learning_rate=1e-3",
+        "--maxent_tau=0.2",
         "--dataset.name=countdown",
         "--max_tokens_per_micro_batch=16384",  # unless a case has less
     ]

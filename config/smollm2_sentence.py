@@ -1,0 +1,25 @@
+# SmolLM2-135M-Instruct, a real pretrained model, learns on two CPU cores to use two given words in
+# a short sentence. Once, then both arms of make demo-real, or one of them:
+#   python -m bench.smollm2 runs/smollm2
+#   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
+#     --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_real
+#   OMP_NUM_THREADS=2 python train.py config/smollm2_sentence.py
+model = "runs/smollm2"
+output_dir = "runs/smollm2_sentence"
+dataset = {"name": "sentence"}
+reward_funcs = ["sentence"]
+max_prompt_length = 64
+max_completion_length = 24
+temperature = 0.7  # at 1.0 so small a model rambles
+eval_temperature = 0.7
+prompts_per_step = 4
+num_generations = 8
+learning_rate = 1e-5
+max_steps = 16
+max_tokens_per_micro_batch = 2048
+dtype = "float32"  # also on a GPU: so small a model costs little
+max_logp_difference = 0.01  # sampler and trainer in float32: old weights show
+vllm_options = {"block_size": 32}  # of 128 tokens none would be full, and no prompt shared
+eval_steps = 16
+eval_max_prompts = 128
+eval_num_generations = 4

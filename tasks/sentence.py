@@ -1,0 +1,95 @@
+"""Sentence: use two given words in one short sentence. A small pretrained model can half do it, and
+there is no end of right answers.
+
+One row, rows("test", 1, seed=0):
+  {'id': 'sentence-nouns-moon-school', 'task': 'sentence',
+   'prompt': 'Write a short sentence with the words moon and school.',
+   'answer': ['moon', 'school'], 'solutions': ['The moon and the school are mine.']}
+
+Problems: every pair of WORDS, which are common nouns, in an order that a hash decides. 256 pairs
+are held out, chosen by a hash too, so that they are of the same distribution as those for training;
+their words occur in training, in other pairs. A mode is the sentence itself, as its words in lower
+case. How many there are nobody knows: a row has no num_modes, and coverage@k is not measured.
+
+reward() covers: the last complete <answer>...</answer> or, without one, the whole text; one
+sentence of 5 to 14 words that begins with a capital, ends with a full stop and has both words in
+it, as they are given (not "horses"); letters of ASCII, commas, apostrophes and hyphens.
+It does not cover: grammar and sense; digits, quotes, other marks: 0.
+"""
+
+import re
+import zlib
+from functools import cache
+from itertools import combinations
+
+from tasks import SPLITS, check_choice, hold_out, last_answer, take
+
+DEFAULT = "nouns"
+HELD_OUT = 256  # pairs
+SHORTEST = 5  # words of a sentence
+LONGEST = 14
+LONGEST_TEXT = 200  # characters: more is no short sentence, and is not looked at
+NOUNS = """
+apple bird boat book bread bridge car cat chair child city clock cloud coat coffee cow dog door
+farm field fire fish flower forest friend garden girl grass hat hill horse house island king lake
+letter moon mountain music night park river road room school ship shoe snow star stone street
+summer table teacher train tree village wall window winter
+"""
+CONFIGS = {
+    "nouns": dict(words=NOUNS.split()),
+}
+
+
+# --- modes and the reward
+
+
+def mode(completion: str, answer: list) -> str | None:
+    """The correct completion's words in lower case, None for a wrong completion."""
+    text = last_answer(completion)
+    if len(text) > LONGEST_TEXT or not re.fullmatch(r"[A-Z][A-Za-z ,'-]*\.", text):
+        return None
+    words = re.findall(r"[a-z'-]+", text.lower())
+    if not SHORTEST <= len(words) <= LONGEST or not set(answer) <= set(words):
+        return None
+    return " ".join(words)
+
+
+def reward(completion: str, answer: list, **row) -> float:
+    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file."""
+    return float(mode(completion, answer) is not None)
+
+
+# --- problems
+
+
+@cache
+def problems(config: str) -> dict[str, list[list]]:
+    """{"train": pairs of words, "test": pairs}, all different."""
+    classes = {}
+    for pair in combinations(CONFIGS[config]["words"], 2):
+        # unlike hash(), the same in every process
+        key = zlib.crc32(" ".join(pair).encode())
+        # or the words would always stand in the order of the alphabet
+        ordered = pair[::-1] if key % 2 else pair
+        classes.setdefault(key, []).append(ordered)
+    return hold_out(classes, HELD_OUT)
+
+
+def to_row(config: str, pair: tuple) -> dict:
+    """The row of a problem, with one solution of many."""
+    first, second = pair
+    return {
+        "id": f"sentence-{config}-{first}-{second}",
+        "task": "sentence",
+        "prompt": f"Write a short sentence with the words {first} and {second}.",
+        "answer": [first, second],
+        "solutions": [f"The {first} and the {second} are mine."],
+    }
+
+
+def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
+    """n rows (-1: all) of "train" or "test"; `seed` only orders them."""
+    check_choice("config", config, CONFIGS)
+    check_choice("split", split, SPLITS)
+    chosen = take(problems(config)[split], n, seed)
+    return [to_row(config, pair) for pair in chosen]

@@ -1,0 +1,210 @@
+"""Groups dealt to ranks: each has about as much to learn from, and a step's metrics are those of
+one rank. Two real processes with gloo."""
+
+import os
+import random
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import child
+import pytest
+import torch
+import torch.distributed as dist
+
+import experience
+import infoseed
+import learner
+import loss as L
+import rollout
+import train
+from common import load_config
+from journal import Timer
+from ranks import World, mean_over_ranks, start_distributed
+
+# --- who gets what
+
+
+def loads(tokens: list[int], learns: list[bool], dealt: list[list[int]]) -> list[int]:
+    """Tokens that need a backward, of each rank."""
+    return [sum(tokens[place] for place in places if learns[place]) for places in dealt]
+
+
+def test_groups_stay_where_they_are_when_nothing_is_gained():
+    assert experience.share_out([5, 5, 5, 5], [True] * 4, 2) == [[0, 1], [2, 3]]
+    assert experience.share_out([5] * 6, [False] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert experience.share_out([9, 1, 4], [True, False, True], 1) == [[0, 1, 2]]
+
+
+def test_what_learns_is_shared_out_first_and_the_others_even_out_the_forwards():
+    # one rank had all that learns
+    tokens = [10, 10, 10, 10, 99, 50, 50, 1]
+    learns = [True] * 4 + [False] * 4
+    dealt = experience.share_out(tokens, learns, 2)
+    assert loads(tokens, learns, dealt) == [20, 20]
+    assert dealt[0][2:] == [4, 7] or dealt[1][2:] == [4, 7]  # 99 + 1 against 50 + 50
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_half_of_64_groups_idle_no_rank_of_8_has_a_tenth_more_than_the_mean(seed):
+    rng = random.Random(seed)
+    tokens = [rng.randint(2_000, 16_000) for _ in range(64)]
+    learns = [rng.random() < 0.5 for _ in range(64)]
+    dealt = experience.share_out(tokens, learns, 8)
+    assert sorted(place for places in dealt for place in places) == list(range(64))
+    assert {len(places) for places in dealt} == {8}  # a rank's rows are as many as ever
+    before = loads(tokens, learns, [list(range(r * 8, r * 8 + 8)) for r in range(8)])
+    after = loads(tokens, learns, dealt)
+    mean = sum(after) / 8
+    assert max(before) > 1.3 * mean
+    assert max(after) < 1.1 * mean
+
+
+def test_tokens_of_a_group_count_a_shared_prompt_once():
+    group = []
+    for length in (2, 5):
+        group.append({"prompt_ids": [1] * 7, "completion_ids": [1] * length})
+    assert experience.group_tokens(group, packed=True) == 7 + 2 + 5
+    assert experience.group_tokens(group, packed=False) == 2 * (7 + 5)
+
+
+@pytest.mark.parametrize(
+    "flags, resting",
+    [
+        ([], [True, True, False]),
+        (["--objective=grpo"], [True, True, False]),
+        (["--maxent_skip_equal_groups=wrong"], [True, False, False]),
+        (["--maxent_skip_equal_groups=none"], [False] * 3),
+        (["--objective=token_entropy"], [False] * 3),
+        (["--objective=dr_grpo", "--beta=0.1"], [False] * 3),
+        (["--objective=grpo", "--policy_entropy_bonus_coef=0.1"], [False] * 3),
+        (["--info_seed_num_seeds=2", "--info_seed_reward=0.1"], [False] * 3),
+    ],
+)
+def test_which_groups_rest(flags, resting):
+    rewards = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    assert learner.resting_groups(rewards, load_config(flags)).tolist() == resting
+
+
+# --- a step on two ranks and on one
+
+P = 4
+G = 4
+CASES = {
+    "maxent": ["--objective=maxent", "--max_tokens_per_micro_batch=60"],
+    "grpo": ["--objective=grpo", "--num_iterations=2", "--max_tokens_per_micro_batch=40"],
+    "reference": ["--objective=flow", "--beta=0.3"],
+    "seeds": ["--info_seed_num_seeds=2", "--info_seed_lambda=3"],
+}
+
+
+def lived_of(world: World) -> experience.Lived:
+    """A rank's part of a step in which only the first two groups, the longest, teach something:
+    they are on the first of two ranks."""
+    rng = random.Random(1)
+    rows, rollouts = [], []
+    for place in range(P):
+        rows.append({"id": str(place), "prompt_ids": [10 + place] * (2 + place)})
+        for j in range(G):
+            length = rng.randint(7, 9) if place < 2 else rng.randint(1, 3)
+            ids = [rng.randrange(100) for _ in range(length)]
+            r = {"prompt_ids": rows[-1]["prompt_ids"], "completion_ids": ids}
+            r |= {"logprobs": [-rng.random() for _ in ids], "finish_reason": "stop"}
+            rollouts.append(r | ({"seed_id": j - 2} if j >= 2 else {}))
+    rewards = torch.tensor([[0.0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    share = P // world.size
+    own = slice(world.rank * share, world.rank * share + share)
+    mine = rollouts[own.start * G : own.stop * G]
+    right = rewards[own] == 1
+    return experience.Lived(rows[own], mine, rewards[own, :, None], right, rewards, {}, 1.0)
+
+
+def one_step(c: dict, world: World) -> dict:
+    """Places and metrics of a step, as train.train has them."""
+    torch.manual_seed(0)
+    lived = experience.deal(lived_of(world), world, c)
+    engine = train.load_policy(c, world.device)
+    reference = train.load_reference(c, engine, world.device)
+    batch = rollout.to_batch(lived.rollouts, "cpu")
+    seeds = infoseed.Seeds(engine, lived, c, "cpu")
+    group = learner.measure_groups(engine, reference, batch, lived, seeds.rewards, c)
+    targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
+    norm = learner.step_counts(targets, group["lengths"])
+    state = {"beta": c["beta"]}
+    run = SimpleNamespace(config=c, engine=engine, world=world, state=state, step=0, skipped=0)
+    run.timer = Timer()
+    metrics = train.update(run, batch, targets, norm, seeds)
+    metrics |= learner.sampler_mismatch(batch, -1)
+    if "weights" in targets:
+        metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
+    metrics |= seeds.metrics(targets)
+    metrics |= learner.group_metrics(lived.rewards, group["lengths"])
+    metrics |= mean_over_ranks(rollout.completion_metrics(lived.rollouts, G))
+    return {"places": [int(row["id"]) for row in lived.rows], "metrics": metrics}
+
+
+def on_a_rank(rank: int, size: int, port: int, folder: Path, configs: dict) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = start_distributed()
+    result = {name: one_step(c, world) for name, c in configs.items()}
+    torch.save(result, folder / f"{rank}_of_{size}.pt")
+    dist.barrier()
+    os._exit(0)  # what takes engines and threads apart is not what is tested
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model_dir, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("balance")
+    configs = {}
+    for name, flags in CASES.items():
+        plain = ["--max_prompt_length=9", "--max_completion_length=9", "--learning_rate=1e-3"]
+        plain.append("--maxent_tau=0.2")
+        configs[name] = load_config(
+            [f"--model={tiny_model_dir}", "--dataset.name=countdown", *plain, *flags]
+        )
+    started = []
+    for size in (1, 2):
+        port = free_port()
+        for rank in range(size):
+            log = folder / f"{rank}_of_{size}.log"
+            started.append(child.start(on_a_rank, rank, size, port, folder, configs, log=log))
+    for process in started:
+        assert child.status(process, 300) == 0, [p.read_text() for p in folder.glob("*.log")]
+    return {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_metrics_of_two_ranks_are_those_of_one_wherever_groups_are_learnt_from(results, case):
+    one = results["0_of_1"][case]
+    first, second = results["0_of_2"][case], results["1_of_2"][case]
+    assert one["places"] == [0, 1, 2, 3]
+    moved = {tuple(first["places"]), tuple(second["places"])}
+    if case != "reference":
+        assert moved in ({(0, 2), (1, 3)}, {(0, 3), (1, 2)})
+    assert first["metrics"] == second["metrics"]
+    assert set(one["metrics"]) == set(first["metrics"])
+    for name, value in one["metrics"].items():
+        if not name.startswith("time/"):
+            assert first["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_seconds_of_learning_are_those_of_the_slowest_rank_and_of_the_mean(results):
+    for rank in ("0_of_2", "1_of_2"):
+        metrics = results[rank]["maxent"]["metrics"]
+        assert 0 < metrics["time/learn_mean"] <= metrics["time/learn_slowest"]
+    alone = results["0_of_1"]["maxent"]["metrics"]
+    assert alone["time/learn_mean"] == alone["time/learn_slowest"]
+
+
+def test_two_different_ranks_have_a_slowest_and_a_mean(monkeypatch):
+    monkeypatch.setattr(learner, "gather_groups", lambda own: torch.cat([own, own + 2.0]))
+    found = learner.learning_seconds(1.0)
+    assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0, "time/wait": 2.0}

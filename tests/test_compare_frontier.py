@@ -1,0 +1,87 @@
+"""python -m compare.frontier: the rule of the best point, what the table says of several runs, and
+that what can not be read is named."""
+
+import json
+
+import pytest
+from compare_runs import plan, write_lines, write_run
+
+from common import UserError
+from compare import frontier
+
+
+def line(step, mean, passed, arm="a", seed=1, **more):
+    record = {"arm": arm, "seed": seed, "step": step, "mean@8": mean, "pass@8": passed}
+    return record | {"coverage@8": passed / 2, "distinct@8": 1.0, "cpu": 60 * step} | more
+
+
+def evaluations_of(tmp_path, *lines):
+    write_lines(tmp_path / "rows.jsonl", lines)
+    return frontier.read_evaluations(tmp_path / "rows.jsonl", k=8)
+
+
+def test_the_best_point_is_the_highest_mean_where_pass_has_not_fallen(tmp_path):
+    run = [line(0, 0.2, 0.5), line(50, 0.4, 0.46), line(100, 0.3, 0.48), line(150, 0.25, 0.6)]
+    evaluations = evaluations_of(tmp_path, *run)
+    # one standard error of .5 is .05 over 100 problems, and .025 over 400
+    assert frontier.best_point(evaluations, problems=100)["step"] == 50
+    assert frontier.best_point(evaluations, problems=400)["step"] == 100
+    # nothing later is allowed, or nothing is better: the start
+    assert frontier.best_point(evaluations.head(2), problems=400)["step"] == 0
+
+
+def test_the_table_has_means_and_ranges_over_runs_and_the_best_arm_first(tmp_path, capsys):
+    lines = [line(0, 0.2, 0.5), line(50, 0.3, 0.5), line(100, 0.4, 0.7)]
+    lines += [line(0, 0.2, 0.5, seed=2), line(50, 0.5, 0.5, seed=2)]
+    lines += [line(0, 0.2, 0.5, arm="b"), line(50, 0.9, 0.1, arm="b")]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    picture = tmp_path / "paths.png"
+    frontier.main([str(tmp_path / "rows.jsonl"), f"--picture={picture}", "--problems=400"])
+    head, _, start, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert head.startswith("| arm | runs | steps | mean@8 | pass@8 ")
+    assert start.startswith("| (start) |  | 0 | 0.200 | 0.500 |")
+    # the last three evaluations: .3 in one run, .35 in the other
+    assert first.startswith("| a | 2 | 75 | 0.325 (0.300 to 0.350) |")
+    # the best points: .4 at 100 and .5 at 50
+    assert first.endswith("| 75 | 0.450 (0.400 to 0.500) | 0.600 (0.500 to 0.700) | 75 |")
+    assert second.startswith("| b | 1 | 50 |")
+    assert "| the start |" in second
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
+    runs, _ = plan(tmp_path, "a = {}\nb = {}", seeds=2)
+    for run in runs:
+        write_run(run, correct={"a": 3, "b": 5}[run["arm"]])
+    evaluations = frontier.read_evaluations(tmp_path / "out", k=8)
+    assert len(evaluations) == 2 * 2 * 3
+    assert set(evaluations[evaluations["arm"] == "b"]["mean"]) == {5 / 8}
+    # CPU time is not in a run's metrics
+    assert evaluations["cpu"].isna().all()
+    assert frontier.table_of(evaluations, 256, 8).count("\n") == 4
+
+
+def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
+    lines = [line(0, 0.2, 0.5), line(50, 0.3, 0.5), line(50, 0.4, 0.5)]
+    assert list(evaluations_of(tmp_path, *lines)["mean"]) == [0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "no evaluations in it"),
+        ("{", "can not be read"),
+        (json.dumps(line(0, "much", 0.5)), "much.* lacks one of mean@8, pass@8"),
+        (json.dumps({"arm": "a", "seed": 1, "step": 0, "mean@4": 0.5}), "another --k"),
+    ],
+)
+def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=words):
+        frontier.read_evaluations(tmp_path / "rows.jsonl", k=8)
+
+
+@pytest.mark.parametrize("argv", [[], ["a", "b"], ["--pictur=x"]])
+def test_it_takes_one_source(argv):
+    with pytest.raises(UserError, match="takes one file or folder"):
+        frontier.main(argv)

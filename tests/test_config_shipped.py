@@ -1,0 +1,301 @@
+"""The shipped config files, the defaults with their comments, and what a config is warned about."""
+
+import ast
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from configs import DEFAULTS
+
+from checks import OBJECTIVES, steers_beta, steers_tau, tau_of_excess, warn_config
+from common import ROOT, load_config, with_tau
+
+CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_config_loads_and_says_how_to_launch_it(name):
+    config = load_config([str(ROOT / "config" / name)])
+    text = (ROOT / "config" / name).read_text()
+    if name != "default.py":
+        assert f"train.py config/{name}" in text.split("\nmodel")[0]
+        assert config["model"] and config["output_dir"] == f"runs/{name.removesuffix('.py')}"
+
+
+def test_every_objective_is_described_in_readme_and_beside_its_formula():
+    """The table in checks.py says what is true of an objective, loss.py's docstring its formula,
+    the README what it is for."""
+    formulas = ast.get_docstring(ast.parse((ROOT / "loss.py").read_text()))
+    table = (ROOT / "README.md").read_text().split("| `objective` |")[1].split("\n\n")[0]
+    for name in OBJECTIVES:
+        assert re.search(rf"\b{name}\b", formulas), name
+        assert f"`{name}`" in table, name
+
+
+def test_the_math_pair_differs_in_the_keys_of_the_objective_only():
+    grpo, maxent = (
+        load_config([str(ROOT / "config" / f"math_{name}.py")]) for name in ("grpo", "maxent")
+    )
+    differing = {key for key in grpo if grpo[key] != maxent[key]}
+    assert {"objective", "output_dir"} <= differing
+    assert {
+        key for key in differing - {"objective", "output_dir"} if not key.startswith("maxent_")
+    } == set()
+    assert (grpo["objective"], maxent["objective"]) == ("grpo", "maxent")
+
+
+@pytest.mark.parametrize("name", ["countdown_steered", "math_steered"])
+def test_a_steered_recipe_differs_from_its_plain_one_in_the_keys_of_steering_only(name):
+    plain = name.replace("steered", "tiny" if "countdown" in name else "maxent")
+    ours, base = (load_config([str(ROOT / "config" / f"{n}.py")]) for n in (name, plain))
+    differing = {key for key in ours if ours[key] != base[key]}
+    assert steers_beta(ours) and ours["beta"] > 0
+    assert steers_tau(ours) == (name == "countdown_steered")
+    assert {
+        key
+        for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"}
+        if not key.startswith(("maxent_t", "sft_", "warmup_steps"))
+    } == set()
+
+
+def test_the_published_settings_are_those_of_the_issue():
+    half = load_config([str(ROOT / "config" / "countdown_0.5b.py")])
+    assert [
+        half[k]
+        for k in (
+            "model",
+            "num_generations",
+            "learning_rate",
+            "lr_scheduler_type",
+            "max_completion_length",
+            "objective",
+            "maxent_tau",
+        )
+    ] == ["Qwen/Qwen2.5-0.5B-Instruct", 16, 2e-7, "constant", 192, "xdr", 0.05]
+    maths = load_config([str(ROOT / "config" / "math_maxent.py")])
+    assert [
+        maths[k]
+        for k in (
+            "model",
+            "dataset",
+            "eval_dataset",
+            "eval_steps",
+            "seed",
+        )
+    ] == [
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        {"name": "open-r1/OpenR1-Math-220k", "prompt": "problem"},
+        {"name": "HuggingFaceH4/MATH-500", "prompt": "problem"},
+        25,
+        42,
+    ]
+
+
+def used_keys(path: Path) -> set:
+    """The keys that a file reads as c["key"], config["key"], c.get("key") or entries(c, "key")."""
+    tree = ast.parse(path.read_text())
+    read = [(node.value, node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    read += [
+        (node.func.value, node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+        and node.args
+    ]
+    read += [
+        node.args
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "entries"
+    ]
+    return {
+        key.value
+        for name, key in read
+        if isinstance(name, ast.Name)
+        and name.id in ("c", "config")
+        and isinstance(key, ast.Constant)
+    }
+
+
+def test_every_key_is_used_and_every_key_that_is_used_exists():
+    used = set().union(
+        *(used_keys(path) for path in [*ROOT.glob("*.py"), *ROOT.glob("server/*.py")])
+    )
+    assert set(DEFAULTS) - used == set(), "keys that nothing reads"
+    assert used - set(DEFAULTS) == set(), "keys that config/default.py does not list"
+
+
+SPEAK_FOR_THEMSELVES = {
+    "maxent_tau_min",
+    "maxent_tau_max",
+    "beta_min",
+    "beta_max",
+    "max_steps",
+    "learning_rate",
+    "eval_temperature",
+    "eval_max_prompts",
+}
+
+
+def test_every_key_stands_once_in_a_group_and_says_what_it_means():
+    lines = (ROOT / "config" / "default.py").read_text().splitlines()
+    keys = [line for line in lines if re.match(r"\w+ = ", line)]
+    assert len(keys) == len(DEFAULTS) and lines.index(keys[0]) > next(
+        i for i, line in enumerate(lines) if line.startswith("# --- ")
+    )
+    assert {
+        line.split(" = ")[0] for line in keys if not re.search(r" {2}# \S", line)
+    } <= SPEAK_FOR_THEMSELVES
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_resolved_config_survives_json(name):
+    config = load_config(
+        [
+            str(ROOT / "config" / name),
+            "--maxent_tau=inf",
+            "--maxent_target_excess_entropy=-1",  # what is steered starts within bounds
+            "--reward_funcs=['math','countdown']",
+            "--reward_weights=[1.0,0.5]",
+        ]
+    )
+    again = json.loads(json.dumps(config))
+    assert (
+        again == config
+        and list(again) == list(config)
+        and [type(v) for v in again.values()] == [type(v) for v in config.values()]
+    )
+
+
+# --- warnings
+
+
+def warnings_of(vocabulary: int, *argv) -> str:
+    c = with_tau(load_config(list(argv)), vocabulary)
+    return " ".join(warn_config(c, vocabulary))
+
+
+def tau_for(vocabulary: int, *argv) -> float:
+    """What maxent_tau is in a run, which writes it into its config.json."""
+    config = with_tau(load_config(list(argv)), vocabulary)
+    again = json.loads(json.dumps(config))
+    assert with_tau(again, vocabulary) == again == config
+    return config["maxent_tau"]
+
+
+def test_tau_is_the_largest_that_is_not_warned_about_unless_it_is_set():
+    assert DEFAULTS["maxent_tau"] == -1
+    assert tau_for(100) == 1 / math.log(100)
+    assert tau_for(151936) == 1 / math.log(151936)
+    assert tau_for(100, "--maxent_tau=0.2") == 0.2
+    scale = ["--maxent_q_temperature=2", "--maxent_score_scale=4"]
+    assert tau_for(100, *scale) == pytest.approx(1 / math.log(100) / 8)
+    sums = ["--maxent_score_norm=sum", "--max_completion_length=32"]
+    for flags in ([], scale, sums):
+        assert warnings_of(100, *flags) == ""
+        assert warnings_of(100, *flags, f"--maxent_tau={1.01 * tau_for(100, *flags)}") != ""
+
+
+def test_a_tau_that_is_steered_starts_within_its_bounds():
+    steered = "--maxent_target_excess_entropy=0.1"
+    assert tau_for(100, steered) == 1 / math.log(100)
+    assert tau_for(100, steered, "--maxent_tau_max=0.1") == 0.1
+    assert tau_for(100, steered, "--maxent_tau_min=0.3") == 0.3
+    assert tau_for(100, "--maxent_tau_max=0.1") == 1 / math.log(100)
+
+
+def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
+    assert all(
+        part in warnings_of(100, "--maxent_tau=0.5") for part in ("maxent_tau", "0.5", "0.217")
+    )
+    assert "0.217" in warnings_of(100, "--maxent_tau=0.5", "--objective=flow")
+    assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
+    assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
+
+
+def test_the_limit_of_tau_follows_the_scale_of_the_scores():
+    scaled = ["--maxent_score_scale=4", "--maxent_tau=0.1"]
+    assert "over maxent_score_scale=4.0 = 0.0543" in warnings_of(100, *scaled)
+    assert warnings_of(100, "--maxent_score_scale=4", "--maxent_tau=0.05") == ""
+    sums = ["--maxent_score_norm=sum", "--max_completion_length=32"]
+    assert "scores are sums" in warnings_of(100, *sums, "--maxent_tau=0.2")
+    assert warnings_of(100, *sums, "--maxent_tau=0.006") == ""
+
+
+def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
+    """A group of 16 with 4 right: at the limit of 100 characters, .217, excess .118."""
+    assert tau_of_excess(0.118, 16, 4) == pytest.approx(0.217, abs=1e-3)
+    target = "--maxent_target_excess_entropy"
+    assert warnings_of(100, f"{target}=0.1") == ""
+    found = warnings_of(100, f"{target}=0.2")
+    assert "0.255" in found and "maxent_tau_max=0.217" in found
+    assert warnings_of(100, f"{target}=0.2", "--maxent_tau_max=0.217") == ""
+    assert "0.3" in warnings_of(100, f"{target}={{0: 0.1, 10: 0.3}}")
+    assert "maxent_tau_max=0.0838" in warnings_of(151936, "--maxent_tau=0.08", f"{target}=0.05")
+    assert (
+        warnings_of(100, f"{target}=0.2", "--objective=grpo", "--maxent_target_excess_entropy=-1")
+        == ""
+    )
+
+
+def test_a_clip_that_never_acts_is_warned_about():
+    gspo = ["--objective=gspo", "--num_iterations=2"]
+    assert "3e-4" in warnings_of(100, *gspo)
+    assert warnings_of(100, *gspo, "--epsilon=3e-4", "--epsilon_high=4e-4") == ""
+    assert (
+        warnings_of(100, "--objective=gspo") == warnings_of(100, "--objective=grpo", gspo[1]) == ""
+    )
+
+
+def test_the_shipped_configs_raise_no_warning():
+    for name, vocabulary in (
+        ("countdown_tiny", 100),
+        ("countdown_steered", 100),
+        ("math_maxent", 151936),
+        ("math_steered", 151936),
+        ("math_grpo", 151936),
+        ("countdown_0.5b", 151936),
+    ):
+        assert warnings_of(vocabulary, str(ROOT / "config" / f"{name}.py")) == ""
+
+
+def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
+    assert "maxent_tau_lr=0.5" in warnings_of(
+        100, "--maxent_target_weight_entropy=1.0", "--maxent_tau_lr=0.5"
+    )
+    assert "xdr" in warnings_of(
+        100, "--objective=xdr", "--maxent_target_weight_entropy=1.0", "--maxent_tau=0.1"
+    )
+
+
+def test_settings_that_work_against_each_other_are_warned_about():
+    seeds = ["--info_seed_num_seeds=4", "--info_seed_reward=0.3"]
+    for flags in (["--maxent_skip_equal_groups=wrong"], seeds):
+        assert "maxent_target_excess_entropy" in warnings_of(
+            100, "--maxent_target_weight_entropy=1.0", *flags
+        )
+        assert (
+            warnings_of(100, *flags)
+            == warnings_of(100, "--maxent_target_excess_entropy=0.1", *flags)
+            == ""
+        )
+    assert (
+        warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0")
+        == ""
+    )
+    assert "scale_rewards='group'" in warnings_of(
+        100, *seeds, "--objective=grpo"
+    ) and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
+    for objective, about in OBJECTIVES.items():
+        assert ("scale_rewards" in warnings_of(100, *seeds, f"--objective={objective}")) == (
+            about.scale == "group"
+        ), objective
+    assert (
+        warnings_of(100, *seeds, "--objective=grpo", "--scale_rewards=none")
+        == warnings_of(100, *seeds, "--objective=dr_grpo")
+        == ""
+    )

@@ -1,0 +1,151 @@
+"""A rank that is stopped or gone ends the others with a sentence, also where they are in a
+collective that hears nothing; gloo stands in for NCCL, whose collectives notice neither."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import child
+import pytest
+import torch
+import torch.distributed as dist
+from test_balance import free_port
+
+import ranks
+
+# --- the rules, beat by beat
+
+
+def pair(rank: int = 1) -> tuple[ranks.Peer, socket.socket]:
+    """A rank as another one has it, and what the rank itself holds."""
+    ours, theirs = socket.socketpair()
+    return ranks.Peer(rank, ours, "host, process 7"), theirs
+
+
+def listen(heart: ranks.Heartbeat) -> str:
+    return heart.listen(0.01)
+
+
+def test_a_rank_that_beats_lives_and_one_that_is_silent_for_too_long_is_dead():
+    peer, theirs = pair()
+    heart = ranks.Heartbeat([peer], 3)
+    for _ in range(9):
+        theirs.send(b"\n")
+        assert listen(heart) == heart.beat() == ""
+    assert theirs.recv(99) == b"\n" * 9  # and it heard ours
+    assert [listen(heart) or heart.beat() for _ in range(2)] == ["", ""]
+    verdict = heart.beat()
+    assert verdict.startswith("rank 1 (host, process 7) has not been heard for 3 s")
+
+
+def test_one_that_ends_is_noticed_after_a_grace_for_its_own_words():
+    peer, theirs = pair()
+    heart = ranks.Heartbeat([peer], 45)
+    theirs.close()
+    verdicts = [listen(heart) or heart.beat() for _ in range(ranks.GRACE + 1)]
+    assert verdicts == [""] * ranks.GRACE + ["rank 1 (host, process 7) is gone"]
+
+
+def test_one_that_says_goodbye_is_not_missed():
+    peer, theirs = pair()
+    heart = ranks.Heartbeat([peer], 2)
+    other = ranks.Heartbeat([ranks.Peer(0, theirs, "")], 2)
+    other.part()
+    theirs.close()
+    assert [listen(heart) or heart.beat() for _ in range(9)] == [""] * 9
+    assert heart.peers == []
+    heart.run()  # has nothing left to do
+
+
+def test_a_run_that_is_suspended_as_a_whole_has_missed_no_beat(monkeypatch):
+    """However late the clock says it is: beats count, and between two of them others are heard."""
+    peer, theirs = pair()
+    heart = ranks.Heartbeat([peer], 2)
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(hours)))
+    assert heart.beat() == ""
+    theirs.send(b"\n")
+    monkeypatch.undo()
+    assert listen(heart) == heart.beat() == ""
+
+
+def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
+    dead, _ = pair(1)
+    alive, theirs = pair(2)
+    said = []
+    ended = []
+    monkeypatch.setattr(ranks, "say", said.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    heart = ranks.Heartbeat([dead, alive], 45)
+    heart.leave("rank 1 is gone")
+    other = ranks.Heartbeat([ranks.Peer(0, theirs, "")], 45)
+    assert listen(other) == "rank 1 is gone"
+    assert ended == [1]
+    assert said[0].startswith("error: rank 1 is gone; this rank leaves too")
+    heart.part()  # one that has parted is not ended any more
+    heart.leave("rank 2 is gone")
+    assert ended == [1]
+
+
+# --- real ranks
+
+SILENCE = 8  # beats; fewer, and a machine that is busy with other things could look dead
+
+
+def rank_of(rank: int, size: int, port: int, doing: dict) -> None:
+    """doing: what a rank does once all have started, of those that do not wait in a collective."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks.start_distributed(silence=SILENCE)
+    dist.barrier()
+    if doing.get(rank) == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if doing.get(rank) == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if doing.get(rank) == "is busy":
+        time.sleep(10_000)  # seconds; where a gloo collective would notice by itself
+    dist.all_reduce(torch.ones(1))
+    ranks.leave_together()
+
+
+def run(size: int, doing: dict, folder: Path) -> tuple[list, list[str]]:
+    """Exit statuses, None for a rank that is stopped, and what each said."""
+    port = free_port()
+    logs = [folder / f"{rank}.log" for rank in range(size)]
+    processes = []
+    for rank in range(size):
+        processes.append(child.start(rank_of, rank, size, port, doing, log=logs[rank]))
+    statuses = []
+    for rank, process in enumerate(processes):
+        if doing.get(rank) == "stops":
+            statuses.append(None)
+        else:
+            statuses.append(child.status(process, 240))
+    for process in processes:
+        process.kill()
+    return statuses, [log.read_text() for log in logs]
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_rank_ends_the_others_in_the_middle_of_a_collective(stopped, tmp_path):
+    statuses, said = run(3, {stopped: "stops"}, tmp_path)
+    for rank in {0, 1, 2} - {stopped}:
+        assert statuses[rank] == 1
+        (sentence,) = [line for line in said[rank].splitlines() if line.startswith("error: ")]
+        assert f"error: rank {stopped} ({socket.gethostname()}, process " in sentence
+        assert f"has not been heard for {SILENCE} s" in sentence
+
+
+def test_a_killed_rank_ends_the_others_wherever_they_are(tmp_path):
+    statuses, said = run(3, {0: "is busy", 1: "is busy", 2: "dies"}, tmp_path)
+    assert statuses == [1, 1, -signal.SIGKILL]
+    for sentences in said[:2]:
+        assert f"error: rank 2 ({socket.gethostname()}, process " in sentences
+        assert "is gone; this rank leaves too" in sentences
+
+
+def test_ranks_that_are_done_end_well(tmp_path):
+    statuses, said = run(2, {}, tmp_path)
+    assert statuses == [0, 0], said

@@ -1,0 +1,148 @@
+"""The proof that a sync works, at the start of every run: changed weights go to the sampler and
+come back, and the policy is to the bit what it was."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import policy
+import rollout
+import train
+from common import RunStopped, load_config
+from policy import flip_signs, named_weights
+from ranks import World, start_distributed
+
+
+def config(model, *flags) -> dict:
+    plain = ["--rollout_engine=hf", "--max_completion_length=8", "--dataset.name=countdown"]
+    return load_config([f"--model={model}", *plain, *flags])
+
+
+class Sampler(rollout.HfEngine):
+    """drops(name): whether a weight never arrives after the first sync; all of them if broken."""
+
+    drops = staticmethod(lambda name: False)
+
+    def sync(self, named_parameters):
+        kept = [(name, tensor) for name, tensor in named_parameters if not self.drops(name)]
+        super().sync(kept)
+
+
+@pytest.fixture(scope="module")
+def device():
+    return start_distributed().device
+
+
+@pytest.fixture(scope="module")
+def lively(tiny_model_dir, tmp_path_factory):
+    """The tiny model, with weights that matter: the random one says nearly the same of all."""
+    folder = tmp_path_factory.mktemp("lively")
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
+    lm.save_pretrained(folder)
+    return folder
+
+
+def run_of(c: dict, device) -> SimpleNamespace:
+    """What prove_sync reads of a Run."""
+    rows = [{"prompt_ids": [5 + i, 6, 7]} for i in range(9)]
+    said = []
+    # characters of the tiny model: nothing is decoded for a proof but its texts
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    return SimpleNamespace(
+        config=c,
+        world=World(0, 1, device),
+        engine=train.load_policy(c, device),
+        sampler=Sampler(c["model"], c, policy.dtype_of(c), device),
+        inputs=SimpleNamespace(sources=[rows], tokenizer=tokenizer, stop_ids=[0]),
+        say=said.append,
+        said=said,
+    )
+
+
+def weights_of(run) -> dict:
+    lm = run.engine.module.lm
+    return {name: w.clone() for name, w in named_weights(lm, run.config["zero_stage"])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_run_begins_with_a_proof_that_leaves_everything_as_it_was(stage, dtype, lively, device):
+    run = run_of(config(lively, f"--zero_stage={stage}", f"--dtype={dtype}"), device)
+    before = weights_of(run)
+    train.prove_sync(run)
+    after = weights_of(run)
+    held = run.sampler.model.state_dict()
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]), name
+        assert torch.equal(weight, held[name]), name
+    pattern = r"the sampler follows the weights: (\S+) nats a token from changed ones, (\S+) from"
+    followed, stale = map(float, re.match(pattern, run.said[0]).groups())
+    assert followed < (1e-5 if dtype == "float32" else 0.02)
+    assert stale > 0.1
+
+
+@pytest.mark.parametrize(
+    "lost",
+    ["", "layers.1", "mlp", "q_proj", "embed_tokens lm_head"],  # the last two are one weight
+    ids=["all", "a layer", "mlp", "queries", "embeddings"],
+)
+def test_weights_that_do_not_arrive_stop_a_run_before_its_first_step(lost, lively, device):
+    run = run_of(config(lively), device)
+    words = lost.split() or [""]
+    run.sampler.drops = lambda name: any(word in name for word in words)
+    with pytest.raises(RunStopped, match="do not arrive in the rollout engine: for a trial"):
+        train.prove_sync(run)
+
+
+def test_minus_1_skips_the_proof(lively, device):
+    run = run_of(config(lively, "--max_logp_difference=-1"), device)
+    run.sampler.drops = lambda name: True
+    train.prove_sync(run)
+    assert run.said == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_weight_is_changed_and_changed_back(stage, lively, device):
+    run = run_of(config(lively, f"--zero_stage={stage}"), device)
+    lm = run.engine.module.lm
+    before = weights_of(run)
+    flip_signs(lm, stage)
+    for name, weight in weights_of(run).items():
+        turned = before[name].flatten()[:: policy.FLIPPED]
+        # of matrices: a bias may be all zeros
+        assert weight.dim() == 1 or turned.any(), name
+        assert (weight != before[name]).sum() == (turned != 0).sum(), name
+    flip_signs(lm, stage)
+    for name, weight in weights_of(run).items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_zero_3_puts_a_gigabyte_together_at_a_time(lively, device, monkeypatch):
+    run = run_of(config(lively, "--zero_stage=3"), device)
+    lm = run.engine.module.lm
+    sizes = []
+    real = policy.whole
+
+    def whole(parameters, stage):
+        tensors = real(parameters, stage)
+        sizes.append([t.nbytes for t in tensors])
+        return tensors
+
+    monkeypatch.setattr(policy, "whole", whole)
+    everything = weights_of(run)
+    assert len(sizes) == 1  # it is small
+    sizes.clear()
+    limit = 300_000
+    monkeypatch.setattr(policy, "GATHERED_BYTES", limit)
+    again = weights_of(run)
+    assert all(torch.equal(everything[name], again[name]) for name in everything)
+    assert 1 < len(sizes) < len(list(lm.parameters()))
+    for portion in sizes:
+        assert sum(portion) <= limit or len(portion) == 1
