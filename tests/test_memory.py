@@ -235,7 +235,6 @@ def test_weights_that_are_small_beside_the_gpu_stay_there_while_vllm_sleeps(
 ):
     vllm = SimpleNamespace(LLM=FakeLLM, __version__="none")
     monkeypatch.setattr(rollout, "import_vllm", lambda: vllm)
-    monkeypatch.setattr(rollout, "tell", print)
     monkeypatch.setattr(rollout, "device_bytes", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     c = config()
