@@ -14,6 +14,7 @@ import train
 from common import RunStopped, load_config
 from policy import flip_signs, named_weights
 from ranks import World, start_distributed
+from server import nccl
 
 
 def config(model, *flags) -> dict:
@@ -146,3 +147,20 @@ def test_zero_3_puts_a_gigabyte_together_at_a_time(lively, device, monkeypatch):
     assert 1 < len(sizes) < len(list(lm.parameters()))
     for portion in sizes:
         assert sum(portion) <= limit or len(portion) == 1
+
+
+def test_over_nccl_the_gpu_is_waited_for_before_a_weight_is_made_and_before_it_is_sent(monkeypatch):
+    events = []
+    monkeypatch.setattr(nccl, "wait_for_gpu", lambda: events.append("wait"))
+
+    def weights():
+        for name in "ab":
+            events.append(f"make {name}")
+            yield name, None
+
+    transfer = object.__new__(nccl.NcclTransfer)
+    transfer.weights = weights()
+    for name, _ in transfer:
+        events.append(f"send {name}")
+    one, two = (["wait", f"make {name}", "wait", f"send {name}"] for name in "ab")
+    assert events == [*one, *two, "wait"]
