@@ -25,7 +25,7 @@ import checks
 ROOT = Path(__file__).resolve().parent
 # of a collective, in which ranks wait for each other: longer than anything that one may do alone
 # (rollout servers that start, rewards that hang, the hash of a large checkpoint, the last upload:
-# an hour). A rank that dies is noticed at once, by its connections or by torchrun
+# an hour). A rank that dies is noticed at once, by its connections, torchrun or ranks.Heartbeat
 DEADLINE = timedelta(hours=3)
 # a config named by mistake, /dev/zero say, is not read to its end
 LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value

@@ -20,6 +20,8 @@ from policy import named_weights
 from ranks import start_distributed
 
 STAGES = [0, 1, 2, 3]
+# the two ends, quickly
+SLOW_BETWEEN = [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def same(one: dict, other: dict) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SLOW_BETWEEN)
 def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir, world, tmp_path):
     run = run_of(tiny_model_dir, tmp_path, stage, world)
     before = weights_of(run)
@@ -95,7 +97,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     assert found["grad_norm"] == wanted[0]["grad_norm"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SLOW_BETWEEN)
 def test_a_nan_changes_nothing_and_the_next_step_learns(stage, tiny_model_dir, world, tmp_path):
     run = run_of(tiny_model_dir, tmp_path, stage, world)
     before = weights_of(run)

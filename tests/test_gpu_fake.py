@@ -90,6 +90,7 @@ def test_a_run_with_everything_goes_through_a_gpus_order_of_calls(whole):
     assert sum(call.startswith("sleep") for call in calls) == 5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_through_it_too_and_is_the_same(whole):
     folder, argv, _ = whole
     part = folder / "part"
@@ -108,6 +109,7 @@ def exam(c: dict) -> None:
     evaluate.main(c, {"seeds": 1, "output": ""})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_by_it_too(whole):
     folder, argv, _ = whole
     calls = done(exam, [*argv, f"--model={folder / 'whole' / 'step_000003'}"], folder)

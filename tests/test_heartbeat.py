@@ -128,7 +128,7 @@ def run(size: int, doing: dict, folder: Path) -> tuple[list, list[str]]:
     return statuses, [log.read_text() for log in logs]
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_stopped_rank_ends_the_others_in_the_middle_of_a_collective(stopped, tmp_path):
     statuses, said = run(3, {stopped: "stops"}, tmp_path)
     for rank in {0, 1, 2} - {stopped}:

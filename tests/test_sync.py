@@ -14,6 +14,7 @@ import train
 from common import RunStopped, load_config
 from policy import flip_signs, named_weights
 from ranks import World, start_distributed
+from server import nccl
 
 
 def config(model, *flags) -> dict:
@@ -71,8 +72,17 @@ def weights_of(run) -> dict:
     return {name: w.clone() for name, w in named_weights(lm, run.config["zero_stage"])}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "stage, dtype",
+    [
+        (0, "float32"),
+        (3, "bfloat16"),
+        *(
+            pytest.param(stage, dtype, marks=pytest.mark.slow)
+            for stage, dtype in ((0, "bfloat16"), (2, "float32"), (2, "bfloat16"), (3, "float32"))
+        ),
+    ],
+)
 def test_a_run_begins_with_a_proof_that_leaves_everything_as_it_was(stage, dtype, lively, device):
     run = run_of(config(lively, f"--zero_stage={stage}", f"--dtype={dtype}"), device)
     before = weights_of(run)
@@ -146,3 +156,20 @@ def test_zero_3_puts_a_gigabyte_together_at_a_time(lively, device, monkeypatch):
     assert 1 < len(sizes) < len(list(lm.parameters()))
     for portion in sizes:
         assert sum(portion) <= limit or len(portion) == 1
+
+
+def test_over_nccl_the_gpu_is_waited_for_before_a_weight_is_made_and_before_it_is_sent(monkeypatch):
+    events = []
+    monkeypatch.setattr(nccl, "wait_for_gpu", lambda: events.append("wait"))
+
+    def weights():
+        for name in "ab":
+            events.append(f"make {name}")
+            yield name, None
+
+    transfer = object.__new__(nccl.NcclTransfer)
+    transfer.weights = weights()
+    for name, _ in transfer:
+        events.append(f"send {name}")
+    one, two = (["wait", f"make {name}", "wait", f"send {name}"] for name in "ab")
+    assert events == [*one, *two, "wait"]
