@@ -6,14 +6,14 @@ tested and drawn.
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --report_only=True
 
 An arm is a line `name = {"key": value, ...}` of the arms file: what it changes in the config; the
-first one is the baseline. Own flags: --arms, --seeds (1..n), --output (default
+first one is the baseline. Own flags: --arms, --seeds (1..n), --eval_seeds (3), --output (default
 runs/compare_<config>), --ranks of a run, --jobs (runs at a time), --report_only (table and picture
 of what is finished); every other --key=value goes to all runs. A finished run is not repeated and
 an interrupted one is continued: the same command again goes on where it was.
 
 Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last checkpoint on every
-held-out problem under 3 evaluation seeds), results.md and comparison.png; results.py says what the
-figures there mean.
+held-out problem under --eval_seeds evaluation seeds), results.md and comparison.png; results.py
+says what the figures there mean.
 """
 
 import json
@@ -43,12 +43,13 @@ from common import (
     script,
     with_tau,
 )
-from compare.results import EVAL_SEEDS, SET_HERE, draw, write_results
+from compare.results import SET_HERE, draw, write_results
 from journal import hold_folder
 
 OWN = {
     "arms": "",  # a file, see above
     "seeds": 3,  # runs of each arm
+    "eval_seeds": 3,  # of the last evaluation of every run
     "output": "",  # empty: runs/compare_<config>
     "ranks": 2,  # of one run
     "jobs": 1,  # runs at a time
@@ -62,7 +63,7 @@ DEFAULTS = read_config_file(ROOT / "config" / "default.py")
 def read_own(argv) -> tuple[dict, list[str]]:
     """Our own flags, and the arguments of every run."""
     own, shared = own_flags(argv, OWN)
-    for key in ("seeds", "ranks", "jobs"):
+    for key in ("seeds", "eval_seeds", "ranks", "jobs"):
         if own[key] < 1:
             raise UserError(f"--{key}={own[key]} must be at least 1")
     if not own["arms"]:
@@ -91,7 +92,8 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
                 f"reward_funcs, and eval_steps above 0, such as --eval_steps=25"
             )
         for seed in range(1, own["seeds"] + 1):
-            runs.append(plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config))
+            run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
+            runs.append(run | {"eval_seeds": own["eval_seeds"]})
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay as the file has them
@@ -184,7 +186,11 @@ def command_of(run: dict, ranks: int) -> list[str]:
     launch += ["--nproc_per_node", str(ranks)]
     if state == "trained":
         output = run["folder"] / "eval.jsonl"
-        evaluation = [f"--model={run['last']}", f"--seeds={EVAL_SEEDS}", f"--output={output}"]
+        evaluation = [
+            f"--model={run['last']}",
+            f"--seeds={run['eval_seeds']}",
+            f"--output={output}",
+        ]
         return [*launch, str(ROOT / "evaluate.py"), *run["flags"], *evaluation]
     # a new run may lie in a folder with remains, see state_of()
     how = "--overwrite_output_dir=True" if state == "new" else "--resume_from_checkpoint=latest"

@@ -20,7 +20,6 @@ import pandas as pd
 
 from common import UserError
 
-EVAL_SEEDS = 3  # of the last evaluation of every run
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
 # by compare, never by an arm
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
@@ -259,7 +258,7 @@ def write_results(runs: list[dict], baseline: str, output: Path, missing: list[d
     text = TEXT.format(
         problems=outcomes["problem"].nunique(),
         k=k,
-        seeds=EVAL_SEEDS,
+        seeds=runs[0]["eval_seeds"],
         missing=", ".join(absent) or "none",
         arms=table_of_arms(outcomes, curves, baseline, k),
         baseline=baseline,

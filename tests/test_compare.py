@@ -23,7 +23,7 @@ from compare_runs import (
 from deadlines import PATIENCE
 
 import journal
-from common import SIGNALS, RunStopped, UserError
+from common import ROOT, SIGNALS, RunStopped, UserError
 from compare import __main__ as compare
 
 # --- folders
@@ -150,6 +150,15 @@ def launched(monkeypatch, own_signals):
 
     monkeypatch.setattr(compare, "start", start)
     return started
+
+
+@pytest.mark.parametrize("flags, seeds", [([], "--seeds=3"), (["--eval_seeds=1"], "--seeds=1")])
+def test_the_last_evaluation_has_as_many_seeds_as_are_asked_for(tmp_path, flags, seeds):
+    (run,), _ = plan(tmp_path, "a = {}", *flags)
+    write_run(run, evaluated=False)
+    command = compare.command_of(run, 1)
+    assert str(ROOT / "evaluate.py") in command
+    assert seeds in command
 
 
 def test_every_run_is_trained_then_evaluated_and_a_finished_one_is_left_alone(tmp_path, launched):
