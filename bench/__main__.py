@@ -330,6 +330,16 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
     return flags, scenarios
 
 
+def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
+    """A comparison for each scenario of the command line; the real model has one with each of
+    TRL's engines."""
+    chosen = []
+    for scenario in scenarios:
+        for against in OURS if scenario == REAL else [flags["against"]]:
+            chosen.append((scenario, against, flags["beta"]))
+    return chosen
+
+
 def check_same_loss() -> None:
     """Ratios mean something only where both compute the same."""
     oracle = subprocess.run(
@@ -355,11 +365,7 @@ def main(argv: list[str]) -> None:
     if REAL in scenarios:
         prepare(REAL)  # here: the runs may not ask the hub
     rows = []  # printed together: the runs say a line each as they end
-    chosen = []
-    for scenario in scenarios:
-        for against in OURS if scenario == REAL else [flags["against"]]:
-            chosen.append((scenario, against, flags["beta"]))
-    for scenario, against, beta in chosen or COMPARISONS:
+    for scenario, against, beta in asked_for(flags, scenarios) or COMPARISONS:
         rows.append(compare(scenario, against, beta, flags["repeats"]))
     print("\nours / theirs, median (quartiles):")
     print_head(COLUMNS_OF_COMPARISONS)

@@ -19,6 +19,24 @@ def test_a_scenario_is_read_from_its_name():
         assert list(bench_arms.parts(scenario)) == ["P", "G", "T", "V"]
 
 
+def test_the_real_model_is_a_scenario_beside_both_engines():
+    flags, scenarios = bench.read_flags(["smollm2", "P4G8T64V2048", "--beta=0.5"])
+    assert bench.asked_for(flags, scenarios) == [
+        ("smollm2", "trl", 0.5),
+        ("smollm2", "trl_vllm", 0.5),
+        ("P4G8T64V2048", "trl", 0.5),
+    ]
+    assert bench_arms.parts("smollm2") == {"P": 4, "G": 8, "T": 64, "V": 49152}
+    assert not bench_arms.has_tail("smollm2")
+
+
+def test_beside_trl_with_vllm_ours_has_a_cache_as_large(monkeypatch):
+    given = {}
+    monkeypatch.setattr(bench_arms, "ours", lambda *args, **changes: given.update(changes))
+    bench_arms.ours_compiled("smollm2", 0.0, 4)
+    assert given["vllm_options"]["kv_cache_memory_bytes"] == bench_arms.CACHE * 2**30
+
+
 def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
     ends = bench_arms.ends("P4G8T512V2048tail")
     assert len(ends) == len(set(ends)) == 2048 // 64
