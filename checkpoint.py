@@ -550,13 +550,23 @@ def find(config: dict) -> Path | None:
     return path
 
 
+def settings_of(path: Path) -> dict:
+    """The config that a checkpoint was made with."""
+    return modern(json.loads((path / "train_config.json").read_text()))
+
+
+def ranks_of(path: Path) -> int:
+    """How many ranks have saved a checkpoint."""
+    return len(list(path.glob("rng_*.pt")))
+
+
 def check_fit(path: Path, config: dict) -> None:
     """UserError if the optimizer's state of a checkpoint is not one that this config can go on
     from."""
     from policy import dtype_of, seed_classes
 
     # config first: keys that are younger than the checkpoint
-    saved = config | modern(json.loads((path / "train_config.json").read_text()))
+    saved = config | settings_of(path)
     model = json.loads((path / "config.json").read_text())
     dtype = str(dtype_of(config)).removeprefix("torch.")
     pairs = {
@@ -583,7 +593,7 @@ def load(path: Path, engine, rank: int) -> Memory:
     import torch
     import torch.distributed as dist
 
-    saved_world = len(list(path.glob("rng_*.pt")))
+    saved_world = ranks_of(path)
     with no_code():
         # without ZeRO every rank has everything
         if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:

@@ -103,7 +103,7 @@ ENTRIES = {
     "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},  # size in prompts, 0 off
     "vllm_options": {
         "gpu_memory_utilization": 0.3,  # of the GPU's memory
-        "kv_cache_memory_bytes": 2**28,  # 0.25 GiB, on a CPU: starts faster than 1 (LOG.md)
+        "kv_cache_memory_bytes": 0,  # 0: on a CPU what a step's rows need, see rollout.py
         "tensor_parallel_size": 1,
         "enable_sleep_mode": True,
     },
@@ -249,7 +249,7 @@ RANGES = {
     "temperature": (">= 0.01", None),
     "max_logp_difference": ("-1 or >= 0", None),  # nats a token
     "vllm_options.gpu_memory_utilization": ("> 0", "< 1"),
-    "vllm_options.kv_cache_memory_bytes": (">= 1000000", "<= 1e15"),
+    "vllm_options.kv_cache_memory_bytes": (">= 0", "<= 1e15"),
     "vllm_options.tensor_parallel_size": ("> 0", None),
     "rollout_timeout": ("> 0", "<= 1500"),  # seconds; six tries are 2.5 hours, below DEADLINE
     "rollout_ahead": (">= 0", "<= 1"),
@@ -307,7 +307,7 @@ RANGES = {
     "warmup_steps": (">= 0", None),
     "optimizer_options.weight_decay": (">= 0", None),
     "max_grad_norm": (">= 0", None),
-    "max_tokens_per_micro_batch": ("> 0", None),
+    "max_tokens_per_micro_batch": (">= 0", None),
     "zero_stage": (">= 0", "<= 3"),
     # evaluation
     "eval_steps": (">= 0", None),

@@ -142,6 +142,12 @@ def lost_a_rank(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether it is what torch or vLLM raises where a GPU's memory or the machine's runs out."""
+    words = ("out of memory", "can't allocate memory")  # CUDA's and vLLM's own, the CPU allocator's
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
 def quiet_libraries() -> None:
     """Keeps what is no error out of the terminal: before they are imported, for they speak then."""
     # its C++, and vLLM's with it: a warning per rank about memory that is bound to the cores
@@ -652,6 +658,39 @@ def scheduled(value, step: int) -> float:
         return value[before]
     done = (step - before) / (after - before)
     return (1 - done) * value[before] + done * value[after]
+
+
+# --- memory
+
+
+def rank_memory() -> int:
+    """Bytes of main memory that one rank may use: its share of this machine's, or of what the
+    container or Slurm job that it runs in may take. Of all there is, not of what is free now: the
+    same command gives the same answer."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = min([machine, *memory_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return limit // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_limits(membership: Path, root: Path) -> list[int]:
+    """Bytes that Linux lets the control groups of a process take, in both of cgroup's versions."""
+    limits = []
+    # "0::/path", or of the first version "5:memory:/path"
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, kinds, inside = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        name = "memory.limit_in_bytes" if kinds else "memory.max"
+        top = root / kinds
+        group = top / inside.lstrip("/")
+        # a group has the limits of those around it too
+        for folder in (group, *group.parents):
+            file = folder / name
+            if file.is_file() and file.read_text().strip().isdecimal():  # "max": none
+                limits.append(int(file.read_text()))
+            if folder == top:
+                break
+    return limits
 
 
 # --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to

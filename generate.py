@@ -36,6 +36,7 @@ from ranks import leave_together, start_distributed, start_sampler
 
 # where and how the samples are made, not which
 FREE = (
+    "max_tokens_per_micro_batch",  # nothing is learned here
     "output_dir",
     "reward_workers",
     "rollout_server",

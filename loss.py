@@ -446,6 +446,7 @@ def importance_ratio(
 
 # Softmaxes of a forward that are kept for its backward, on a CPU; the others are computed again.
 KEPT_BYTES = 2**28
+CPU_CHUNK = 128  # tokens: their buffers stay in a CPU's cache
 
 
 class HeadOptions(NamedTuple):
@@ -662,8 +663,8 @@ def token_logps(
     """(logps (n,), entropy (n,) or None) of `targets` (n,) under
     softmax(hidden @ head_weight.T / temperature), float32, nats. hidden (n, H), head_weight (V, H).
     Memory: about 4 float32 buffers of `chunk` * V at a time and the softmaxes that are kept,
-    whatever n is. On a CPU a chunk has at most 128 tokens, whose buffers stay in its cache."""
-    chunk = chunk if hidden.is_cuda else min(chunk, 128)
+    whatever n is. On a CPU a chunk has at most CPU_CHUNK tokens."""
+    chunk = chunk if hidden.is_cuda else min(chunk, CPU_CHUNK)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     options = HeadOptions(temperature, chunk, want_entropy, keep)
     logps, entropy = ChunkedLogps.apply(hidden, head_weight, targets, options)

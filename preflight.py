@@ -29,11 +29,13 @@ from common import (
     UserError,
     check_writable,
     in_one_line,
+    rank_memory,
     refuse_missing_folder,
     say_once,
     with_tau,
 )
-from policy import CHUNK, add_adapters, count_parameters, make_optimizer
+from loss import CPU_CHUNK, KEPT_BYTES
+from policy import CHUNK, add_adapters, count_parameters, dtype_of, make_optimizer
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -43,9 +45,28 @@ from prompts import (
     with_prompt,
 )
 from ranks import check_tensor_parallel
+from rollout import VLLM_ROWS, plan_cache, rows_at_once
 
-SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
 GIB = 2**30
+# tokens of a micro-batch that is chosen here: more at a time are no faster
+MOST_TOKENS = 16384
+MOST_TOKENS_ON_CPU = 4096
+FEWEST_TOKENS = 256  # fewer save nothing beside the rest
+# Python, torch, vLLM and DeepSpeed in main memory (LOG.md, 2026-11-22); CUDA's context, NCCL and
+# what vLLM keeps asleep on a GPU (an assumption)
+LIBRARIES = int(0.85 * GIB)
+CUDA_LIBRARIES = 2 * GIB
+IN_CPU_MEMORY = " (in CPU memory)"
+BUCKET = 500_000_000  # gradients: DeepSpeed's default
+MEMORY_SHARE = (
+    0.8  # of a rank's memory: the rest is for the system and for what estimates leave out
+)
+SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
+# what takes less memory, what costs least first
+LESS_MEMORY = (
+    "lower max_tokens_per_micro_batch, set gradient_checkpointing=True, or a higher zero_stage on "
+    "several ranks"
+)
 
 # --- a model's files
 
@@ -430,7 +451,12 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
-    print(f"\n{batch_sentence(c, world)}")
+    group = rows_of_a_group(c)
+    rows = c["prompts_per_step"] * group  # of a step, over all ranks
+    print(
+        f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
+        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s)"
+    )
     # all that needs no file is said before any is looked for
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
@@ -448,18 +474,6 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         print(f"warning: {warning}")
 
 
-def batch_sentence(c: dict, world: int) -> str:
-    group = rows_of_a_group(c)
-    rows = c["prompts_per_step"] * group  # of a step, over all ranks
-    budget = c["max_tokens_per_micro_batch"]
-    micro_batches = math.ceil(rows // world * longest_row(c) / budget)  # without packing
-    return (
-        f"batch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
-        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s); if every "
-        f"row had all {longest_row(c)} tokens: {micro_batches} micro-batches of {budget}"
-    )
-
-
 def show_data(inputs: Inputs, c: dict) -> None:
     """How much there is, what a prompt looks like and what ends a completion."""
     tokenizer = inputs.tokenizer
@@ -472,20 +486,73 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
 
 
+# --- memory
+
+
+def rows_of_a_rank(c: dict, world: int) -> int:
+    """Completions of a step that one rank learns from."""
+    return c["prompts_per_step"] // world * rows_of_a_group(c)
+
+
+def tokens_at_once(c: dict, world: int) -> int:
+    """Tokens of a micro-batch at most: no row is cut, and there are only so many of them."""
+    limit = max(c["max_tokens_per_micro_batch"], longest_row(c))
+    return min(limit, rows_of_a_rank(c, world) * longest_row(c))
+
+
+def fitting_tokens(c: dict, model, parameters, world: int) -> int:
+    """max_tokens_per_micro_batch where it is 0: the largest power of two with which the estimate is
+    at most MEMORY_SHARE of a rank's memory. model: its config; parameters: policy.Parameters."""
+    tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
+    while tokens > FEWEST_TOKENS:
+        trial = c | {"max_tokens_per_micro_batch": tokens}
+        table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, world)
+        if on_device(table) <= MEMORY_SHARE * device_memory():
+            break
+        tokens //= 2
+    return tokens
+
+
+def device_memory() -> int:
+    """Bytes of a rank's GPU, or its share of this machine's memory."""
+    if not torch.cuda.is_available():
+        return rank_memory()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.cuda.get_device_properties(local_rank).total_memory
+
+
+def on_device(table: dict) -> float:
+    """Bytes of an estimate that are in the memory of device_memory()."""
+    sizes = 0.0
+    for what, size in table.items():
+        if IN_CPU_MEMORY not in what or not torch.cuda.is_available():
+            sizes += size
+    return sizes
+
+
 def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
     """The estimate of a rank's memory as a table. model: its config; parameters:
     policy.Parameters."""
+    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
+    c = c | {"max_tokens_per_micro_batch": tokens}
+    micro_batches = math.ceil(rows_of_a_rank(c, world) * longest_row(c) / tokens)
+    print(
+        f"learning: {tokens} tokens in a micro-batch at most; {micro_batches} of them if every row "
+        f"had all {longest_row(c)} tokens and no prompt was shared"
+    )
     name = str(dtype).removeprefix("torch.")
-    print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
-    together = sum(table.values())
-    table["together (vLLM's KV cache comes on top)"] = together
+    together = on_device(table)
+    print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
+    table[f"together, of {device_memory() / GIB:.2f}"] = together
     table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {size / GIB:8.2f} GiB  {what}")
     if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
         awake = (together - table["rollout engine's weights"]) / GIB
         print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
+    if together > device_memory():
+        print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
 def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
@@ -493,9 +560,9 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
     model: its config; parameters: policy.Parameters; itemsize: bytes of a number."""
     weights = parameters.all * itemsize
     optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
-    if itemsize == 2:
+    if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO has one in float32 too
         optimizer += parameters.trained * 4  # a float32 copy of the weights
-    place = " (in CPU memory)" if c["offload_optimizer"] else ""
+    place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
     # with adapters it is the policy with these off
     reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
@@ -510,13 +577,50 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
         """Ranks that split what this ZeRO stage splits."""
         return world if c["zero_stage"] >= stage else 1
 
-    return {
+    table = {
+        "libraries": CUDA_LIBRARIES if torch.cuda.is_available() else LIBRARIES,
         "weights": weights / share(3),
         "gradients": parameters.trained * itemsize / share(2),
+        "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, world),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
-        "rollout engine's weights": weights / entries(c, "vllm_options")["tensor_parallel_size"],
-        "activations of a micro-batch": c["max_tokens_per_micro_batch"] * per_token,
-        # four float32 tensors of that size at a time
-        "vocabulary logits of a chunk": 4 * 4 * CHUNK * model.vocab_size,
+        "activations of a micro-batch": tokens_at_once(c, world) * per_token,
+        "vocabulary logits": head_bytes(model, tokens_at_once(c, world)),
+    }
+    return table | engine_bytes(c, model, weights, world)
+
+
+def bucket_bytes(c: dict, parameters, itemsize: int, world: int) -> int:
+    """What DeepSpeed copies gradients into before it sends them, reduce_bucket_size at a time."""
+    if c["zero_stage"] > 0 and torch.cuda.is_available():
+        return BUCKET * itemsize  # taken whole, whatever comes into it
+    if c["zero_stage"] > 0 or world > 1:
+        return min(parameters.trained, BUCKET) * itemsize
+    return 0
+
+
+def head_bytes(model, tokens: int) -> int:
+    """Of loss.token_logps: four float32 tensors of a chunk at a time, the gradient of the head, and
+    on a CPU the softmaxes that it keeps (on a GPU as many as there is room for)."""
+    on_gpu = torch.cuda.is_available()
+    chunk = CHUNK if on_gpu else CPU_CHUNK
+    kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model.vocab_size)
+    return 4 * 4 * chunk * model.vocab_size + 4 * model.vocab_size * model.hidden_size + kept
+
+
+def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
+    """What the rollout engine holds while the policy learns, by what it is."""
+    if c["rollout_engine"] == "server":
+        return {}
+    if c["rollout_engine"] == "hf":
+        return {"rollout engine's weights": weights}
+    share = entries(c, "vllm_options")["tensor_parallel_size"]
+    if torch.cuda.is_available():  # asleep: at most its weights are there
+        return {"rollout engine's weights": weights / share}
+    rows = rows_at_once(c, max(1, world // share), VLLM_ROWS)
+    # on a CPU vLLM keeps a packed copy of all matrices but the vocabulary's
+    embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize
+    return {
+        "rollout engine's weights": max(weights, 2 * weights - embedding) / share,
+        "rollout engine's cache": plan_cache(c, model, rows).size,
     }

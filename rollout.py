@@ -26,6 +26,7 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 import gc
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -33,14 +34,29 @@ import sys
 import time
 import warnings
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+)
 
 from checks import entries
-from common import DEADLINE, UserError, say_once
+from common import DEADLINE, UserError, in_one_line, rank_memory, say_once
 from policy import dtype_of
+
+# Tokens of a block of vLLM's cache on a CPU. Its own 128 leave more of the last block of every row
+# empty, and a prompt is shared in whole blocks only (LOG.md, 2026-11-22).
+CPU_BLOCK = 32
+VLLM_ROWS = 256  # completions that vllm.LLM takes on at once by itself, for each rank
+CACHE_SHARE = 0.25  # of a rank's memory that vLLM's cache may take on a CPU without being asked
+
+SMALL = 0.1  # of a GPU's memory: weights below that stay there while vLLM sleeps
 
 # --- vLLM in this process
 
@@ -57,22 +73,67 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
     return eager
 
 
-def kv_cache_bytes(config: dict) -> int:
-    """vllm_options.kv_cache_memory_bytes, on a CPU. vLLM's own variable would go before it: that is
-    said. UserError for more than this machine has."""
+def bytes_per_token(config: dict, model_config) -> int:
+    """Keys and values of one token in vLLM's cache, in all layers. model_config: Hugging Face's."""
+    text = model_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # ranks that share an engine share the heads, and each has one at least
+    heads = max(1, heads // entries(config, "vllm_options")["tensor_parallel_size"])
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * size * dtype_of(config).itemsize
+
+
+def rows_at_once(config: dict, engines: int, at_most: int) -> int:
+    """Completions that each of `engines` is asked for at once in a step. at_most: how many vLLM
+    takes on by itself for each of the ranks that share an engine."""
+    options = entries(config, "vllm_options")
+    # the seeded completions of InfoSeed are asked for in a second request
+    group = max(config["num_generations"], config["info_seed_num_seeds"])
+    rows = math.ceil(config["prompts_per_step"] / engines) * group
+    return min(rows, options.get("max_num_seqs", at_most * options["tensor_parallel_size"]))
+
+
+class CachePlan(NamedTuple):
+    """vLLM's cache of keys and values on a CPU."""
+
+    size: int  # bytes
+    rows: int  # completions that a step asks for at once
+    held: int  # of them, at full length
+
+
+def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
+    """The cache for `rows` completions: of vllm_options.kv_cache_memory_bytes, or if that is 0 as
+    much as all of them need at full length, at most CACHE_SHARE of the memory, but one row."""
+    block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
+    block_size = block * bytes_per_token(config, model_config)  # bytes
+    row = math.ceil(longest_sequence(config) / block) * block_size
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
+    if size == 0:
+        held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
+        size = held * row + block_size  # vLLM keeps a block for itself
+    return CachePlan(size, rows, min(rows, (size - block_size) // row))
+
+
+def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
+    """Bytes of plan_cache(). That it holds fewer rows than a step asks for is said, as is that
+    vLLM's own variable goes before it. UserError for more than this machine has."""
+    size, rows, held = plan_cache(config, model_config, rows)
+    memory = rank_memory()
     what = f"vllm_options.kv_cache_memory_bytes={size}"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     from_environment = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if from_environment:
-        print(
+        say_once(
             f"{what} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={from_environment} "
-            f"(GiB), which takes precedence in vLLM",
-            flush=True,
+            f"(GiB), which takes precedence in vLLM"
         )
     elif size > memory:
         raise UserError(
-            f"{what} is more than the {memory / 2**30:.0f} GiB of memory of this machine"
+            f"{what} is more than the {memory / 2**30:.1f} GiB of memory that a rank may use here"
+        )
+    elif held < rows:
+        say_once(
+            f"vLLM's cache holds {held} of the {rows} completions that a step asks for at once, at "
+            f"full length; the others wait ({what})"
         )
     return size
 
@@ -111,9 +172,13 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
     if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
-        settings["kv_cache_memory_bytes"] = kv_cache_bytes(config)
+        engines = int(os.environ.get("WORLD_SIZE", 1)) // settings["tensor_parallel_size"]
+        rows = rows_at_once(config, engines, VLLM_ROWS)
+        model_config = AutoConfig.from_pretrained(model)
+        settings["kv_cache_memory_bytes"] = kv_cache_bytes(config, model_config, rows)
+        settings.setdefault("block_size", CPU_BLOCK)
         del settings["gpu_memory_utilization"]
-    elif "kv_cache_memory_bytes" not in config["vllm_options"]:
+    elif settings["kv_cache_memory_bytes"] == 0:
         del settings["kv_cache_memory_bytes"]  # a share of the memory is enough
     return settings
 
@@ -136,6 +201,29 @@ def import_vllm():
         ) from None
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     return vllm
+
+
+def cache_refused(settings: dict, reason: str) -> str:
+    """vLLM's reason for not making its cache, as a sentence that names our keys."""
+    given = []
+    for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
+        if key in settings:
+            given.append(f"vllm_options.{key}={settings[key]}")
+    if "VLLM_CPU_KVCACHE_SPACE" in os.environ:  # goes before them
+        given = [f"VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} (GiB)"]
+    what = ", ".join(given)
+    reason = in_one_line(reason.split(". ")[0])
+    if reason.startswith("Available memory"):
+        return f"{what} is more than is free: lower it ({reason})"
+    return (
+        f"{what} is too little for vLLM's cache, which must hold max_prompt_length + "
+        f"max_completion_length = {settings['max_model_len']} tokens: raise it ({reason})"
+    )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 class VllmEngine:
@@ -162,6 +250,8 @@ class VllmEngine:
         seconds = time.perf_counter() - began
         say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
+        # a copy to CPU memory and back takes longer than what is left in place is worth
+        self.keeps_weights = self.sleeps and self.weight_bytes() < SMALL * device_bytes(device)
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.group = None
         if self.size > 1:  # they must ask for the same work: they pool their prompts
@@ -180,15 +270,7 @@ class VllmEngine:
         except ValueError as error:
             if "cache" not in str(error):  # another problem than the one we know a cure for
                 raise
-            given = []
-            for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
-                if key in settings:
-                    given.append(f"vllm_options.{key}={settings[key]}")
-            reason = str(error).split(". ")[0]
-            raise UserError(
-                f"{', '.join(given)} is too little for vLLM with max_prompt_length + "
-                f"max_completion_length = {settings['max_model_len']} tokens: {reason}"
-            ) from None
+            raise UserError(cache_refused(settings, str(error))) from None
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
         own_requests = list(zip(prompts_ids, sampling["seeds"]))
@@ -260,15 +342,30 @@ class VllmEngine:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 
+    def weight_bytes(self) -> int:
+        """On this rank."""
+        sizes = self.llm.apply_model(lambda lm: sum(p.nbytes for p in lm.parameters()))
+        return sum(sizes)
+
     def sleep(self) -> None:
-        """Weights to CPU memory, cache dropped. Nothing to do on a CPU."""
-        if self.sleeps:
+        """The cache is dropped, the weights go to CPU memory unless they are small beside the GPU.
+        Nothing to do on a CPU."""
+        if not self.sleeps:
+            return
+        if not self.keeps_weights:
             self.llm.sleep(level=1)
+            return
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.batch_queue:  # one that was scheduled ahead of the last completion's end
+            self.llm.llm_engine.step()
+        self.llm.sleep(level=0)  # nothing is scheduled any more
+        self.llm.release_kv_cache_memory()
 
     def wake(self) -> None:
         if self.sleeps:
             torch.cuda.empty_cache()  # vLLM takes its memory beside torch's, which held some back
-            self.llm.wake_up(tags=["weights"])
+            if not self.keeps_weights:
+                self.llm.wake_up(tags=["weights"])
 
     def take_counts(self) -> dict:
         return {}

@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import math
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +51,18 @@ import infoseed
 import learner
 import loss as L
 import rollout
-from checks import warn_config
-from common import RolloutsLost, RunStopped, Stop, progress, say_once, scheduled, with_tau
+from checks import entries, warn_config
+from common import (
+    RolloutsLost,
+    RunStopped,
+    Stop,
+    in_one_line,
+    out_of_memory,
+    progress,
+    say_once,
+    scheduled,
+    with_tau,
+)
 from experience import Experience, deal
 from journal import (
     MetricsLog,
@@ -77,9 +88,10 @@ from policy import (
     set_temperature,
     turn_off_dropout,
 )
-from preflight import Inputs, dry_run, load_inputs
+from preflight import Inputs, dry_run, fitting_tokens, load_inputs
 from ranks import (
     World,
+    across_ranks,
     any_rank,
     gather_groups,
     leave_together,
@@ -201,6 +213,22 @@ def load_reference(c: dict, engine, device):
     return engine
 
 
+def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
+    """max_tokens_per_micro_batch, the same on all ranks; where it is 0 what the checkpoint was made
+    with, for a run that goes on to the bit, or else what fits into memory. All ranks call it
+    together."""
+    tokens = c["max_tokens_per_micro_batch"]
+    if tokens:
+        return tokens
+    size = dist.get_world_size()
+    if resume_path and checkpoint.ranks_of(resume_path) == size:
+        return checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
+    fitting = fitting_tokens(c, inputs.model, parameters, size)
+    fitting = int(across_ranks(torch.tensor(fitting), dist.ReduceOp.MIN))  # machines may differ
+    say_once(f"max_tokens_per_micro_batch={fitting}: it follows the memory of a rank")
+    return fitting
+
+
 def start(c: dict) -> Run:
     """Everything that a run needs, loaded; its folder is made, or taken up again."""
     # False too for a run that starts from another's checkpoint
@@ -233,10 +261,11 @@ def start(c: dict) -> Run:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
         state = controllers.resume_state(state, c)
         say_once(f"resumed from {resume_path}, {step} steps done")
+    parameters = count_parameters(engine.module)
+    c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
     if world.rank == 0:  # everything has loaded: only now does the run leave a trace
         make_run_folder(c, header, resuming)
-        parameters = count_parameters(engine.module)
         print(checkpoint.take_over(c, step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
     dist.barrier()
@@ -259,6 +288,26 @@ def start(c: dict) -> Run:
 
 
 # --- what the loop calls
+
+
+@contextmanager
+def enough_memory(phase: str, c: dict):
+    """Where memory runs out inside: RunStopped, with the key to lower. phase: "learn" or "sync"."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not out_of_memory(error):
+            raise
+        cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
+        if not c["gradient_checkpointing"]:
+            cure += " or set gradient_checkpointing=True"
+        if phase == "sync":  # vLLM takes its cache back
+            share = entries(c, "vllm_options")["gpu_memory_utilization"]
+            cure = f"lower vllm_options.gpu_memory_utilization={share}"
+        raise RunStopped(
+            f"memory ran out ({phase}): {cure}, and go on with --resume_from_checkpoint=latest; "
+            f"{in_one_line(error)}"
+        ) from None
 
 
 def learning_rate_at(step: int, c: dict) -> float:
@@ -338,8 +387,9 @@ def sync_weights(run: Run) -> None:
     lm, stage = run.engine.module.lm, run.config["zero_stage"]
     if run.sampler.sleeps and stage < 3:  # ZeRO-3 has shared them out
         place_frozen(lm, "cpu")
-    run.sampler.wake()
-    run.sampler.sync(named_weights(lm, stage))
+    with enough_memory("sync", run.config):
+        run.sampler.wake()
+        run.sampler.sync(named_weights(lm, stage))
 
 
 def prove_sync(run: Run) -> None:
@@ -509,7 +559,7 @@ def train(run: Run) -> None:
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)
-        with timer("score"):
+        with timer("score"), enough_memory("learn", c):
             batch = rollout.to_batch(lived.rollouts, run.world.device)
             seeds = infoseed.Seeds(run.engine, lived, c, run.world.device)
             group = learner.measure_groups(
@@ -520,7 +570,7 @@ def train(run: Run) -> None:
             norm = learner.step_counts(targets, group["lengths"])
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
-        with timer("learn"):
+        with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, norm, seeds)
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, lived.unseeded_rows)

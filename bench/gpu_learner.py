@@ -26,7 +26,7 @@ from bench.shapes import (
 )
 from common import load_config
 from policy import count_parameters, named_weights
-from preflight import memory_estimate
+from preflight import memory_estimate, on_device
 from ranks import start_distributed
 
 G = 8
@@ -97,13 +97,13 @@ class Case:
         return torch.cat(parts)
 
     def estimate(self) -> float:
-        """GiB that dry_run would say, without a rollout engine."""
+        """GiB that dry_run would say of torch's memory, without a rollout engine."""
         lm = self.engine.module.lm
         # 2 bytes a number, 1 rank
         parts = memory_estimate(self.c, lm.config, count_parameters(lm), 2, 1)
         parts.pop("rollout engine's weights")
-        on_gpu = [size for what, size in parts.items() if "CPU memory" not in what]
-        return sum(on_gpu) / GIB
+        parts.pop("libraries")  # torch does not count them
+        return on_device(parts) / GIB
 
     def peak(self, work) -> float:
         """GiB at the peak of `work`, everything of this case counted."""

@@ -163,6 +163,8 @@ def state_of(run: dict) -> str:
     # a key that is younger than the run had its default
     there = DEFAULTS | read_settings(folder / "config.json")
     for key, value in with_known_tau(run["config"]).items():
+        if key == "max_tokens_per_micro_batch" and value == 0:
+            continue  # the run has chosen a number
         # a folder may be moved: where it is makes no other run
         if key not in SET_HERE and there[key] != value:
             raise UserError(

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 
+from checks import entries
 from common import UserError, load_config, own_flags, script
 
 OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
@@ -21,7 +22,7 @@ OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no
 SET_HERE = ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes")
 
 
-def command(c: dict, own: dict) -> tuple[list[str], dict]:
+def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     """(argv, environment additions) of the server for a resolved config."""
     # here, not above: a wrong flag is told before the ten seconds that these take
     import torch
@@ -52,9 +53,14 @@ def command(c: dict, own: dict) -> tuple[list[str], dict]:
         options["weight_transfer_config"] = {"backend": "nccl"}
     if eager:
         options["enforce_eager"] = True
-    if not on_gpu or "kv_cache_memory_bytes" in c["vllm_options"]:
-        options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes(c)
+    cache = entries(c, "vllm_options")["kv_cache_memory_bytes"]
+    if on_gpu and cache:
+        options["kv_cache_memory_bytes"] = cache
     if not on_gpu:  # as in rollout.VllmEngine
+        shared = c | {"vllm_options": c["vllm_options"] | {"tensor_parallel_size": own["tp"]}}
+        rows = rollout.rows_at_once(shared, own["dp"], at_most=128)
+        options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes(shared, model_config, rows)
+        options["block_size"] = rollout.CPU_BLOCK
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = rollout.largest_prefill(c)
     for name, value in c["vllm_options"].items():
@@ -108,8 +114,9 @@ def main(argv) -> None:
     c = load_config(rest)
     from preflight import load_model_files
 
-    load_model_files(c["model"], c["chat_template"])  # vLLM answers a bad folder with a traceback
-    arguments, additions = command(c, own)
+    # vLLM answers a bad folder with a traceback
+    files = load_model_files(c["model"], c["chat_template"])
+    arguments, additions = command(c, own, files.config)
     arguments += vllms
     print("starting", *arguments[1:], flush=True)
     # in place of this process: signals reach vLLM itself

@@ -77,6 +77,17 @@ def test_a_run_made_before_a_key_existed_is_still_the_same_run(tmp_path):
         compare.state_of(other)
 
 
+def test_a_run_that_has_chosen_its_micro_batches_is_still_the_same(tmp_path):
+    (run,), _ = plan(tmp_path, 'a = {"max_tokens_per_micro_batch": 0}')
+    write_run(run)
+    chosen = run["config"] | {"max_tokens_per_micro_batch": 2048}
+    (run["folder"] / "config.json").write_text(json.dumps(chosen))
+    assert compare.state_of(run) == "done"
+    (other,), _ = plan(tmp_path, 'a = {"max_tokens_per_micro_batch": 1024}')
+    with pytest.raises(UserError, match="max_tokens_per_micro_batch=2048 instead of 1024"):
+        compare.state_of(other)
+
+
 def test_a_folder_that_was_moved_holds_the_same_runs(tmp_path):
     (run,), _ = plan(tmp_path, "a = {}")
     write_run(run)

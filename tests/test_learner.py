@@ -38,6 +38,7 @@ def config(model, *flags) -> dict:
         "--max_prompt_length=8",
         f"--max_completion_length={L}",
         "--learning_rate=1e-3",
+        "--max_tokens_per_micro_batch=16384",  # a run's default follows its memory
         "--maxent_tau=0.2",
     ]
     return load_config([*common, *flags])
@@ -252,7 +253,8 @@ def test_a_kl_term_leaves_no_row_idle():
         (["--objective=xdr"], 0.1, False),
         (["--objective=xdr", "--xdr_ref_tilt=True"], 0.1, True),
     ):
-        c = load_config(["--model=none", f"--num_generations={G}", "--beta=0.1", *flags])
+        plain = ["--model=none", f"--num_generations={G}", "--beta=0.1"]
+        c = load_config([*plain, "--max_tokens_per_micro_batch=16384", *flags])
         idle = idle_rows(targets, beta, c)
         assert idle.tolist() == [False] * 8 + [some] * 4, flags
 

@@ -25,6 +25,8 @@ from transformers import (
 import evaluate
 import generate
 import policy
+import preflight
+import rollout
 import sft
 import train
 from checks import FLAGS
@@ -399,25 +401,76 @@ def memory(out: str) -> dict[str, float]:
     return {what: float(size) for size, what in lines}
 
 
-def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown):
-    table = memory(shown("--max_tokens_per_micro_batch=200000"))
-    together = table.pop("together (vLLM's KV cache comes on top)")
+@pytest.fixture
+def given(monkeypatch):
+    """given(size): memory of a rank in bytes, whatever this machine has."""
+
+    def give(size: float) -> None:
+        monkeypatch.setattr(preflight, "device_memory", lambda: size)
+
+    monkeypatch.setattr(rollout, "rank_memory", lambda: 2**34)
+    give(2**34)
+    return give
+
+
+def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
+    out = shown("--max_tokens_per_micro_batch=20000", "--prompts_per_step=100")
+    table = memory(out)
+    together = table.pop("together, of 16.00")
     while_loading = table.pop("of weights on every rank while it loads")
     assert together == pytest.approx(sum(table.values()), abs=0.005 * len(table) + 0.005)
     assert while_loading == table["weights"] == table["gradients"]
     # 2 layers of 18 numbers per hidden unit (128) and 4 per inner unit (384), 4 bytes each
-    activations = 200_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
+    activations = 20_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
     assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
+    # 800 rows of 512 + 99 tokens
+    assert "learning: 20000 tokens in a micro-batch at most; 25 of them" in out
+    assert "warning: that is more" not in out
+    given(2**28)
+    assert "warning: that is more" in shown("--max_tokens_per_micro_batch=20000")
+
+
+def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):
+    assert "learning: 4096 tokens" in shown()
+    given(1.32 * 2**30)
+    assert "learning: 1024 tokens" in shown()
+
+
+SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_splits_a_part_more_with_every_stage(stage):
-    c = load_config(["--beta=0.1", f"--zero_stage={stage}", "--offload_optimizer=False"])
+def test_zero_splits_a_part_more_with_every_stage(stage, given):
+    c = load_config([*SIZES, f"--zero_stage={stage}"])
     sizes = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, 8)
-    split = {"optimizer": 8000, "gradients": 4000, "weights": 4000}
+    # from stage 1 on the optimizer has its own copy of the weights
+    split = {"optimizer": 12_000 if stage else 8000, "gradients": 4000, "weights": 4000}
     for needed, (what, size) in enumerate(split.items(), 1):
         assert sizes[what] == (size / 8 if stage >= needed else size)
     assert sizes["reference"] == 4000
+
+
+def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
+    def under_way(stage: int, world: int) -> int:
+        c = load_config([*SIZES, f"--zero_stage={stage}"])
+        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, world)
+        return table["gradients under way between ranks"]
+
+    assert under_way(0, 1) == 0
+    assert under_way(0, 2) == under_way(2, 1) == 4000
+
+
+def test_an_engine_elsewhere_takes_no_memory_here(given):
+    def of_engine(*flags: str) -> dict:
+        c = load_config(["--dtype=float32", *flags])
+        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(10_000, 10_000), 4, 1)
+        return {what: size for what, size in table.items() if what.startswith("rollout")}
+
+    assert of_engine("--rollout_engine=server") == {}
+    assert of_engine("--rollout_engine=hf") == {"rollout engine's weights": 40_000}
+    # all but the vocabulary's 101 x 32 twice
+    assert of_engine()["rollout engine's weights"] == 4 * (20_000 - 101 * 32)
+    assert of_engine()["rollout engine's cache"] > 0
 
 
 # --- dropout, and weights that are no numbers further in

@@ -10,9 +10,10 @@ import pytest
 import torch
 from child import ended_well
 from deadlines import PATIENCE
+from transformers import Qwen2Config
 
 import rollout
-from common import UserError
+from common import UserError, load_config
 from sft import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,51 +92,125 @@ def test_vllm_is_eager_on_a_cpu_unless_told_otherwise_and_says_when_it_can_not_c
         rollout.enforce_eager(compiled, on_gpu=False)
 
 
+def config_of(**changes) -> dict:
+    c = load_config(["--dtype=float32", "--max_prompt_length=40", "--max_completion_length=30"])
+    return c | {"prompts_per_step": 6, "num_generations": 5} | changes
+
+
 def cache_of(size: int) -> dict:
-    return {"vllm_options": {"kv_cache_memory_bytes": size}}
+    return config_of(vllm_options={"kv_cache_memory_bytes": size})
 
 
-def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(monkeypatch, capsys):
+# keys and values of a token: 2 x 3 layers x 2 heads of keys x 8 x 4 bytes
+SHAPE = Qwen2Config(
+    hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+)
+TOKEN = 2 * 3 * 2 * 8 * 4
+ROW = 3 * 32 * TOKEN  # 40 + 30 tokens are three blocks of 32
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """memory(size): what a rank may use, bytes, whatever this machine has."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert rollout.kv_cache_bytes({"vllm_options": {}}) == 2**28
-    assert rollout.kv_cache_bytes(cache_of(2**27)) == 2**27
+    monkeypatch.setattr(rollout, "rank_memory", lambda: 2**34)
+    return lambda size: monkeypatch.setattr(rollout, "rank_memory", lambda: size)
+
+
+def test_the_cache_holds_all_rows_that_a_step_asks_for(memory, capsys):
+    """And one block more, which vLLM keeps for itself."""
+    plan = rollout.plan_cache(config_of(), SHAPE, 30)
+    assert plan == (30 * ROW + 32 * TOKEN, 30, 30)
+    assert rollout.kv_cache_bytes(config_of(), SHAPE, 30) == plan.size
+    assert capsys.readouterr().out == ""
+    with_blocks = config_of(vllm_options={"block_size": 64})
+    assert rollout.plan_cache(with_blocks, SHAPE, 1).size == 3 * 64 * TOKEN
+    shared = config_of(vllm_options={"tensor_parallel_size": 2})  # a head of keys for each rank
+    assert rollout.plan_cache(shared, SHAPE, 1).size == (ROW + 32 * TOKEN) // 2
+    halves = config_of(dtype="bfloat16")
+    assert rollout.plan_cache(halves, SHAPE, 1).size == (ROW + 32 * TOKEN) // 2
+
+
+def test_rows_that_do_not_fit_into_a_quarter_of_the_memory_wait_and_that_is_said(memory, capsys):
+    memory(4 * (7 * ROW + 5))
+    assert rollout.kv_cache_bytes(config_of(), SHAPE, 30) == 7 * ROW + 32 * TOKEN
+    assert "holds 7 of the 30 completions" in capsys.readouterr().out
+    memory(2 * ROW)  # one row always fits, or nothing could be sampled
+    assert rollout.kv_cache_bytes(config_of(), SHAPE, 30) == ROW + 32 * TOKEN
+
+
+@pytest.mark.parametrize(
+    "engines, changes, rows",
+    [
+        (1, {}, 30),
+        (2, {}, 15),
+        (4, {}, 10),  # two ranks of the four have two prompts
+        (1, {"info_seed_num_seeds": 9}, 54),
+        (1, {"prompts_per_step": 600}, 256),
+        (1, {"prompts_per_step": 600, "vllm_options": {"tensor_parallel_size": 2}}, 512),
+        (1, {"vllm_options": {"max_num_seqs": 8}}, 8),
+    ],
+)
+def test_a_step_asks_for_so_many_rows_at_once(engines, changes, rows):
+    assert rollout.rows_at_once(config_of(**changes), engines, at_most=256) == rows
+
+
+def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(
+    memory, monkeypatch, capsys
+):
+    assert rollout.kv_cache_bytes(cache_of(2**27), SHAPE, 30) == 2**27
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
-    rollout.kv_cache_bytes(cache_of(2**27))
+    rollout.kv_cache_bytes(cache_of(2**27), SHAPE, 30)
     said = capsys.readouterr().out
     assert f"vllm_options.kv_cache_memory_bytes={2**27} is not used" in said
     assert "VLLM_CPU_KVCACHE_SPACE=3" in said
 
 
-def test_a_cache_larger_than_the_machine_is_refused(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    words = "vllm_options.kv_cache_memory_bytes=10000000000000 is more than the .* GiB"
+def test_a_cache_larger_than_the_machine_is_refused(memory):
+    words = "vllm_options.kv_cache_memory_bytes=10000000000000 is more than the 16.0 GiB"
     with pytest.raises(UserError, match=words):
-        rollout.kv_cache_bytes(cache_of(10**13))
+        rollout.kv_cache_bytes(cache_of(10**13), SHAPE, 30)
 
 
-def test_vllm_options_of_the_config_go_to_vllm(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
     options = {"max_num_seqs": 7, "enable_sleep_mode": True, "gpu_memory_utilization": 0.4}
-    config = {
-        "seed": 1,
-        "max_prompt_length": 16,
-        "max_completion_length": 16,
-        "vllm_options": options,
-    }
-    on_cpu = rollout.vllm_settings("here", config, torch.float32, on_gpu=False)
+    config = config_of(vllm_options=options)
+    model = str(tiny_model_dir)
+    on_cpu = rollout.vllm_settings(model, config, torch.float32, on_gpu=False)
     assert on_cpu["max_num_seqs"] == 7
-    assert on_cpu["kv_cache_memory_bytes"] == 2**28
+    # 2 layers of 2 heads of 32: seven rows of three blocks, and one block
+    assert on_cpu["kv_cache_memory_bytes"] == (7 * 3 + 1) * 32 * 2 * 2 * 2 * 32 * 4
+    assert on_cpu["block_size"] == 32
     assert on_cpu["enforce_eager"]
     assert not on_cpu["enable_sleep_mode"]
     assert "gpu_memory_utilization" not in on_cpu
-    on_gpu = rollout.vllm_settings("here", config, torch.bfloat16, on_gpu=True)
+    on_gpu = rollout.vllm_settings(model, config, torch.bfloat16, on_gpu=True)
     assert on_gpu["max_num_seqs"] == 7
     assert on_gpu["gpu_memory_utilization"] == 0.4
     assert on_gpu["dtype"] == "bfloat16"
     assert on_gpu["enable_sleep_mode"]
     assert not on_gpu["enforce_eager"]
     assert "kv_cache_memory_bytes" not in on_gpu
+    assert "block_size" not in on_gpu  # a GPU's own
+    other = config_of(vllm_options={"block_size": 64})
+    assert rollout.vllm_settings(model, other, torch.float32, on_gpu=False)["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    "reason, words",
+    [
+        ("To serve at least one request, 1 GiB. Try", "=9 is too little for vLLM's cache"),
+        ("Available memory on node 0 (1/23 GiB) on kv cache", "=9 is more than is free: lower it"),
+    ],
+)
+def test_a_cache_that_vllm_refuses_is_one_sentence_with_our_key(reason, words, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    settings = {"max_model_len": 64, "kv_cache_memory_bytes": 9}
+    assert f"vllm_options.kv_cache_memory_bytes{words}" in rollout.cache_refused(settings, reason)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    sentence = rollout.cache_refused(settings, reason)
+    assert "VLLM_CPU_KVCACHE_SPACE=1 (GiB) is" in sentence and "bytes=9" not in sentence
 
 
 @pytest.mark.slow

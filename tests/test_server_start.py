@@ -7,8 +7,10 @@ import threading
 
 import pytest
 from servers import dead_url
+from transformers import Qwen2Config
 
 import preflight
+import rollout
 from common import UserError, load_config
 from server import __main__ as serve
 from server import http as server_http
@@ -143,12 +145,19 @@ def test_a_tag_that_is_no_header_is_refused(tag, world, make, stand_in, monkeypa
 # --- python -m server
 
 
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE["hidden_size"] = 32
+
+
 @pytest.fixture
 def serve_with(monkeypatch):
     """serve_with(flags): (argv, environment) of the vLLM that would be started."""
     started = []
     monkeypatch.setattr(serve.os, "execve", lambda *args: started.append(args))
-    monkeypatch.setattr(preflight, "load_model_files", lambda *args: None)  # there is no model here
+    # there is no model here, but for its shape
+    files = preflight.ModelFiles(Qwen2Config(**SHAPE), None, [])
+    monkeypatch.setattr(preflight, "load_model_files", lambda *args: files)
+    monkeypatch.setattr(rollout, "rank_memory", lambda: 2**34)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
 
     def run(*flags: str) -> tuple[list[str], dict]:
@@ -178,7 +187,10 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
         "--logprobs-mode processed_logprobs",
         "--enable-request-id-headers",
         "--generation-config vllm",
-        f"--kv-cache-memory-bytes {2**28}",
+        # a replica's 128 x 2 of the 512 rows, 11 prompts to each: two blocks each, and one; of two
+        # layers, 1 head of keys for each of two ranks, 8 numbers of 4 bytes
+        f"--kv-cache-memory-bytes {(176 * 2 + 1) * 32 * 2 * 2 * 8 * 4}",
+        "--block-size 32",
         "--enforce-eager",
     ):
         assert f" {flags} " in text

@@ -175,6 +175,7 @@ if __name__ == "__main__":
         "--learning_rate=1e-3",
         "--maxent_tau=0.2",
         "--dataset.name=countdown",
+        "--max_tokens_per_micro_batch=16384",  # unless a case has less
     ]
     for stage in stages.split(","):
         for name, flags in CASES.items():

@@ -1,0 +1,250 @@
+"""What a rank's memory is good for: the size of a micro-batch, limits of containers, what is said
+where memory runs out, and vLLM's sleep on a GPU."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import common
+import preflight
+import rollout
+import train
+from common import RunStopped, load_config, memory_limits
+from policy import Parameters
+from preflight import fitting_tokens, memory_estimate, tokens_at_once
+
+GIB = 2**30
+SMOL = LlamaConfig(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+)
+PARAMETERS = Parameters(134_515_008, 134_515_008)
+
+
+def config(*flags: str) -> dict:
+    return load_config(["--dtype=float32", "--max_prompt_length=256", *flags])
+
+
+# --- the size of a micro-batch
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """memory(size): that of a rank, in GiB."""
+    for module in (preflight, rollout):
+        monkeypatch.setattr(module, "rank_memory", lambda: 24 * GIB)
+
+    def give(size: float) -> None:
+        monkeypatch.setattr(preflight, "device_memory", lambda: size * GIB)
+
+    return give
+
+
+def together(c: dict, tokens: int, world: int = 1) -> float:
+    """GiB of the estimate with micro-batches of so many tokens."""
+    c = c | {"max_tokens_per_micro_batch": tokens}
+    return sum(memory_estimate(c, SMOL, PARAMETERS, 4, world).values()) / GIB
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tokens):
+    c = config()
+    needed = together(c, tokens) / preflight.MEMORY_SHARE
+    memory(needed * 1.001)
+    assert fitting_tokens(c, SMOL, PARAMETERS, 1) == tokens
+    memory(needed * 0.999)
+    assert fitting_tokens(c, SMOL, PARAMETERS, 1) == tokens // 2
+
+
+def test_the_default_has_bounds(memory):
+    memory(10_000)
+    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.MOST_TOKENS_ON_CPU
+    memory(0.1)
+    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.FEWEST_TOKENS
+
+
+@pytest.mark.parametrize(
+    "tokens, world, wanted",
+    [
+        (100_000, 1, 12 * 300),  # all there are
+        (100_000, 2, 6 * 300),
+        (2000, 1, 2000),
+        (100, 1, 300),  # no row is cut
+    ],
+)
+def test_a_micro_batch_is_counted_with_no_more_tokens_than_a_step_has(tokens, world, wanted):
+    flags = ["--max_completion_length=44", "--prompts_per_step=2", "--num_generations=6"]
+    c = config(*flags, f"--max_tokens_per_micro_batch={tokens}")
+    assert tokens_at_once(c, world) == wanted
+
+
+def test_ranks_agree_on_the_smallest_and_a_run_that_goes_on_takes_what_it_had(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train, "fitting_tokens", lambda *args: 4096)
+    monkeypatch.setattr(train, "across_ranks", lambda tensor, op: torch.tensor(1024))
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
+    inputs = SimpleNamespace(model=SMOL)
+
+    def chosen(given: int, path=None) -> int:
+        c = config(f"--max_tokens_per_micro_batch={given}")
+        return train.micro_batch_tokens(c, inputs, PARAMETERS, path)
+
+    assert chosen(0) == 1024
+    assert "max_tokens_per_micro_batch=1024" in capsys.readouterr().out
+    assert chosen(77) == 77
+    saved = {"reward_funcs": [], "max_tokens_per_micro_batch": 512}
+    (tmp_path / "train_config.json").write_text(json.dumps(saved))
+    (tmp_path / "rng_0.pt").touch()
+    assert chosen(0, tmp_path) == 1024  # of one rank, which had more memory
+    (tmp_path / "rng_1.pt").touch()
+    assert chosen(0, tmp_path) == 512
+    assert chosen(77, tmp_path) == 77
+
+
+# --- how much memory there is
+
+
+def test_the_tightest_limit_of_a_process_and_of_the_groups_around_it_counts(tmp_path):
+    membership = tmp_path / "cgroup"
+    root = tmp_path / "fs"
+    job = root / "slurm" / "job_7"
+    (job / "task_0").mkdir(parents=True)
+    (job / "task_0" / "memory.max").write_text("max\n")
+    (job / "memory.max").write_text("5000\n")
+    (root / "slurm" / "memory.max").write_text("9000\n")
+    membership.write_text("0::/slurm/job_7/task_0\n")
+    assert sorted(memory_limits(membership, root)) == [5000, 9000]
+    old = root / "memory" / "docker"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("700\n")
+    membership.write_text("9:cpu:/docker\n8:memory:/docker\n")
+    assert memory_limits(membership, root) == [700]
+    assert memory_limits(tmp_path / "none", root) == []
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(common, "memory_limits", lambda *args: [6000])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert common.rank_memory() == 6000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert common.rank_memory() == 1500
+
+
+# --- out of memory
+
+
+def more_than_any_machine_has():
+    torch.empty(2**50)  # the CPU allocator's own words
+
+
+def on_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def in_vllms_allocator():
+    raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:145")
+
+
+@pytest.mark.parametrize("fail", [more_than_any_machine_has, on_a_gpu, in_vllms_allocator])
+@pytest.mark.parametrize(
+    "phase, flags, words",
+    [
+        ("learn", (), "lower max_tokens_per_micro_batch=64 or set gradient_checkpointing=True,"),
+        ("learn", ("--gradient_checkpointing=True",), "lower max_tokens_per_micro_batch=64, and"),
+        ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
+    ],
+)
+def test_out_of_memory_is_one_sentence_with_the_key_to_lower(fail, phase, flags, words):
+    c = config("--max_tokens_per_micro_batch=64", *flags)
+    with pytest.raises(RunStopped) as caught:
+        with train.enough_memory(phase, c):
+            fail()
+    sentence = str(caught.value)
+    assert words in sentence
+    assert "\n" not in sentence
+    assert "memory" in sentence.rpartition(";")[2]  # the library's own words
+
+
+def test_other_errors_of_the_learner_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes"):
+        with train.enough_memory("learn", config()):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+# --- vLLM's sleep on a GPU
+
+
+class Core:
+    """Of vLLM's engine what sleep and sync touch."""
+
+    def __init__(self):
+        self.batch_queue = ["scheduled ahead"]
+        self.engine_core = self
+
+
+class FakeLLM:
+    """vLLM's rules of sleep: the cache can be let go only while nothing is scheduled, weights are
+    written only where they are, and nothing is awake before both are there."""
+
+    def __init__(self, **settings):
+        self.there = {"weights", "kv_cache"}
+        self.paused = False
+        self.copied = 0  # times that the weights went to CPU memory
+        self.llm_engine = SimpleNamespace(engine_core=Core(), step=self.step)
+
+    def step(self):
+        self.llm_engine.engine_core.batch_queue.pop()
+
+    def apply_model(self, function):
+        return [function(torch.nn.Linear(10, 10, bias=False))]  # 400 bytes
+
+    def sleep(self, level):
+        self.paused = True
+        if level == 1:
+            self.there.clear()
+            self.copied += 1
+
+    def release_kv_cache_memory(self):
+        if not self.paused or self.llm_engine.engine_core.batch_queue:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        self.there.remove("kv_cache")
+
+    def wake_up(self, tags):
+        assert not self.there & set(tags)
+        self.there |= set(tags)
+        self.paused = self.there != {"weights", "kv_cache"}
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights" and "weights" in self.there
+
+    def reset_prefix_cache(self):
+        assert not self.paused
+
+
+@pytest.mark.parametrize("gpu, copied", [(4001, 0), (3999, 2)])
+def test_weights_that_are_small_beside_the_gpu_stay_there_while_vllm_sleeps(
+    gpu, copied, monkeypatch, tiny_model_dir
+):
+    vllm = SimpleNamespace(LLM=FakeLLM, __version__="none")
+    monkeypatch.setattr(rollout, "import_vllm", lambda: vllm)
+    monkeypatch.setattr(rollout, "device_bytes", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    c = config()
+    engine = rollout.VllmEngine(str(tiny_model_dir), c, torch.bfloat16, torch.device("cuda"))
+    for _ in range(2):
+        engine.sleep()
+        assert engine.llm.there == (set() if copied else {"weights"})
+        engine.wake()
+        engine.sync([])
+        assert engine.llm.there == {"weights", "kv_cache"}
+        assert not engine.llm.paused
+        engine.llm.llm_engine.engine_core.batch_queue.append("scheduled ahead")
+    assert engine.llm.copied == copied
