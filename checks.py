@@ -17,8 +17,8 @@ class Objective(NamedTuple):
     those of dr_grpo."""
 
     tokens: str = "constant"  # how terms of tokens are summed: "constant", "row_mean", "token_mean"
-    advantage: str = "centred"  # of a row in its group: "centred", "pass_at_k"
-    scale: str = "none"  # its own scale_rewards: what centred advantages are divided by
+    advantage: str = "centred"  # of a row in its group: a name in loss.ADVANTAGES
+    scale: str = "none"  # its own scale_rewards: what "centred" advantages alone are divided by
     ratio: str = "token"  # "token" and "sequence" are clipped, "cispo" is capped
     group_loss: str = ""  # a loss over the scores of a group: "listwise", "balance"; "" it has none
     weights: str = ""  # what w by tau are: the "target" of the policy, or those of the "rows"

@@ -91,9 +91,10 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     if not rows:
         first = next(iter(found.values()), {})
         raise UserError(
-            f"dataset.name={name!r} split {source['split']!r}: none of its {len(found)} rows has "
-            f"both a prompt (column {source['prompt']!r}) and an answer (column "
-            f"{source['answer']!r}); its columns are: {', '.join(first) or 'none'}"
+            f"{name!r} split {source['split']!r}: none of its {len(found)} rows has both a prompt "
+            f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
+            f"columns are: {', '.join(first) or 'none'}. Set dataset.prompt and dataset.answer, "
+            f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's"
         )
     if len(rows) < len(found):
         print(
@@ -376,8 +377,9 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     for source, rows, rest in zip(places, pools, left):
         if rows and not rest:
             raise UserError(
-                f"{sentence}, and without them nothing is left of {source['name']!r}: choose "
-                f"another eval_dataset, or set --allow_leakage=True"
+                f"{sentence}, and without them nothing is left of {source['name']!r}: set "
+                f"eval_dataset.name to other rows (without it those of dataset.name are evaluated "
+                f"too), --eval_steps=0 for none, or --allow_leakage=True"
             )
     print(f"{sentence} and are left out of training")
     return left

@@ -575,7 +575,7 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
 def learning_seconds(own: float) -> dict:
     """How long forwards and backwards took the slowest rank and a rank on average, and how long
     this one waits for the slowest (ZeRO 2 and 3 wait in every backward, which is not seen)."""
-    seconds = gather_groups(torch.tensor([own]))  # (world,)
+    seconds = gather_groups(torch.tensor([float(own)]))  # (world,)
     slowest = seconds.max().item()
     return {
         "time/learn_slowest": slowest,

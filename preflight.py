@@ -29,6 +29,7 @@ from common import (
     UserError,
     check_writable,
     in_one_line,
+    quoted,
     rank_memory,
     refuse_missing_folder,
     say_once,
@@ -482,8 +483,10 @@ def show_data(inputs: Inputs, c: dict) -> None:
     print(f"data: {count} prompts, {passes:.2f} passes over them in {c['max_steps']} steps")
     ends = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in inputs.stop_ids)
     print(f"a completion ends with: {ends}; {end_of_turn(tokenizer, inputs.stop_ids)}")
-    first = inputs.sources[0][0]["prompt_ids"]
-    print(f"first prompt ({len(first)} tokens): {tokenizer.decode(first)!r}")
+    first = inputs.sources[0][0]
+    ids = first["prompt_ids"]
+    print(f"first prompt ({len(ids)} tokens): {tokenizer.decode(ids)!r}")
+    print(f"its answer: {quoted(first['answer'])}")
 
 
 # --- memory

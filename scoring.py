@@ -212,7 +212,8 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
                 raise UserError(
                     f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of "
                     f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
-                    f"({failed[0]['reason']})"
+                    f"({failed[0]['reason']}): name a reward that reads such answers, or another "
+                    f"column as the answer"
                 )
 
 

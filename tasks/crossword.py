@@ -130,7 +130,9 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
         enumeration = answer.get("enumeration") or enumeration
     else:
         words = answer
-    letters = canonical(str(words))
+    if not isinstance(words, str):
+        raise ValueError(f"crossword: the answer must be text, not {words!r:.100}")
+    letters = canonical(words)
     # it would be equal to any completion without letters
     if not letters:
         raise ValueError(f"crossword: the answer {words!r} has no letters")

@@ -530,7 +530,7 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
     assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said
     assert "1 of 3 rows have no prompt or no answer" in said
     assert "max_prompt_length=512: 1 of 2 prompts are longer" in said and "1 are left out" in said
-    assert deepspeed_of(said)["zero_optimization"]["stage"] == 2
+    assert deepspeed_of(said)["zero_optimization"]["stage"] == 1
 
 
 def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_path):

@@ -222,10 +222,18 @@ def test_random_text_never_raises():
     assert 3 < right < 500
 
 
-@pytest.mark.parametrize("answer", ["42", "", 42, {"answer": "?"}, {"answer": ""}], ids=repr)
+@pytest.mark.parametrize("answer", ["42", "", {"answer": "?"}, {"answer": ""}], ids=repr)
 def test_an_answer_without_letters_is_an_error_that_names_it(answer):
     given = answer["answer"] if isinstance(answer, dict) else answer
     message = re.escape(f"crossword: the answer {given!r} has no letters")
+    with pytest.raises(ValueError, match=message):
+        reward("42", answer)
+
+
+@pytest.mark.parametrize("answer", [42, ["dog", "river"], {"answer": None}], ids=repr)
+def test_an_answer_that_is_no_text_is_an_error_that_names_it(answer):
+    given = answer["answer"] if isinstance(answer, dict) else answer
+    message = re.escape(f"crossword: the answer must be text, not {given!r}")
     with pytest.raises(ValueError, match=message):
         reward("42", answer)
 

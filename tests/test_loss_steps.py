@@ -47,7 +47,10 @@ DIFFERENTIABLE = [case for case in CASES if case["objective"] != "cispo"]
 
 
 def test_the_cases_cover_every_objective_and_choice():
-    assert set(OBJECTIVES) == set(TABLE)
+    # one that is its advantages alone may do without: a slow loop would be the same line again
+    for name, objective in checks.OBJECTIVES.items():
+        assert name in TABLE or objective.advantage not in ("centred", "pass_at_k"), name
+    assert set(TABLE) <= set(OBJECTIVES)
     for key in CHOICES:
         assert {config(4, case)[key] for case in CASES} == set(checks.CHOICES[key]), key
 

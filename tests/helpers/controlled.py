@@ -44,7 +44,7 @@ CONTROLLERS = {
 
 def setting(name: str, **changes) -> dict:
     """The config of one of CONTROLLERS."""
-    return DEFAULTS | {"maxent_tau_max": 10.0} | CONTROLLERS[name] | changes
+    return DEFAULTS | {"maxent_tau": 0.2, "maxent_tau_max": 10.0} | CONTROLLERS[name] | changes
 
 
 class Plant:
