@@ -119,8 +119,9 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
 
 
 def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
-    """Two panels: pass@k and coverage@k against mean@k, a path per arm, averaged over its runs and
-    over three neighbouring evaluations; a dot where it ends, a cross at the start."""
+    """Two panels: pass@k and coverage@k against mean@k, a path per run in the colour of its arm,
+    averaged over three neighbouring evaluations; a dot with the last step where it ends, a cross at
+    the start."""
     import matplotlib
 
     # writes a file, needs no window
@@ -130,12 +131,13 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     colors = colors_of(evaluations["arm"])
     for axis, metric in zip(axes, ("pass", "coverage"), strict=True):
-        for arm, own in evaluations.groupby("arm"):
-            path = own.groupby("step")[["mean", metric]].mean()
-            path = path.rolling(LAST, min_periods=1).mean()
-            axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2)
-            axis.plot(*path.iloc[-1], "o", color=colors[arm])
-            axis.annotate(arm, path.iloc[-1], xytext=(5, 3), textcoords="offset points", fontsize=8)
+        for (arm, _), run in evaluations.groupby(["arm", "seed"]):
+            path = run.set_index("step")[["mean", metric]].rolling(LAST, min_periods=1).mean()
+            axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)
+            end = path.iloc[-1]
+            axis.plot(*end, "o", color=colors[arm])
+            label = f"{arm}, {path.index[-1]} steps"
+            axis.annotate(label, end, xytext=(5, 3), textcoords="offset points", fontsize=8)
         start = evaluations[evaluations["step"] == 0].iloc[0]
         axis.plot(start["mean"], start[metric], "kx", markersize=9)
         axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")

@@ -18,6 +18,6 @@ learning_rate = 1e-5
 max_steps = 16
 dtype = "float32"  # also on a GPU: so small a model costs little
 max_logp_difference = 0.01  # sampler and trainer in float32: old weights show
-eval_steps = 16
+eval_steps = 8
 eval_max_prompts = 128
 eval_num_generations = 4
