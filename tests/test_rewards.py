@@ -125,9 +125,6 @@ def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value
     assert rewards.repetition(text) == pytest.approx(value)
 
 
-# --- names in a config
-
-
 # --- the last number
 
 
@@ -172,6 +169,9 @@ def test_a_text_whose_last_number_is_another_is_wrong(text):
 def test_an_answer_that_is_no_number_is_no_answer_for_it(answer):
     with pytest.raises(ValueError, match="must be a number"):
         rewards.last_number("12", answer)
+
+
+# --- names in a config
 
 
 def test_a_reward_that_does_not_exist_is_refused_by_its_name():
