@@ -541,7 +541,8 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    prove_sync(run)
+    with torch.random.fork_rng(devices=[]):  # what a run draws later knows nothing of the trial
+        prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
