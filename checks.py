@@ -110,12 +110,8 @@ ENTRIES = {
     "optimizer_options": {"weight_decay": 0.0},  # 0 off
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
-OPEN = (
-    "chat_template_kwargs",
-    "vllm_options",
-    "optimizer_options",
-    "wandb_options",
-)  # that take further entries: others read them
+# that take further entries: others read them
+OPEN = ("chat_template_kwargs", "vllm_options", "optimizer_options", "wandb_options")
 # options of vLLM that follow from other keys, or without which its completions would be wrong
 VLLM_SET_HERE = (
     # below: max_model_len is the two length keys together, dtype is the policy's

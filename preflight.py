@@ -59,9 +59,8 @@ LIBRARIES = int(0.85 * GIB)
 CUDA_LIBRARIES = 2 * GIB
 IN_CPU_MEMORY = " (in CPU memory)"
 BUCKET = 500_000_000  # gradients: DeepSpeed's default
-MEMORY_SHARE = (
-    0.8  # of a rank's memory: the rest is for the system and for what estimates leave out
-)
+# of a rank's memory: the rest is for the system and for what estimates leave out
+MEMORY_SHARE = 0.8
 SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
 # what takes less memory, what costs least first
 LESS_MEMORY = (

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from common import UserError, own_flags, script
-from compare.results import colors_of, markdown, read_lines
+from compare.results import colors_of, markdown, parse_lines, read_lines
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
@@ -49,7 +49,7 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
 
 def read_file(source: Path) -> list[dict]:
     try:
-        return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+        return parse_lines(source)
     except (OSError, ValueError) as error:  # bytes that are no text are a ValueError too
         raise UserError(f"{source} can not be read: {error}") from None
 

@@ -29,9 +29,15 @@ COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 # --- what the runs have left
 
 
+def parse_lines(path: Path) -> list[dict]:
+    """The objects of a file of JSON lines. An OSError or a ValueError where it is damaged."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def read_lines(path: Path) -> list[dict]:
+    """Those of a file that a run has left."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return parse_lines(path)
     except (OSError, ValueError) as error:
         # an evaluation is made again alone; metrics are those of the whole run
         damaged = path if path.name == "eval.jsonl" else path.parent

@@ -111,9 +111,9 @@ def refuse(problem: str) -> None:
     """ValueError for a task that the library does not have, or that is refused here."""
     from reasoning_gym.factory import DATASETS
 
-    check_choice("config", problem, sorted(set(DATASETS) - set(REFUSED) | {problem} & set(REFUSED)))
     if problem in REFUSED:
         raise ValueError(f"config {problem!r} is refused: {REFUSED[problem]}")
+    check_choice("config", problem, sorted(set(DATASETS) - set(REFUSED)))
 
 
 def generator_of(problem: str, settings: dict):

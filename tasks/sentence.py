@@ -6,7 +6,7 @@ One row, rows("test", 1, seed=0):
    'prompt': 'Write a short sentence with the words moon and school.',
    'answer': ['moon', 'school'], 'solutions': ['The moon and the school are mine.']}
 
-Problems: every pair of WORDS, which are common nouns, in an order that a hash decides. 256 pairs
+Problems: every pair of NOUNS, which are common nouns, in an order that a hash decides. 256 pairs
 are held out, chosen by a hash too, so that they are of the same distribution as those for training;
 their words occur in training, in other pairs. A mode is the sentence itself, as its words in lower
 case. How many there are nobody knows: a row has no num_modes, and coverage@k is not measured.
