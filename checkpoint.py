@@ -41,7 +41,16 @@ from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from checks import OPTIMIZERS
-from common import RunStopped, UserError, in_one_line, lost_a_rank, modern, quoted, script
+from common import (
+    RunStopped,
+    UserError,
+    in_one_line,
+    lost_a_rank,
+    memory_text,
+    modern,
+    quoted,
+    script,
+)
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
@@ -326,7 +335,7 @@ def report(config: dict, parameters) -> str:
     if config["keep_every"]:
         kept += f", and those of every {config['keep_every']} steps"
     return (
-        f"checkpoints: {config['checkpoint_mode']}, about {size / 2**30:.2f} GiB and "
+        f"checkpoints: {config['checkpoint_mode']}, about {memory_text(size)} and "
         f"{seconds:.0f} s each, {often}, in {folder}/step_*; {kept}; "
         f"{free_gib(folder):.0f} GiB free"
     )

@@ -120,6 +120,13 @@ def quoted(value, limit: int = 200) -> str:
     return text if len(text) <= limit else text[:limit] + "..."
 
 
+def memory_text(size: float) -> str:
+    """Bytes as a person reads them: 1.50 GiB, or 12.3 MiB where it is less than one GiB."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB"
+
+
 def in_one_line(text, limit: int = 0) -> str:
     """What a library says, or a sentence of ours into which a stranger's words may have slipped, as
     one harmless line; cut at `limit` characters, 0 whole."""
@@ -460,8 +467,8 @@ def stairs(schedule: dict, value: float) -> dict:
 
 
 def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value; strings need no quotes, true and false no capital. A flag
-    without a value is True."""
+    """{key: value} of one --key=value; strings need no quotes, also in lists, true and false no
+    capital. A flag without a value is True."""
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return {name: True}
@@ -479,6 +486,9 @@ def read_flag(argument: str, defaults: dict) -> dict:
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
+        if isinstance(default, list) and default and isinstance(default[0], str):
+            # --reward_funcs=a,b, and "['a']" as a shell hands it on
+            return {name: [word.strip() for word in text.strip("[]").split(",")]}
         return {name: text}  # merge() says which type was expected
 
 

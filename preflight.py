@@ -29,6 +29,7 @@ from common import (
     UserError,
     check_writable,
     in_one_line,
+    memory_text,
     quoted,
     rank_memory,
     refuse_missing_folder,
@@ -546,13 +547,13 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> N
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)
     together = on_device(table)
     print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
-    table[f"together, of {device_memory() / GIB:.2f}"] = together
+    table[f"together, of {memory_text(device_memory())}"] = together
     table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
-        print(f"  {size / GIB:8.2f} GiB  {what}")
+        print(f"  {memory_text(size):>12}  {what}")
     if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
-        awake = (together - table["rollout engine's weights"]) / GIB
-        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake:.2f} GiB then")
+        awake = memory_text(together - table["rollout engine's weights"])
+        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake} then")
     if together > device_memory():
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 

@@ -105,6 +105,7 @@ TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
 TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
 TRIAL_TOKENS = 16
 MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
+EQUAL_STEPS = 5  # steps in a row without a group of different rewards, after which a run says so
 
 
 @dataclass
@@ -126,6 +127,7 @@ class Run:
     state: dict  # tau, beta and what their controllers remember
     saved_step: int  # the step of the newest checkpoint: nothing to save yet
     skipped: int = 0  # updates in a row that were not applied
+    equal: int = 0  # steps in a row in which every group had equal rewards
     stopping: bool = False
 
     @property
@@ -507,6 +509,17 @@ def check_folder(run: Run) -> None:
         raise RunStopped(checkpoint.gone(run.folder))
 
 
+def check_rewards(run: Run, metrics: dict) -> None:
+    """Says so where step after step no reward tells one completion of a group from another."""
+    run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+    if run.equal == EQUAL_STEPS:
+        run.say(
+            f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
+            f"(mean {metrics['reward']:.3g}), from which nothing is learnt: look at a few with "
+            f"--log_rollouts_steps=1, and at reward_funcs={run.config['reward_funcs']}"
+        )
+
+
 def check_updates(run: Run) -> None:
     """RunStopped where update after update is not applied: going on would change nothing."""
     if run.skipped >= MAX_SKIPPED_STEPS:
@@ -596,6 +609,7 @@ def train(run: Run) -> None:
         metrics |= timer.take(tokens=norm["tokens"])
         check_folder(run)  # before anything is written into it
         show(run, lived, metrics, bar)
+        check_rewards(run, metrics)
         check_updates(run)
         run.stopping = any_rank(run.stop.asked())
         last = run.step == c["max_steps"]

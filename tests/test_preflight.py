@@ -397,8 +397,8 @@ def test_a_dry_run_shows_the_config_the_batch_and_the_data(shown):
 
 def memory(out: str) -> dict[str, float]:
     """{what: GiB} of the table."""
-    lines = re.findall(r"^ +([0-9.]+) GiB  (.+)$", out, re.MULTILINE)
-    return {what: float(size) for size, what in lines}
+    lines = re.findall(r"^ +([0-9.]+) (GiB|MiB)  (.+)$", out, re.MULTILINE)
+    return {what: float(size) / (1 if unit == "GiB" else 1024) for size, unit, what in lines}
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def given(monkeypatch):
 def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
     out = shown("--max_tokens_per_micro_batch=20000", "--prompts_per_step=100")
     table = memory(out)
-    together = table.pop("together, of 16.00")
+    together = table.pop("together, of 16.00 GiB")
     while_loading = table.pop("of weights on every rank while it loads")
     assert together == pytest.approx(sum(table.values()), abs=0.005 * len(table) + 0.005)
     assert while_loading == table["weights"] == table["gradients"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import in_child
 import pytest
@@ -257,6 +258,19 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
     assert "Traceback" not in words
     assert [line["skipped_steps"] for line in metrics_of(folder)] == [1, 2]
     assert checkpoint.latest(folder).name == "step_000002"
+
+
+def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
+    said = []
+    run = SimpleNamespace(equal=0, say=said.append, config={"reward_funcs": ["countdown"]})
+    equal = [1.0] * (train.EQUAL_STEPS - 1) + [0.9] + [1.0] * (train.EQUAL_STEPS - 1)
+    for share in equal:
+        train.check_rewards(run, {"frac_reward_zero_std": share, "reward": 0.0})
+    assert not said
+    for _ in range(3):
+        train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
+    (warning,) = said
+    assert "equal rewards (mean 0), from which nothing is learnt" in warning
 
 
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
