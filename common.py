@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import stat
 import sys
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent
 DEADLINE = timedelta(hours=3)
 # a config named by mistake, /dev/zero say, is not read to its end
 LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value
+NAME = re.compile(r"[A-Za-z_][\w.]*(:\w+)?")  # in the list of a flag: math, tasks.reverse:reward
 DEEPEST = 10  # lists and dicts within each other
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
 LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and names get endings
@@ -486,9 +488,10 @@ def read_flag(argument: str, defaults: dict) -> dict:
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
-        if isinstance(default, list) and default and isinstance(default[0], str):
-            # --reward_funcs=a,b, and "['a']" as a shell hands it on
-            return {name: [word.strip() for word in text.strip("[]").split(",")]}
+        if isinstance(default, list):  # --reward_funcs=a,b, and what a shell makes of ['a']
+            words = text.removeprefix("[").removesuffix("]").split(",")
+            if all(NAME.fullmatch(word.strip()) for word in words):
+                return {name: [word.strip() for word in words]}
         return {name: text}  # merge() says which type was expected
 
 

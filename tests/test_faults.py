@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import child
+import in_child
 import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, log_of, start, steps_in
@@ -27,6 +28,7 @@ import common
 import data
 import journal
 import ranks
+import scoring
 import train
 from common import UserError
 from policy import Parameters
@@ -89,7 +91,7 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
 ):
     folder = disk / "run"
     flags = [*HF, "--save_steps=1"]
-    assert finish(start(tiny_model_dir, folder, *flags)) == 1
+    assert in_child.finish(in_child.start(tiny_model_dir, folder, *flags)) == [1]
     sentence = error_of(folder)
     assert f"{folder}/step_000003 could not be written" in sentence
     assert "0.0 GiB are free" in sentence
@@ -102,7 +104,8 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
 
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
     flags += ["--max_steps=3", "--resume_from_checkpoint=latest"]
-    assert finish(start(tiny_model_dir, folder, *flags)) == 0, log_of(folder)[-3000:]
+    status = in_child.finish(in_child.start(tiny_model_dir, folder, *flags))
+    assert status == [0], log_of(folder)[-3000:]
     assert "step_000002, 2 steps done" in log_of(folder)
     assert (folder / "done").exists()
     assert checkpoint.latest(folder).name == "step_000003"
@@ -316,8 +319,8 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(
 ):
     folder = tmp_path / "run"
     flags = [*HF, "--reward_funcs=['own_rewards:raises']"]
-    status = finish(start(tiny_model_dir, folder, *flags, **own_rewards))
-    assert status == 1, log_of(folder)[-3000:]
+    run = in_child.start(tiny_model_dir, folder, *flags, modules=own_rewards.values())
+    assert in_child.finish(run) == [1], log_of(folder)[-3000:]
     for word in ("own_rewards:raises", "16", "max_reward_failures=0.1"):
         assert word in error_of(folder)
     assert not (folder / "done").exists()
@@ -326,32 +329,34 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(
     assert first["reason"] == repr("ZeroDivisionError: on\nall of them")
 
 
-TOO_MANY_FAIL = """
-import common, scoring
-real, calls = scoring.check_failures, []
-def check(*args):
-    calls.append(args)
-    if len(calls) == 3:
-        raise common.RunStopped("too many rewards failed")
-    real(*args)
-scoring.check_failures = check
-"""
+def with_rewards_that_fail_in_step_3() -> None:
+    real = scoring.check_failures
+    calls = []
+
+    def check(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise common.RunStopped("too many rewards failed")
+        real(*args)
+
+    scoring.check_failures = check
 
 
-def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(own_rewards, tiny_model_dir, tmp_path):
+def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(tiny_model_dir, tmp_path):
     """Two steps are in the checkpoint, and when rewards work again the run goes on from there: also
     with another tau, which nothing steers here."""
     folder = tmp_path / "run"
-    broken = patched(tmp_path, TOO_MANY_FAIL)
     flags = [*HF, "--max_steps=4", "--maxent_target_weight_entropy=-1"]
-    status = finish(start(tiny_model_dir, folder, *flags, "--save_steps=0", script=broken))
-    assert status == 1, log_of(folder)[-3000:]
+    broken = {"patch": with_rewards_that_fail_in_step_3}
+    run = in_child.start(tiny_model_dir, folder, *flags, "--save_steps=0", **broken)
+    assert in_child.finish(run) == [1], log_of(folder)[-3000:]
     assert "too many rewards failed" in error_of(folder)
     assert checkpoint.latest(folder).name == "step_000002"
 
     shutil.copytree(folder / "step_000002", folder / "step_000003")  # of another branch
     flags += [f"--resume_from_checkpoint={folder / 'step_000002'}", "--maxent_tau=0.15"]
-    assert finish(start(tiny_model_dir, folder, *flags)) == 0, log_of(folder)[-3000:]
+    run = in_child.start(tiny_model_dir, folder, *flags)
+    assert in_child.finish(run) == [0], log_of(folder)[-3000:]
     aside = folder / "step_000003.abandoned"
     assert aside.exists() and f"step_000003 is now {aside}" in log_of(folder)
     taus = [(line["step"], line["tau"]) for line in steps_in(folder)]
@@ -396,13 +401,14 @@ def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_mo
     """Every rank writes its rollouts into it in every step."""
     folder, moved = tmp_path / "run", tmp_path / "moved"
     flags = [*HF, "--max_steps=400", "--save_steps=1", "--log_rollouts_steps=1"]
-    process = start(tiny_model_dir, folder, *flags, ranks=2)
+    run = in_child.start(tiny_model_dir, folder, *flags, ranks=2)
     deadline = time.monotonic() + PATIENCE
     while not (folder / "step_000001").exists():
-        assert time.monotonic() < deadline and process.poll() is None, log_of(folder)[-3000:]
+        ended = any(rank.exitcode is not None for rank in run)
+        assert time.monotonic() < deadline and not ended, log_of(folder)[-3000:]
         time.sleep(0.05)
     folder.rename(moved)
-    assert finish(process) == 1 and not folder.exists()
+    assert in_child.finish(run) == [1, 1] and not folder.exists()
     said = log_of(folder)
     assert f"error: output_dir='{folder}' is gone" in said
     assert "train.py" not in "".join(re.findall(r'File "(.*)", line', said)), said[-3000:]

@@ -161,7 +161,6 @@ def test_it_trains_in_bfloat16_and_with_adapters(smollm2_dir, tmp_path, flag, ga
 
 def test_a_server_samples_for_it(smollm2_dir, tmp_path):
     fleet = Fleet([smollm2_dir], tmp_path, "config/smollm2_sentence.py")
-    fleet.start(0)
     try:
         urls = fleet.ready(0, seconds=900)
         flags = ["--rollout_engine=server", f"--rollout_server={urls}", "--rollout_timeout=300"]

@@ -35,7 +35,11 @@ def work(what: str, model, *flags, ranks: int = 0) -> dict:
     return json.loads(objects[-1])
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+# the quick tests have the log-probs of an untied model by a server, test_server_vllm.py
+UNTIED = pytest.param("untied", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["tied", UNTIED])
 def synced(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = tiny_tokenizer()

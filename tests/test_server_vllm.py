@@ -43,8 +43,6 @@ pytest_plugins = ["server_fixtures"]
 @pytest.fixture(scope="module")
 def fleet(tiny_model_dir, untied_model_dir, tmp_path_factory):
     fleet = Fleet([tiny_model_dir, untied_model_dir], tmp_path_factory.mktemp("servers"))
-    fleet.start(0)
-    fleet.start(1)
     yield fleet
     fleet.close()
 
@@ -114,7 +112,7 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
     survivor, fleet, world, lm, capsys, monkeypatch
 ):
     """It is stopped first, so that it certainly has requests that it did not answer when it is
-    killed. Its successor starts meanwhile."""
+    killed."""
     survivor.sync(named_weights(lm, 0))
     prompts = [[7, 20 + i] for i in range(8)]
     sampling = request(8) | {"max_tokens": 40}
@@ -137,7 +135,6 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
     monkeypatch.setattr(dying, "call", call)
     assert not begun.done()
     fleet.signal(0, signal.SIGKILL)
-    fleet.start(0)
 
     rollouts = survivor.generate(prompts, 4, sampling)
     assert [r["prompt_ids"] for r in rollouts] == [r["prompt_ids"] for r in before]

@@ -37,7 +37,6 @@ from loss_steps import (
     targets_of,
     value_and_grad,
 )
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 import checks
 import learner
@@ -58,6 +57,13 @@ NAMES = {  # objective: TRL's (loss_type, importance_sampling_level)
     "cispo": ("cispo", "token"),
 }
 SAMPLINGS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def grpo_trainer():
+    """TRL's class. Imported when it is called: it brings vLLM into every worker of pytest."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return GRPOTrainer
 
 
 def trl_trainer(step, objective, scale, case, off_policy=True):
@@ -146,11 +152,11 @@ def trl_trainer(step, objective, scale, case, off_policy=True):
 
 def trl_batch(trainer, step=STEP):
     prompts = [{"prompt": "p"}] * step.rewards.numel()
-    return GRPOTrainer._generate_and_score_completions(trainer, prompts)
+    return grpo_trainer()._generate_and_score_completions(trainer, prompts)
 
 
 def trl_loss(trainer, logps, batch):
-    return GRPOTrainer._compute_loss(trainer, logps, batch)
+    return grpo_trainer()._compute_loss(trainer, logps, batch)
 
 
 CASES = [

@@ -1,7 +1,13 @@
-"""train.py in a forked child that has imported it already: a run of seconds, without the ten that a
-process takes to start."""
+"""train.py in forked children that have imported it already: runs of seconds, without the ten
+that a process takes to start."""
+
+import multiprocessing
+import os
+import sys
 
 import child
+import exact_matrix
+from servers import dead_url
 
 import common
 import train
@@ -24,11 +30,39 @@ def run(patch, model, folder, **flags) -> tuple[int, str]:
     }
     arguments = [f"--{key}={value}" for key, value in (settings | flags).items()]
     log = f"{folder}.log"
-    status = child.status(child.start(patched, patch, arguments, log=log))
+    status = child.status(child.start(train_after, patch, arguments, {}, log=log))
     with open(log) as words:
         return status, words.read()
 
 
-def patched(patch, arguments: list[str]) -> None:
-    patch()
+def start(
+    model, folder, *flags, patch=None, ranks: int = 1, modules=()
+) -> list[multiprocessing.Process]:
+    """The ranks of a run as exact_matrix.start has it, a child each, without torchrun; modules:
+    folders of which rewards may import."""
+    arguments = ["config/countdown_tiny.py", *exact_matrix.FLAGS]
+    arguments += [f"--model={model}", f"--output_dir={folder}", *flags]
+    meeting = {}
+    if ranks > 1:
+        _, host, port = dead_url().split(":")
+        host = host.removeprefix("//")
+        meeting |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+    started = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        work = (train_after, patch, arguments, meeting | place, *map(str, modules))
+        started.append(child.start(*work, log=f"{folder}.log"))
+    return started
+
+
+def finish(processes: list) -> list[int]:
+    """The exit statuses of what `start` started."""
+    return [child.status(process) for process in processes]
+
+
+def train_after(patch, arguments: list[str], environment: dict, *modules: str) -> None:
+    os.environ.update(environment)
+    sys.path[:0] = modules
+    if patch:
+        patch()
     common.script(train.main, common.load_config(arguments))

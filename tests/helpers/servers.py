@@ -113,7 +113,11 @@ class Fleet:
         return self.folder / f"server_{i}.log"
 
     def ready(self, *which: int, seconds: float = PATIENCE) -> str:
-        """Waits for these servers; their URLs as rollout_server takes them."""
+        """Starts these servers where they do not run, and waits for them; their URLs as
+        rollout_server takes them."""
+        for i in which:
+            if i not in self.processes or self.processes[i].poll() is not None:
+                self.start(i)
         end = time.monotonic() + seconds
         for i in which:
             while not self.answers(i):
