@@ -21,10 +21,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import checks
 import common
 import evaluate
 import loss
 import rollout
+import sft
 import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
@@ -276,7 +278,11 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     folder = tmp_path / "sft"
     flags = ["--steps=30", "--batch_size=32", "--learning_rate=2e-3"]
-    ended_well(run("sft.py", "--model=tiny", f"--output_dir={folder}", *flags, ranks=2))
+    argv = ["config/countdown_tiny.py", "--model=tiny", f"--output_dir={folder}", *flags]
+    own, config = common.load_with_flags(argv, checks.FLAGS["sft"])
+    log = tmp_path / "log"
+    ranks = in_child.on_ranks(2, common.script, sft.main, config, own, log=log)
+    assert in_child.finish(ranks) == [0, 0], log.read_text()[-3000:]
     assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6

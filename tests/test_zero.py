@@ -1,29 +1,21 @@
 """One learner, any number of ranks and any ZeRO stage: the same parameters. Real DeepSpeed, gloo,
 two processes."""
 
-import subprocess
-import sys
-from pathlib import Path
-
+import in_child
 import pytest
 import torch
-from child import ended_well
-from deadlines import PATIENCE
+import zero_worker
 from zero_worker import CASES
-
-WORKER = Path(__file__).parent / "helpers" / "zero_worker.py"
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("zero")
-    for ranks, stages in ((1, "0"), (2, "0,2,3")):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*torchrun, "--nproc_per_node", ranks, WORKER, tiny_model_dir, out, stages]
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE
-        )
-        ended_well(done)
+    log = out / "log"
+    for ranks, stages in ((1, [0]), (2, [0, 2, 3])):
+        work = (zero_worker.all_cases, tiny_model_dir, out, stages)
+        ended = in_child.finish(in_child.on_ranks(ranks, *work, log=log))
+        assert ended == [0] * ranks, log.read_text()[-3000:]
     return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 
 

@@ -30,38 +30,44 @@ def run(patch, model, folder, **flags) -> tuple[int, str]:
     }
     arguments = [f"--{key}={value}" for key, value in (settings | flags).items()]
     log = f"{folder}.log"
-    status = child.status(child.start(train_after, patch, arguments, {}, log=log))
+    status = child.status(child.start(train_after, patch, arguments, log=log))
     with open(log) as words:
         return status, words.read()
 
 
-def start(
-    model, folder, *flags, patch=None, ranks: int = 1, modules=()
-) -> list[multiprocessing.Process]:
+def start(model, folder, *flags, patch=None, ranks: int = 1, modules=()) -> list:
     """The ranks of a run as exact_matrix.start has it, a child each, without torchrun; modules:
     folders of which rewards may import."""
     arguments = ["config/countdown_tiny.py", *exact_matrix.FLAGS]
     arguments += [f"--model={model}", f"--output_dir={folder}", *flags]
+    modules = map(str, modules)
+    return on_ranks(ranks, train_after, patch, arguments, *modules, log=f"{folder}.log")
+
+
+def on_ranks(size: int, work, *args, log) -> list[multiprocessing.Process]:
+    """Children that do work(*args), each as one rank of `size`."""
     meeting = {}
-    if ranks > 1:
-        _, host, port = dead_url().split(":")
-        host = host.removeprefix("//")
-        meeting |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+    if size > 1:
+        host, port = dead_url().removeprefix("http://").split(":")
+        meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
     started = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        work = (train_after, patch, arguments, meeting | place, *map(str, modules))
-        started.append(child.start(*work, log=f"{folder}.log"))
+    for rank in range(size):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+        started.append(child.start(as_rank, meeting | place, work, args, log=log))
     return started
 
 
+def as_rank(environment: dict, work, args: tuple) -> None:
+    os.environ.update(environment)
+    work(*args)
+
+
 def finish(processes: list) -> list[int]:
-    """The exit statuses of what `start` started."""
+    """The exit statuses of what was started."""
     return [child.status(process) for process in processes]
 
 
-def train_after(patch, arguments: list[str], environment: dict, *modules: str) -> None:
-    os.environ.update(environment)
+def train_after(patch, arguments: list[str], *modules: str) -> None:
     sys.path[:0] = modules
     if patch:
         patch()

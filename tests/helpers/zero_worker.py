@@ -1,8 +1,5 @@
-"""Run by torchrun from test_zero.py: three updates on fixed rollouts under each case and ZeRO
-stage; rank 0 saves the parameters.
-
-torchrun --nproc_per_node 2 tests/helpers/zero_worker.py MODEL OUT 0,2,3
-"""
+"""What the ranks of test_zero.py do: three updates on fixed rollouts under each case and ZeRO
+stage; rank 0 saves the parameters."""
 
 import os
 import random
@@ -12,7 +9,6 @@ from types import SimpleNamespace
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import infoseed
 import rollout
 import train
@@ -164,8 +160,7 @@ def poisoned_update(run, batch: dict, targets: dict, norm: dict) -> dict:
     }
 
 
-if __name__ == "__main__":
-    model, out, stages = sys.argv[1:4]
+def all_cases(model: Path, out: Path, stages: list[int]) -> None:
     world = start_distributed()
     common = [
         f"--model={model}",
@@ -177,12 +172,12 @@ if __name__ == "__main__":
         "--dataset.name=countdown",
         "--max_tokens_per_micro_batch=16384",  # unless a case has less
     ]
-    for stage in stages.split(","):
+    for stage in stages:
         for name, flags in CASES.items():
             c = load_config([*common, *flags, f"--zero_stage={stage}"])
             result = three_updates(c, world)
             if world.rank == 0:
-                torch.save(result, Path(out) / f"{name}_{world.size}_{stage}.pt")
+                torch.save(result, out / f"{name}_{world.size}_{stage}.pt")
     torch.distributed.barrier()
     sys.stdout.flush()
     # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what
