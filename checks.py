@@ -764,6 +764,11 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
             "answers are all equally good are active, with flat weights at "
             "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
         )
+    if c["scale_rewards"] and (objective.group_loss or objective.advantage == "pass_at_k"):
+        warnings.append(
+            f"scale_rewards={c['scale_rewards']!r} is not used: objective={c['objective']!r} has a "
+            f"formula of its own"
+        )
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:
         warnings.append(

@@ -218,7 +218,7 @@ def read_config_file(path) -> dict:
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
             f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: "
-            f"{error}"
+            f"{getattr(error, 'msg', error)}"
         ) from None
     values = {}
     for node in tree.body:
@@ -642,11 +642,16 @@ def say_once(text: str, file=None) -> None:
 
 def refuse_missing_folder(model: str) -> None:
     """A path is no hub id: where it leads nowhere the hub need not be asked."""
-    if model.startswith(("/", "./", "../", "runs/")) and not os.path.isdir(model):
-        raise UserError(
-            f"model={model!r} is not a folder; a model in runs/ comes from sft.py or train.py, "
-            "the first lines of its config say how"
-        )
+    if not model.startswith(("/", "./", "../", "runs/")) or os.path.isdir(model):
+        return
+    hint = ""
+    if model.startswith("runs/"):
+        hint = "; it comes from sft.py or train.py, the first lines of a shipped config say how"
+    folder, name = os.path.split(model.rstrip("/"))
+    if os.path.isdir(folder) and os.access(folder, os.R_OK):
+        near = difflib.get_close_matches(name, os.listdir(folder), n=1)
+        hint = f"; did you mean {os.path.join(folder, near[0])!r}?" if near else hint
+    raise UserError(f"model={model!r} is not a folder{hint}")
 
 
 def progress(**settings):

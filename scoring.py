@@ -213,7 +213,7 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
                     f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of "
                     f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
                     f"({failed[0]['reason']}): name a reward that reads such answers, or another "
-                    f"column as the answer"
+                    f"column as the answer; your own is called as f(completion, answer, **row)"
                 )
 
 

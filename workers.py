@@ -37,6 +37,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
 from operator import attrgetter
@@ -516,10 +517,19 @@ def answer(function: str, text: str, row: dict):
             return value
         number = float(value)
     except (Exception, SystemExit) as error:  # whatever somebody's reward raises
-        return {"error": f"{type(error).__name__}: {error}"[:LONGEST_REASON]}
+        reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+        return {"error": reason + place_of(error, function)}
     if abs(number) < BIGGEST:
         return number
     return {"error": f"gave {number}; a reward must be finite, in float32 too"}
+
+
+def place_of(error: BaseException, function: str) -> str:
+    """ " (file.py:12)": the line of the function's own file from which an error came; "" for
+    none."""
+    own = getattr(sys.modules.get(function.partition(":")[0]), "__file__", None)
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == own]
+    return f" ({os.path.basename(own)}:{lines[-1]})" if lines else ""
 
 
 def announce(module: str) -> None:

@@ -373,6 +373,14 @@ def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, 
         compare.state_of({"folder": tmp_path, "config": {}})
 
 
+def test_a_folder_that_is_not_there_is_told_its_neighbour(refusal, tmp_path):
+    (tmp_path / "countdown_sft").mkdir()
+    wanted = f"did you mean '{tmp_path / 'countdown_sft'}'?"
+    assert wanted in refusal(f"--model={tmp_path / 'countdown_stf'}")
+    assert refusal(f"--model={tmp_path / 'xyz'}").endswith("is not a folder")
+    assert "it comes from sft.py or train.py" in refusal("--model=runs/xyz")
+
+
 def test_a_model_with_an_endless_name_is_one_sentence(refusal):
     assert "is not a folder" in refusal("--model=/" + "n" * 300)
     assert "can't be loaded" in refusal("--model=" + "n" * 300)

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ from configs import DEFAULTS
 from checks import OBJECTIVES, steers_beta, steers_tau, tau_of_excess, warn_config
 from common import ROOT, load_config, with_tau
 
-CONFIGS = sorted(p.name for p in (ROOT / "config").glob("*.py"))
+
+def shipped_configs() -> list[str]:
+    """Not those of a user's own beside them, where git can tell."""
+    names = [path.name for path in (ROOT / "config").glob("*.py")]
+    tracked = subprocess.run(
+        ["git", "ls-files", "config"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    return sorted(name for name in names if f"config/{name}" in tracked or not tracked)
+
+
+CONFIGS = shipped_configs()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -219,6 +230,14 @@ def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     assert "0.217" in warnings_of(100, "--maxent_tau=0.5", "--objective=flow")
     assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
     assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
+
+
+def test_a_scale_that_an_objective_does_not_use_is_warned_about():
+    for objective in ("maxent", "flow", "pkpo"):
+        words = warnings_of(100, "--scale_rewards=group", f"--objective={objective}")
+        assert f"scale_rewards='group' is not used: objective='{objective}'" in words
+    for objective in ("grpo", "xdr", "maxrl"):
+        assert warnings_of(100, "--scale_rewards=group", f"--objective={objective}") == ""
 
 
 def test_the_limit_of_tau_follows_the_scale_of_the_scores():

@@ -4,14 +4,14 @@ once real processes with gloo."""
 import copy
 import json
 import random
-import subprocess
-import sys
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import child
+import in_child
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ import rollout
 import scoring
 import sft
 import stream
-from common import ROOT, RunStopped, load_config
+import train
+from common import RunStopped, load_config
 from journal import Timer
 from policy import Policy, set_temperature
 from preflight import Inputs
@@ -512,23 +513,8 @@ def test_two_processes_with_gloo_agree_with_one(tmp_path):
     assert ranks[0]["calls"] == ranks[1]["calls"]
 
 
-# train.main twice, each in a fork of a process that has imported it once: the whole run, and one
-# that goes on from the middle of a copy
-TWICE = """
-import os, shutil, sys, torch, train
-from common import load_config
-torch.set_num_threads(1)
-train.evaluate.report = lambda folder: None     # no picture
-whole, part, *flags = sys.argv[1:]
-for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
-    if os.fork() == 0:
-        train.main(load_config([*flags, *more, f"--output_dir={folder}"]))
-        os._exit(0)
-    assert os.wait()[1] == 0
-    if folder == whole:
-        shutil.copytree(whole, part)
-        shutil.rmtree(part + "/step_000003")
-"""
+def without_a_picture() -> None:
+    train.evaluate.report = lambda folder: None
 
 
 def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_had(
@@ -566,23 +552,24 @@ def test_the_real_script_resumes_with_the_prompts_and_the_buffer_it_would_have_h
         "--max_logp_difference=0.01",
         "--learning_rate=1e-3",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE, tmp_path / "whole", tmp_path / "part", *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    log = tmp_path / "log"
+    for folder, more in ((whole, []), (part, ["--resume_from_checkpoint=latest"])):
+        words = [*argv, *more, f"--output_dir={folder}"]
+        run = child.start(in_child.train_after, without_a_picture, words, log=log)
+        assert child.status(run) == 0, log.read_text()[-3000:]
+        if folder == whole:
+            shutil.copytree(whole, part)
+            shutil.rmtree(part / "step_000003")
     rollouts_file = "rollouts/step_000003.rank_0.jsonl"
-    whole_rollouts = (tmp_path / "whole" / rollouts_file).read_text()
-    assert (tmp_path / "part" / rollouts_file).read_text() == whole_rollouts
+    whole_rollouts = (whole / rollouts_file).read_text()
+    assert (part / rollouts_file).read_text() == whole_rollouts
     state_file = "step_000003/controller_state.json"
-    state = json.loads((tmp_path / "part" / state_file).read_text())
-    assert state == json.loads((tmp_path / "whole" / state_file).read_text())
+    state = json.loads((part / state_file).read_text())
+    assert state == json.loads((whole / state_file).read_text())
     assert len(state["replay"]["prompts"]) == 5
     assert state["replay"]["total"] >= 12
-    text = (tmp_path / "part" / "metrics.jsonl").read_text()
+    text = (part / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all("resampled_groups" in line for line in lines)

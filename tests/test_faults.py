@@ -326,7 +326,7 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(
     assert not (folder / "done").exists()
     first = json_lines(folder / "reward_failures.rank_0.jsonl")[0]
     assert first["kind"] == "error"
-    assert first["reason"] == repr("ZeroDivisionError: on\nall of them")
+    assert first["reason"] == repr("ZeroDivisionError: on\nall of them (own_rewards.py:11)")
 
 
 def with_rewards_that_fail_in_step_3() -> None:

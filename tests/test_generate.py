@@ -1,16 +1,17 @@
 """generate.py: every line it promises, in order, also when it was interrupted."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import in_child
 import pytest
 from child import ended_well
 from deadlines import PATIENCE
 
 import checks
+import common
 import generate
 import rollout
 from common import UserError, load_config, load_with_flags
@@ -27,28 +28,19 @@ FLAGS = [
 ]
 
 
-def run(model: Path, output: Path, *flags, ranks: int = 0) -> subprocess.CompletedProcess:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks
-        else []
-    )
+def words(model: Path, output: Path, *flags) -> list[str]:
+    """A command line of the script."""
+    config = str(ROOT / "config" / "countdown_tiny.py")
+    return [config, *FLAGS, f"--model={model}", f"--output={output}", *flags]
+
+
+def run(model: Path, output: Path, *flags) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [
-            sys.executable,
-            *launcher,
-            "generate.py",
-            "config/countdown_tiny.py",
-            *FLAGS,
-            f"--model={model}",
-            f"--output={output}",
-            *flags,
-        ],
+        [sys.executable, "generate.py", *words(model, output, *flags)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env=dict(os.environ),
     )
 
 
@@ -66,25 +58,22 @@ def whole(tiny_model_dir, tmp_path_factory):
 
 def test_every_prompt_has_its_group_in_the_order_of_the_data_with_log_probs_and_rewards(whole):
     lines = lines_of(whole)
-    assert [line["sample"] for line in lines] == [0, 1, 2] * 5 and len(
-        {line["id"] for line in lines}
-    ) == 5
+    assert [line["sample"] for line in lines] == [0, 1, 2] * 5
+    assert len({line["id"] for line in lines}) == 5
     for line in lines:
-        assert 1 <= len(line["completion_ids"]) == len(line["logprobs"]) <= 8 and all(
-            value < 0 for value in line["logprobs"]
-        )
-        assert set(line["rewards"]) == {"countdown", "length"} and line["rewards"][
-            "length"
-        ] == pytest.approx(-len(line["completion_ids"]) / 8)
-        assert line["reward"] == pytest.approx(
-            line["rewards"]["countdown"] + 0.5 * line["rewards"]["length"]
-        )
-        assert (
-            line["finish_reason"] in ("stop", "length")
-            and line["answer"]["numbers"]
-            and line["prompt"]
-            and line["prompt_ids"]
-        )
+        tokens = len(line["completion_ids"])
+        assert 1 <= tokens == len(line["logprobs"]) <= 8
+        assert all(value < 0 for value in line["logprobs"])
+        rewards = line["rewards"]
+        assert set(rewards) == {"countdown", "length"}
+        assert rewards["length"] == pytest.approx(-tokens / 8)
+        assert line["reward"] == pytest.approx(rewards["countdown"] + 0.5 * rewards["length"])
+        assert line["finish_reason"] in ("stop", "length")
+        assert line["answer"]["numbers"] and line["prompt"] and line["prompt_ids"]
+
+
+def without_log_probs(lines: list[dict]) -> list[dict]:
+    return [{key: line[key] for key in line if key != "logprobs"} for line in lines]
 
 
 def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
@@ -96,14 +85,13 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
     path.write_bytes(whole.read_bytes()[:-700])  # in the middle of a line of the last group
     Path(f"{path}.config.json").write_text(Path(f"{whole}.config.json").read_text())
     kept = lines_of(whole)[: path.read_text().count("\n") // 3 * 3]
-    done = run(tiny_model_dir, path, ranks=2)
-    ended_well(done)
+    own, c = load_with_flags(words(tiny_model_dir, path), checks.FLAGS["generate"])
+    log = tmp_path / "log"
+    ranks = in_child.on_ranks(2, common.script, generate.main, c, own, log=log)
+    assert in_child.finish(ranks) == [0, 0], log.read_text()[-3000:]
     found = lines_of(path)
     assert found[: len(kept)] == kept
-    strip = [{key: value for key, value in line.items() if key != "logprobs"} for line in found]
-    assert strip == [
-        {key: value for key, value in line.items() if key != "logprobs"} for line in lines_of(whole)
-    ]
+    assert without_log_probs(found) == without_log_probs(lines_of(whole))
 
 
 def test_the_same_command_again_leaves_a_finished_file_as_it_is(
@@ -114,9 +102,8 @@ def test_the_same_command_again_leaves_a_finished_file_as_it_is(
     asked = []
     monkeypatch.setattr(rollout.HfEngine, "generate", lambda *args: asked.append(args))
     before = whole.read_bytes()
-    flags = [f"--model={tiny_model_dir}", f"--output={whole}", "--reward_workers=0"]
-    config = str(ROOT / "config" / "countdown_tiny.py")
-    own, c = load_with_flags([config, *FLAGS, *flags], checks.FLAGS["generate"])
+    argv = words(tiny_model_dir, whole, "--reward_workers=0")
+    own, c = load_with_flags(argv, checks.FLAGS["generate"])
     generate.main(c, own)
     assert whole.read_bytes() == before and asked == []
     assert "5 prompts x 3" in capsys.readouterr().out

@@ -122,9 +122,9 @@ def test_a_resumed_run_goes_on_to_the_bit(trained, smollm2_dir, tmp_path):
     assert len(tensors) > 200
 
 
-def test_it_is_evaluated(trained, tmp_path):
-    output = tmp_path / "scores.jsonl"
-    flags = [*FLAGS, f"--model={trained / SAVED}", f"--output={output}"]
+def check_evaluation(model: Path, folder: Path) -> None:
+    output = folder / "scores.jsonl"
+    flags = [*FLAGS, f"--model={model}", f"--output={output}"]
     done = run("evaluate.py", "config/smollm2_sentence.py", *flags)
     assert "mean@4" in done.stdout
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -132,11 +132,16 @@ def test_it_is_evaluated(trained, tmp_path):
     assert all(0 <= record["correct"] <= 4 for record in records)
 
 
-def test_it_generates(trained, tmp_path):
-    output = tmp_path / "texts.jsonl"
-    flags = [*FLAGS, f"--model={trained / SAVED}", f"--output={output}", "--max_prompts=2"]
+def check_generation(model: Path, folder: Path) -> None:
+    output = folder / "texts.jsonl"
+    flags = [*FLAGS, f"--model={model}", f"--output={output}", "--max_prompts=2"]
     run("generate.py", "config/smollm2_sentence.py", *flags)
     assert len(output.read_text().splitlines()) == 2
+
+
+def test_it_is_evaluated_and_generates(trained, tmp_path):
+    check_evaluation(trained / SAVED, tmp_path)
+    check_generation(trained / SAVED, tmp_path)
 
 
 def test_two_ranks_at_zero_stage_2_learn_what_one_learns(smollm2_dir, trained, tmp_path):
@@ -157,6 +162,8 @@ def test_it_trains_in_bfloat16_and_with_adapters(smollm2_dir, tmp_path, flag, ga
     saved = load_file(folder / SAVED / "model.safetensors")
     first = load_file(smollm2_dir / "model.safetensors")
     assert saved.keys() == first.keys()
+    check_evaluation(folder / SAVED, tmp_path)
+    check_generation(folder / SAVED, tmp_path)
 
 
 def test_a_server_samples_for_it(smollm2_dir, tmp_path):

@@ -101,7 +101,7 @@ def test_what_works_works_beside_them(battle):
 
 REASONS = {
     "sleep": "reward_timeout",
-    "raise": "ValueError: this one",
+    "raise": "ValueError: this one (hostile.py:",
     "recursion": "RecursionError",
     "allocate": "MemoryError",
     "os._exit": "exit status 0",
