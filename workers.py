@@ -96,9 +96,10 @@ class Failure(NamedTuple):
 
 class Worker:
     """One process, its keeper, and the keys of jobs that it has not answered yet, oldest first.
-    hello: the search path of modules, and the GiB that its jobs may take."""
+    hello: the search path of modules, and the GiB that its jobs may take; now: by the pool's
+    clock."""
 
-    def __init__(self, hello: tuple[list, float]):
+    def __init__(self, hello: tuple[list, float], now: float):
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -114,7 +115,7 @@ class Worker:
         self.ready = False  # for jobs; not while it starts and while it imports
         self.loading = ""  # the function whose module it is at
         self.doing = ""  # and what it does with it, as an error goes on
-        self.since = time.monotonic()  # when it was told or said something last
+        self.since = now  # when it was told or said something last
         self.answered = 0  # messages of it
         self.fault = ""  # why it can't go on
         self.socket.settimeout(START_SECONDS)
@@ -153,6 +154,7 @@ class Pool:
 
     def __init__(self, count: int, timeout: float, memory_gib: float):
         self.timeout = timeout
+        self.clock = time.monotonic  # by which a job is late
         self.hello = (sys.path, memory_gib)
         self.asked = {}  # key: job
         self.waiting = deque()  # keys of jobs that no worker has
@@ -166,7 +168,7 @@ class Pool:
             self.start()
 
     def start(self) -> None:
-        worker = Worker(self.hello)
+        worker = Worker(self.hello, self.clock())
         self.workers.append(worker)
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
 
@@ -200,7 +202,7 @@ class Pool:
             if worker.ready and not worker.jobs and self.waiting:
                 self.hand_out(worker)
         # late is who had not answered by now: to bury others takes a while, in which answers come
-        now = time.monotonic()
+        now = self.clock()
         for event, _ in self.selector.select(seconds):
             self.take_in(event.data)
         for worker in list(self.workers):
@@ -224,7 +226,7 @@ class Pool:
         jobs = [self.asked[key] for key in worker.jobs]
         new = {function for function, _, _ in jobs} - worker.functions
         worker.functions |= new
-        worker.since = time.monotonic()
+        worker.since = self.clock()
         # for a worker that does not read, whose socket is full
         worker.socket.settimeout(self.timeout + 10)
         try:
@@ -256,7 +258,7 @@ class Pool:
                 self.take_start(worker, message)
                 continue
             self.found[worker.jobs.popleft()] = believed(message)
-            worker.since = time.monotonic()
+            worker.since = self.clock()
 
     def take_start(self, worker: Worker, message) -> None:
         """What a worker says until it is ready: what it is about to do, or that it can't."""
@@ -264,7 +266,7 @@ class Pool:
             case "ready":
                 worker.ready = True
                 worker.loading = worker.doing = ""
-                worker.since = time.monotonic()
+                worker.since = self.clock()
                 self.loaded |= worker.functions
                 self.failed_starts = 0
             case ["importing", name]:

@@ -55,7 +55,7 @@ def patched(folder: Path, code: str) -> str:
     """train.py after `code`."""
     lines = [
         "import sys",
-        f"sys.path.insert(0, {str(ROOT)!r})",
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'helpers')!r}]",
         code,
         "import common, train",
         "train.script(train.main, train.script(common.load_config))",
@@ -164,8 +164,14 @@ import itertools, time
 begin, reads = time.time(), itertools.count()
 time.time = lambda: begin - 60 * next(reads)        # a minute earlier each time that somebody looks
 time.time_ns = lambda: int(time.time() * 1e9)
-import journal
+import journal, workers
 journal.WANDB_FINISH_SECONDS = 2
+from hang_clock import Clock
+real = workers.Pool.__init__
+def begin_with_a_clock(pool, *args):
+    real(pool, *args)
+    pool.clock = Clock(pool, lambda text: sum(map(ord, text)) % 8 == 0)
+workers.Pool.__init__ = begin_with_a_clock
 """
 
 # the client asks again and again for 90 seconds: here only once

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hang_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_tools import (
@@ -315,6 +316,8 @@ def test_sympy_bombs_score_zero_and_what_stands_beside_them_its_own():
     for bomb in BOMBS:
         texts += [f"\\boxed{{{text}}}" for text in (bomb, "10", "7")]
     row = row_of("math", "10")
+    pool = scoring.pool_of(c)
+    pool.clock = Clock(pool, lambda text: text in texts[0::3])
     values, _ = measured(texts, row, c)
     assert values[1::3] == [1.0] * len(BOMBS) and values[2::3] == [0.0] * len(BOMBS)
     assert set(values[0::3]) <= {0.0, scoring.TIMEOUT, scoring.ERROR}

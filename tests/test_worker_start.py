@@ -278,7 +278,7 @@ def test_a_worker_whose_trainer_was_gone_before_it_looked_ends_at_once(reward_fo
     )
     script = (
         f"import os, sys; sys.path[:0] = {[str(ROOT), str(reward_folder)]!r}; import workers; "
-        "worker = workers.Worker((sys.path, 1.0)); "
+        "worker = workers.Worker((sys.path, 1.0), 0.0); "
         "worker.send((['stuck_at_once:f'], [('stuck_at_once:f', '', {})])); os._exit(0)"
     )
     for _ in range(3):

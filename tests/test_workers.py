@@ -3,13 +3,15 @@
 import math
 import os
 import random
+import select
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from deadlines import PATIENCE
+from hang_clock import Clock
 from reward_tools import (
     SLACK,
     TEN,
@@ -60,10 +62,11 @@ TAME += ["none", "text", "long text", "complex", "list", "print", "run", "true",
 @pytest.fixture(scope="module")
 def battle(reward_folder) -> dict:
     """All of hostile.py at once on six workers, numbers in between."""
-    c = config("hostile:act", reward_workers=6, reward_timeout=3.0, reward_memory_gib=0.125)
+    c = config("hostile:act", reward_workers=6, reward_timeout=1.0, reward_memory_gib=0.125)
     row = row_of("own")
-    assert measured(["1", "2"], row, c) == ([1.0, 2.0], [])
     pool = scoring.pool_of(c)
+    pool.clock = Clock(pool, lambda text: text in [*HANGS, "stack"])
+    assert measured(["1", "2"], row, c) == ([1.0, 2.0], [])
     me = psutil.Process()
     others = {p.pid for p in me.children()} - {w.process.pid for w in pool.workers}
     fds = me.num_fds()
@@ -194,6 +197,7 @@ def test_failures_of_a_chunk_cost_the_others_of_it_nothing_and_each_has_its_own_
     for i, text in (special | harmless).items():
         texts[i] = text
     pool = Pool(1, 2.5, 0.25)
+    pool.clock = Clock(pool, lambda text: text == "sleep", naps=lambda text: text.startswith("nap"))
     found = pool.answers({i: job("hostile:act", text) for i, text in enumerate(texts)})
     pid = pool.workers[0].process.pid
     pool.close()
@@ -210,9 +214,18 @@ def test_an_answer_that_comes_while_another_worker_is_replaced_is_in_time(
     reward_folder, monkeypatch
 ):
     pool = Pool(2, 5.0, 0.25)
+    pool.clock = Clock(pool, lambda text: False)
     pool.answers({i: job("hostile:act", str(i)) for i in range(20)})
     assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
-    monkeypatch.setattr(pool, "cause_of_death", lambda worker: time.sleep(5.5) or "died slowly")
+
+    def cause_of_death(dead) -> str:
+        """Takes 5.5 seconds, in which the other one answers."""
+        (other,) = (worker for worker in pool.workers if worker is not dead)
+        assert select.select([other.socket], [], [], PATIENCE)[0]
+        pool.clock.seconds += 5.5
+        return "died slowly"
+
+    monkeypatch.setattr(pool, "cause_of_death", cause_of_death)
     found = pool.answers({text: job("hostile:act", text) for text in ("kill", "nap 1")})
     pool.close()
     assert found == {"kill": Failure("error", "the worker died slowly"), "nap 1": 1.0}
