@@ -136,7 +136,7 @@ def check_generation(model: Path, folder: Path) -> None:
     output = folder / "texts.jsonl"
     flags = [*FLAGS, f"--model={model}", f"--output={output}", "--max_prompts=2"]
     run("generate.py", "config/smollm2_sentence.py", *flags)
-    assert len(output.read_text().splitlines()) == 2
+    assert len(output.read_text().splitlines()) == 2 * 4  # one for each completion
 
 
 def test_it_is_evaluated_and_generates(trained, tmp_path):
