@@ -1,4 +1,4 @@
-# make demo: from nothing to a trained model and a table.   make test: what the project promises, run, in about 10 minutes on two quiet cores; make test-all: also the slow ones.
+# make demo: from nothing to a trained model and a table.   make test: what the project promises, run, in about 8 minutes on two quiet cores; make test-all: also the slow ones.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
