@@ -490,8 +490,9 @@ def read_flag(argument: str, defaults: dict) -> dict:
     except (ValueError, SyntaxError, TypeError):
         if isinstance(default, list):  # --reward_funcs=a,b, and what a shell makes of ['a']
             words = text.removeprefix("[").removesuffix("]").split(",")
-            if all(NAME.fullmatch(word.strip()) for word in words):
-                return {name: [word.strip() for word in words]}
+            words = [word.strip() for word in words]
+            if all(map(NAME.fullmatch, words)):
+                return {name: words}
         return {name: text}  # merge() says which type was expected
 
 

@@ -394,6 +394,7 @@ def sync_weights(run: Run) -> None:
         run.sampler.sync(named_weights(lm, stage))
 
 
+@torch.random.fork_rng(devices=[])  # what a run draws later knows nothing of the trial
 def prove_sync(run: Run) -> None:
     """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
     first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
@@ -554,8 +555,7 @@ def train(run: Run) -> None:
     G = c["num_generations"]
     # with rollout_ahead they were sampled by weights a step older, and may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
-    with torch.random.fork_rng(devices=[]):  # what a run draws later knows nothing of the trial
-        prove_sync(run)
+    prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")

@@ -527,11 +527,15 @@ def answer(function: str, text: str, row: dict):
 
 
 def place_of(error: BaseException, function: str) -> str:
-    """ " (file.py:12)": the line of the function's own file from which an error came; "" for
+    """The line of the function's own file from which an error came, as " (file.py:12)"; "" for
     none."""
     own = getattr(sys.modules.get(function.partition(":")[0]), "__file__", None)
-    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == own]
-    return f" ({os.path.basename(own)}:{lines[-1]})" if lines else ""
+    found = ""
+    # not extract_tb, which reads the source of every frame: a reward may fail thousands of times
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == own:
+            found = f" ({os.path.basename(own)}:{line})"
+    return found
 
 
 def announce(module: str) -> None:

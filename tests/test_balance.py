@@ -3,7 +3,6 @@ one rank. Two real processes with gloo."""
 
 import os
 import random
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,21 +142,13 @@ def one_step(c: dict, world: World) -> dict:
     return {"places": [int(row["id"]) for row in lived.rows], "metrics": metrics}
 
 
-def on_a_rank(rank: int, size: int, port: int, folder: Path, configs: dict) -> None:
+def on_a_rank(folder: Path, configs: dict) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = start_distributed()
     result = {name: one_step(c, world) for name, c in configs.items()}
-    torch.save(result, folder / f"{rank}_of_{size}.pt")
+    torch.save(result, folder / f"{world.rank}_of_{world.size}.pt")
     dist.barrier()
     os._exit(0)  # what takes engines and threads apart is not what is tested
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +163,8 @@ def results(tiny_model_dir, tmp_path_factory) -> dict:
         )
     started = []
     for size in (1, 2):
-        port = free_port()
-        for rank in range(size):
-            log = folder / f"{rank}_of_{size}.log"
-            started.append(child.start(on_a_rank, rank, size, port, folder, configs, log=log))
+        logs = [folder / f"{rank}_of_{size}.log" for rank in range(size)]
+        started += child.start_ranks(size, on_a_rank, folder, configs, logs=logs)
     for process in started:
         assert child.status(process, 300) == 0, [p.read_text() for p in folder.glob("*.log")]
     return {path.stem: torch.load(path) for path in folder.glob("*.pt")}

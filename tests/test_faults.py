@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -91,7 +90,7 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
 ):
     folder = disk / "run"
     flags = [*HF, "--save_steps=1"]
-    assert in_child.finish(in_child.start(tiny_model_dir, folder, *flags)) == [1]
+    assert child.statuses(in_child.start(tiny_model_dir, folder, *flags)) == [1]
     sentence = error_of(folder)
     assert f"{folder}/step_000003 could not be written" in sentence
     assert "0.0 GiB are free" in sentence
@@ -104,7 +103,7 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
 
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
     flags += ["--max_steps=3", "--resume_from_checkpoint=latest"]
-    status = in_child.finish(in_child.start(tiny_model_dir, folder, *flags))
+    status = child.statuses(in_child.start(tiny_model_dir, folder, *flags))
     assert status == [0], log_of(folder)[-3000:]
     assert "step_000002, 2 steps done" in log_of(folder)
     assert (folder / "done").exists()
@@ -148,7 +147,7 @@ def test_a_disk_that_is_full_when_anything_else_is_written_is_one_sentence_too(t
 REWARDS = """import time
 
 def hangs(completion, answer, **row):
-    if sum(map(ord, completion)) % 8 == 0:
+    if is_stuck(completion):
         time.sleep(1000)
     return float(len(completion) % 2)
 
@@ -157,6 +156,9 @@ def raises(completion, answer, **row):
     if completion not in ("1", "\\\\boxed{1}"):
         raise ZeroDivisionError("on\\nall of them")
     return 0.0
+
+def is_stuck(completion):
+    return sum(map(ord, completion)) % 8 == 0
 """
 
 ROUGH = """
@@ -167,10 +169,11 @@ time.time_ns = lambda: int(time.time() * 1e9)
 import journal, workers
 journal.WANDB_FINISH_SECONDS = 2
 from hang_clock import Clock
+from own_rewards import is_stuck
 real = workers.Pool.__init__
 def begin_with_a_clock(pool, *args):
     real(pool, *args)
-    pool.clock = Clock(pool, lambda text: sum(map(ord, text)) % 8 == 0)
+    pool.clock = Clock(pool, is_stuck)
 workers.Pool.__init__ = begin_with_a_clock
 """
 
@@ -223,7 +226,7 @@ class Wandb(BaseHTTPRequestHandler):
 def own_rewards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_rewards.py").write_text(REWARDS)
-    return {"PYTHONPATH": str(folder)}
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +246,8 @@ def rough(own_rewards, tiny_model_dir, tmp_path_factory):
         "--log_rollouts_steps=1",
         "--report_to=wandb",
     ]
-    env = own_rewards | WANDB | {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    env = WANDB | {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    env["PYTHONPATH"] = str(own_rewards)
     script = patched(folder.parent, ROUGH)
     try:
         process = start(tiny_model_dir, folder, *flags, script=script, **env)
@@ -325,8 +329,8 @@ def test_a_reward_that_raises_on_everything_stops_the_run_with_one_sentence(
 ):
     folder = tmp_path / "run"
     flags = [*HF, "--reward_funcs=['own_rewards:raises']"]
-    run = in_child.start(tiny_model_dir, folder, *flags, modules=own_rewards.values())
-    assert in_child.finish(run) == [1], log_of(folder)[-3000:]
+    run = in_child.start(tiny_model_dir, folder, *flags, modules=[own_rewards])
+    assert child.statuses(run) == [1], log_of(folder)[-3000:]
     for word in ("own_rewards:raises", "16", "max_reward_failures=0.1"):
         assert word in error_of(folder)
     assert not (folder / "done").exists()
@@ -355,14 +359,14 @@ def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(tiny_model_dir, tmp_p
     flags = [*HF, "--max_steps=4", "--maxent_target_weight_entropy=-1"]
     broken = {"patch": with_rewards_that_fail_in_step_3}
     run = in_child.start(tiny_model_dir, folder, *flags, "--save_steps=0", **broken)
-    assert in_child.finish(run) == [1], log_of(folder)[-3000:]
+    assert child.statuses(run) == [1], log_of(folder)[-3000:]
     assert "too many rewards failed" in error_of(folder)
     assert checkpoint.latest(folder).name == "step_000002"
 
     shutil.copytree(folder / "step_000002", folder / "step_000003")  # of another branch
     flags += [f"--resume_from_checkpoint={folder / 'step_000002'}", "--maxent_tau=0.15"]
     run = in_child.start(tiny_model_dir, folder, *flags)
-    assert in_child.finish(run) == [0], log_of(folder)[-3000:]
+    assert child.statuses(run) == [0], log_of(folder)[-3000:]
     aside = folder / "step_000003.abandoned"
     assert aside.exists() and f"step_000003 is now {aside}" in log_of(folder)
     taus = [(line["step"], line["tau"]) for line in steps_in(folder)]
@@ -414,7 +418,7 @@ def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_mo
         assert time.monotonic() < deadline and not ended, log_of(folder)[-3000:]
         time.sleep(0.05)
     folder.rename(moved)
-    assert in_child.finish(run) == [1, 1] and not folder.exists()
+    assert child.statuses(run) == [1, 1] and not folder.exists()
     said = log_of(folder)
     assert f"error: output_dir='{folder}' is gone" in said
     assert "train.py" not in "".join(re.findall(r'File "(.*)", line', said)), said[-3000:]
@@ -552,10 +556,8 @@ def meet(rank: int, environment: dict, seconds: float) -> None:
 
 @pytest.fixture
 def environment():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = str(child.free_port())
+    return {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @pytest.mark.parametrize(

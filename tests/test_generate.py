@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import in_child
+import child
 import pytest
 from child import ended_well
 from deadlines import PATIENCE
@@ -87,8 +87,8 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
     kept = lines_of(whole)[: path.read_text().count("\n") // 3 * 3]
     own, c = load_with_flags(words(tiny_model_dir, path), checks.FLAGS["generate"])
     log = tmp_path / "log"
-    ranks = in_child.on_ranks(2, common.script, generate.main, c, own, log=log)
-    assert in_child.finish(ranks) == [0, 0], log.read_text()[-3000:]
+    ranks = child.start_ranks(2, common.script, generate.main, c, own, logs=[log, log])
+    assert child.statuses(ranks) == [0, 0], log.read_text()[-3000:]
     found = lines_of(path)
     assert found[: len(kept)] == kept
     assert without_log_probs(found) == without_log_probs(lines_of(whole))

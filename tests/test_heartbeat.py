@@ -11,7 +11,6 @@ import child
 import pytest
 import torch
 import torch.distributed as dist
-from test_balance import free_port
 
 import ranks
 
@@ -94,11 +93,9 @@ def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
 SILENCE = 8  # beats; fewer, and a machine that is busy with other things could look dead
 
 
-def rank_of(rank: int, size: int, port: int, doing: dict) -> None:
+def on_a_rank(doing: dict) -> None:
     """doing: what a rank does once all have started, of those that do not wait in a collective."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks.start_distributed(silence=SILENCE)
+    rank = ranks.start_distributed(silence=SILENCE).rank
     dist.barrier()
     if doing.get(rank) == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -112,11 +109,8 @@ def rank_of(rank: int, size: int, port: int, doing: dict) -> None:
 
 def run(size: int, doing: dict, folder: Path) -> tuple[list, list[str]]:
     """Exit statuses, None for a rank that is stopped, and what each said."""
-    port = free_port()
     logs = [folder / f"{rank}.log" for rank in range(size)]
-    processes = []
-    for rank in range(size):
-        processes.append(child.start(rank_of, rank, size, port, doing, log=logs[rank]))
+    processes = child.start_ranks(size, on_a_rank, doing, logs=logs)
     statuses = []
     for rank, process in enumerate(processes):
         if doing.get(rank) == "stops":

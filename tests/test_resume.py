@@ -87,7 +87,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_mode
     shutil.copy(whole / "metrics.jsonl", folder)
     flags = [*exact_matrix.Case("hf", 3, 1).flags(), "--resume_from_checkpoint=latest"]
     run = in_child.start(tiny_model_dir, folder, *flags)
-    assert in_child.finish(run) == [0], log_of(folder)[-3000:]
+    assert child.statuses(run) == [0], log_of(folder)[-3000:]
     two_ranks = third_step(whole)
     one_rank = third_step(folder)
     for key in ("reward", "tau", "beta", "kl"):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import child
 import in_child
 import pytest
 import torch
@@ -281,8 +282,8 @@ def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     argv = ["config/countdown_tiny.py", "--model=tiny", f"--output_dir={folder}", *flags]
     own, config = common.load_with_flags(argv, checks.FLAGS["sft"])
     log = tmp_path / "log"
-    ranks = in_child.on_ranks(2, common.script, sft.main, config, own, log=log)
-    assert in_child.finish(ranks) == [0, 0], log.read_text()[-3000:]
+    ranks = child.start_ranks(2, common.script, sft.main, config, own, logs=[log, log])
+    assert child.statuses(ranks) == [0, 0], log.read_text()[-3000:]
     assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6

@@ -1,7 +1,7 @@
 """One learner, any number of ranks and any ZeRO stage: the same parameters. Real DeepSpeed, gloo,
 two processes."""
 
-import in_child
+import child
 import pytest
 import torch
 import zero_worker
@@ -14,8 +14,8 @@ def results(tiny_model_dir, tmp_path_factory):
     log = out / "log"
     for ranks, stages in ((1, [0]), (2, [0, 2, 3])):
         work = (zero_worker.all_cases, tiny_model_dir, out, stages)
-        ended = in_child.finish(in_child.on_ranks(ranks, *work, log=log))
-        assert ended == [0] * ranks, log.read_text()[-3000:]
+        started = child.start_ranks(ranks, *work, logs=[log] * ranks)
+        assert child.statuses(started) == [0] * ranks, log.read_text()[-3000:]
     return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 
 

@@ -1,5 +1,5 @@
 """Work in a child process that may hang, be killed or spoil itself: child.start(function,
-argument, ...), then child.status(process).
+argument, ...), then child.status(process); child.start_ranks for several that meet.
 
 It is forked from a server of multiprocessing's that has imported the tests and runs no Python
 thread. A fork of pytest's own process would be as quick, but may inherit a lock that another
@@ -8,6 +8,7 @@ thread (a progress bar's, an HTTP server's) held at that instant, and then waits
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -45,6 +46,31 @@ def logged(work, args: tuple, log: str) -> None:
     work(*args)
 
 
+def free_port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(size: int, work, *args, logs: list) -> list[multiprocessing.Process]:
+    """Children that do work(*args), each as one rank of `size`; what rank i prints goes to
+    logs[i]."""
+    if size == 1:  # as without torchrun
+        return [start(work, *args, log=logs[0])]
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank, log in enumerate(logs):
+        place = meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(start(as_rank, place, work, args, log=log))
+    return processes
+
+
+def as_rank(place: dict, work, args: tuple) -> None:
+    os.environ.update(place)
+    work(*args)
+
+
 def status(process: multiprocessing.Process, seconds: float = PATIENCE) -> int:
     """Its exit status, minus the signal that ended it. One that has not ended by itself in
     `seconds` is killed."""
@@ -54,6 +80,10 @@ def status(process: multiprocessing.Process, seconds: float = PATIENCE) -> int:
     process.join()
     assert not late, f"no end within {seconds} s"
     return process.exitcode
+
+
+def statuses(processes: list[multiprocessing.Process]) -> list[int]:
+    return [status(process) for process in processes]
 
 
 def ended_well(done: subprocess.CompletedProcess) -> None:

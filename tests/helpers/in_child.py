@@ -1,13 +1,10 @@
 """train.py in forked children that have imported it already: runs of seconds, without the ten
 that a process takes to start."""
 
-import multiprocessing
-import os
 import sys
 
 import child
 import exact_matrix
-from servers import dead_url
 
 import common
 import train
@@ -40,31 +37,8 @@ def start(model, folder, *flags, patch=None, ranks: int = 1, modules=()) -> list
     folders of which rewards may import."""
     arguments = ["config/countdown_tiny.py", *exact_matrix.FLAGS]
     arguments += [f"--model={model}", f"--output_dir={folder}", *flags]
-    modules = map(str, modules)
-    return on_ranks(ranks, train_after, patch, arguments, *modules, log=f"{folder}.log")
-
-
-def on_ranks(size: int, work, *args, log) -> list[multiprocessing.Process]:
-    """Children that do work(*args), each as one rank of `size`."""
-    meeting = {}
-    if size > 1:
-        host, port = dead_url().removeprefix("http://").split(":")
-        meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
-    started = []
-    for rank in range(size):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        started.append(child.start(as_rank, meeting | place, work, args, log=log))
-    return started
-
-
-def as_rank(environment: dict, work, args: tuple) -> None:
-    os.environ.update(environment)
-    work(*args)
-
-
-def finish(processes: list) -> list[int]:
-    """The exit statuses of what was started."""
-    return [child.status(process) for process in processes]
+    work = (train_after, patch, arguments, *map(str, modules))
+    return child.start_ranks(ranks, *work, logs=[f"{folder}.log"] * ranks)
 
 
 def train_after(patch, arguments: list[str], *modules: str) -> None:

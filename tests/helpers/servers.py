@@ -4,12 +4,12 @@ them."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import child
 import httpx
 import torch
 from deadlines import PATIENCE
@@ -64,9 +64,7 @@ def expected(prompts=PROMPTS, n: int = 2) -> list[tuple]:
 
 def dead_url() -> str:
     """Where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{child.free_port()}"
 
 
 # --- real ones
