@@ -649,8 +649,11 @@ def convert_apart(shards: Path, out: Path) -> str:
         env.pop(name, None)
     command = [sys.executable, __file__, "convert", shards, out]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    # the last line of a traceback is what it is about
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    if done.returncode == 0:
+        return ""
+    # the last line of a traceback is what it is about; one that was killed says nothing
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"its process ended with status {done.returncode}"
 
 
 def convert(shards: str, out: str) -> None:

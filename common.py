@@ -106,6 +106,10 @@ class RunStopped(RuntimeError):
     status 1."""
 
 
+class RewardsFailed(RunStopped):
+    """More rewards of a step failed than the config puts up with. All ranks raise it together."""
+
+
 class RolloutsLost(RunStopped):
     """No rollout server is left, or a prompt can't get its completions. All ranks raise it
     together."""

@@ -60,8 +60,9 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
 
     "mean" is maxrl, for rewards from 0 up: with K of G right, (1 - K/G) / (K/G) on right rows and
     -1 on wrong ones, the estimator of the gradient of log p's first G terms, -sum_k (1 - p)^k / k
-    (Tajwar et al. 2026, arXiv:2602.02710): a rare success counts G - 1 times as much as a sure one
-    can. 0 where the mean is not above 0. At K = G - 1 it is nearly dr_grpo."""
+    (Tajwar et al. 2026, arXiv:2602.02710): the right rows of a group add up to
+    G - K, most for a single success. 0 where the mean is not above 0. At K = G - 1 it is nearly
+    dr_grpo."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
@@ -170,7 +171,8 @@ def entropy_bonus(rewards: Tensor, entropies: Tensor, coef: float) -> Tensor:
 def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
     """r * (1 - coef * (G - rank) / G) where r > 0, (P, G); rank: how many rows of the group are
     more likely, seq_logps (P, G) under the sampler. So a rare right answer is worth more than a
-    usual one, also where all are right; coef 0 changes nothing. He, Fried and Welleck 2025,
+    usual one, also where all are right (but maxent and flow skip such groups, unless
+    maxent_skip_equal_groups says otherwise); coef 0 changes nothing. He, Fried and Welleck 2025,
     arXiv:2506.02355, who use .25. Equal answers, equal up to rounding, share a rank."""
     G = rewards.shape[1]
     # 1e-4 nats is more than rounding makes of equal answers

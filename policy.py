@@ -1,5 +1,5 @@
-"""The policy: a language model that answers with log-probs of its completions, its optimizer at
-ZeRO stage 0, its weights by name, its adapters.
+"""The policy: a language model that answers with log-probs of its completions, its optimizer, its
+weights by name, its adapters.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
@@ -21,7 +21,8 @@ from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
 
 GATHERED_BYTES = 2**30  # of ZeRO-3 parameters that are put together at once, for a sync or a save
-# a prime that divides no usual width: the signs of a norm and of the columns behind it would cancel
+# a prime that divides no usual width: flipped signs of a norm and of the columns behind it would
+# otherwise cancel
 FLIPPED = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 

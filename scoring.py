@@ -22,7 +22,7 @@ import torch
 
 import tasks
 import workers
-from common import RunStopped, UserError, quoted
+from common import RewardsFailed, UserError, quoted
 from tasks import mathematics
 from tasks.countdown import last_answer
 from workers import Failure
@@ -178,7 +178,7 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
 
 
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
-    """RunStopped if a function failed on more than the share `limit` of a step's completions.
+    """RewardsFailed if a function failed on more than the share `limit` of a step's completions.
     metrics: as combine() gives them."""
     failures = metrics["reward/failures"]
     # of all ranks, so that all of them stop or none does
@@ -188,7 +188,7 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
     for name, count in metrics.items():
         if count and name.endswith(("/timeouts", "/errors")):
             kinds.append(f"{name} {count}")
-    raise RunStopped(
+    raise RewardsFailed(
         f"rewards failed on {failures} of a step's {completions} completions "
         f"(max_reward_failures={limit}): {', '.join(kinds)}; "
         "reward_failures.rank_*.jsonl in output_dir have reasons and texts"
@@ -254,7 +254,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]
     for i, (row, group) in enumerate(groups_of(rollouts, rows)):
-        task = tasks.module(row["task"])
+        task = tasks.with_modes(row["task"])
         if task is None:
             continue
         for j, r in enumerate(group):
@@ -277,7 +277,7 @@ def correct_modes(
     without modes). right: (p, G) bool."""
     found = []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
-        has_modes = tasks.module(rows[i]["task"]) is not None
+        has_modes = tasks.with_modes(rows[i]["task"]) is not None
         distinct = {mode for mode in modes if mode is not None}
         found.append((int(right[i].sum()), distinct if has_modes else None))
     return found

@@ -53,6 +53,7 @@ import loss as L
 import rollout
 from checks import entries, warn_config
 from common import (
+    RewardsFailed,
     RolloutsLost,
     RunStopped,
     Stop,
@@ -126,7 +127,7 @@ class Run:
     step: int  # finished steps
     state: dict  # tau, beta and what their controllers remember
     saved_step: int  # the step of the newest checkpoint: nothing to save yet
-    skipped: int = 0  # updates in a row that were not applied
+    skipped: int = 0  # steps in a row with an update that was not applied
     equal: int = 0  # steps in a row in which every group had equal rewards
     stopping: bool = False
 
@@ -261,7 +262,8 @@ def start(c: dict) -> Run:
     step, state, replay_state = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
-        state = controllers.resume_state(state, c)
+        # schedules and warm-up are of the run's steps, steered until now or not
+        state = controllers.resume_state(state, c) | {"step": step}
         say_once(f"resumed from {resume_path}, {step} steps done")
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -524,7 +526,7 @@ def check_rewards(run: Run, metrics: dict) -> None:
 def check_updates(run: Run) -> None:
     """RunStopped where update after update is not applied: going on would change nothing."""
     if run.skipped >= MAX_SKIPPED_STEPS:
-        save_now(run)  # steps that were skipped have changed no weight
+        save_now(run)  # what was applied of them is in it
         raise RunStopped(
             f"{run.skipped} steps in a row had a non-finite loss or gradient, which was not "
             f"applied; lower learning_rate={run.config['learning_rate']} or look into "
@@ -564,7 +566,7 @@ def train(run: Run) -> None:
         # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)
         try:
             lived = run.experience.collect(run.step, timer)
-        except RunStopped:  # on all ranks alike: no server is left, or too many rewards failed
+        except (RolloutsLost, RewardsFailed):  # on all ranks alike: they can save together
             save_now(run)
             raise
         with timer("deal"):

@@ -247,7 +247,7 @@ class Pool:
         for line in worker.lines():
             try:
                 number, message = json.loads(line)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 number = None
             if number != worker.answered or (worker.ready and not worker.jobs):
                 # something else wrote into its socket: nothing more of it is believed
@@ -269,7 +269,7 @@ class Pool:
                 worker.since = self.clock()
                 self.loaded |= worker.functions
                 self.failed_starts = 0
-            case ["importing", name]:
+            case ["importing", str(name)]:
                 worker.loading = name
                 worker.doing = f"when the module of {quoted(name)} was imported"
             case ["trying", name]:

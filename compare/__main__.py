@@ -166,6 +166,7 @@ def state_of(run: dict) -> str:
         if key == "max_tokens_per_micro_batch" and value == 0:
             continue  # the run has chosen a number
         # a folder may be moved: where it is makes no other run
+        value = json.loads(json.dumps(value))  # as the file has it: steps are texts there
         if key not in SET_HERE and there[key] != value:
             raise UserError(
                 f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "

@@ -1,4 +1,4 @@
-# The arms of the experiment in README.md; the first one is the baseline.
+# The arms of the experiment in docs/results.md; the first one is the baseline.
 #   python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}

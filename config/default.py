@@ -96,7 +96,7 @@ maxent_target_excess_entropy = -1.0  # (steps) above equally likely best answers
 maxent_tau_lr = 0.03  # step of log tau per nat of error
 maxent_tau_min = 0.01
 maxent_tau_max = 1.0  # a bound that keeps the policy is checks.tau_limit, 1 / ln(vocabulary)
-maxent_tau_warmup_steps = -1  # tau holds still for so long; -1: the learning-rate warm-up
+maxent_tau_warmup_steps = -1  # tau holds still; -1: as long as warmup_steps (not meta)
 kl_target = 0.0  # steers beta; 0 off
 kl_horizon = 10.0  # steps over which beta answers
 kl_ctl_step_size = 0.2  # largest relative error used in one step
@@ -132,14 +132,14 @@ optimizer = "adamw"  # a name in checks.OPTIMIZERS, such as "adafactor": no mome
 optimizer_options = {}  # its further arguments: {"weight_decay": 0.1, "betas": [0.9, 0.95]}
 max_grad_norm = 1.0  # 0 off
 max_tokens_per_micro_batch = 0  # tokens in one forward pass; 0: as many as memory is good for
-pack_sequences = True  # prompts of a group once, no padding; False: attention that is not causal
+pack_sequences = True  # prompts of a group once, no padding; False where attention is not causal
 zero_stage = 0  # DeepSpeed ZeRO: 0 none, 1 optimizer, 2 + gradients, 3 + parameters
 offload_optimizer = False  # True: optimizer state in CPU memory (ZeRO 1 to 3)
 reference_placement = "device"  # reference model: a copy per rank; "sharded" ZeRO-3; "cpu"
 
 # --- evaluation
 eval_steps = 0  # every so many steps, also before the first and after the last; 0 off
-eval_dataset = {}  # a source; {} the training dataset's split "test"
+eval_dataset = {}  # a source, by default its split "test"; {} that of dataset
 eval_max_prompts = 256
 eval_num_generations = 8  # k of pass@k, mean@k, distinct@k, coverage@k
 eval_temperature = 1.0

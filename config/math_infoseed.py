@@ -1,6 +1,6 @@
 # Mathematics by Qwen2.5-1.5B-Instruct with MaxEnt-GRPO and InfoSeed; math_maxent.py is the same
-# without seeds. Eight GPUs with 80 GB, 3 to 4 hours, at most 34 GiB of each
-# (estimated, not run):
+# without seeds, and with 16 completions a prompt. Eight GPUs with 80 GB, 3 to 4 hours, at most
+# 34 GiB of each (estimated, not run):
 #   torchrun --standalone --nproc_per_node 8 train.py config/math_infoseed.py
 model = "Qwen/Qwen2.5-1.5B-Instruct"
 output_dir = "runs/math_infoseed"

@@ -24,8 +24,8 @@
 #
 # A node trains with one process per GPU; without GPUs with --ntasks-per-node of them, or one. Nodes
 # are alike, and share the disk that holds the repository and output_dir. Python is the repository's
-# .venv/bin/python, or where there is none the python that is active. Hugging Face, pip, torch and
-# vLLM keep their caches in var/cache, unless HF_HOME and the like say otherwise or
+# .venv/bin/python, or where there is none the python that is active. Hugging Face, pip and
+# torch keep their caches in var/cache, unless HF_HOME and the like say otherwise or
 # ~/.cache/huggingface has models already. Where a site gives a job one CPU and little memory unless
 # it asks: sbatch --cpus-per-gpu=8 --mem=0. Secrets (HF_TOKEN, WANDB_API_KEY) come in the
 # environment, which sbatch passes on.

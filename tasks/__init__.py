@@ -28,6 +28,12 @@ def module(name: str):
     return importlib.import_module(f"tasks.{name}") if name in NAMES else None
 
 
+def with_modes(name: str):
+    """module(name), or None for one without mode(): nobody tells its right answers apart."""
+    task = module(name)
+    return task if hasattr(task, "mode") else None
+
+
 def check_choice(what: str, value: str, choices) -> None:
     """ValueError that lists the choices, unless `value` is one of them."""
     if value not in choices:

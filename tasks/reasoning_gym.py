@@ -49,7 +49,7 @@ REFUSED = {
 }
 # Problem i of a seed is problem 0 of seed + i: splits must lie further apart than they are long.
 SEEDS = {"train": 0, "test": 2**30}
-HELD_OUT = 128  # test problems; a setting "size" says how many training problems, 500 otherwise
+HELD_OUT = 128  # test problems; a setting "size" says how many training problems
 
 
 def rows(split: str, n: int, seed: int, config: str = "") -> list[dict]:

@@ -77,6 +77,16 @@ def test_a_run_made_before_a_key_existed_is_still_the_same_run(tmp_path):
         compare.state_of(other)
 
 
+def test_a_run_with_a_schedule_is_the_same_when_it_is_read_back(tmp_path):
+    arm = 'a = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4}}'
+    (run,), _ = plan(tmp_path, arm)
+    write_run(run)
+    assert compare.state_of(run) == "done"
+    (other,), _ = plan(tmp_path, arm.replace("4}", "2}"))
+    with pytest.raises(UserError, match="'300': 4"):
+        compare.state_of(other)
+
+
 def test_a_run_that_has_chosen_its_micro_batches_is_still_the_same(tmp_path):
     (run,), _ = plan(tmp_path, 'a = {"max_tokens_per_micro_batch": 0}')
     write_run(run)

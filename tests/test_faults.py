@@ -346,10 +346,31 @@ def with_rewards_that_fail_in_step_3() -> None:
     def check(*args):
         calls.append(args)
         if len(calls) == 3:
-            raise common.RunStopped("too many rewards failed")
+            raise common.RewardsFailed("too many rewards failed")
         real(*args)
 
     scoring.check_failures = check
+
+
+def with_workers_that_do_not_start_on_rank_1() -> None:
+    def measure(*args):
+        if os.environ["RANK"] == "1":
+            raise common.RunStopped("reward workers don't start")
+        return real(*args)
+
+    real = scoring.measure
+    scoring.measure = measure
+
+
+def test_what_stops_one_rank_alone_does_not_wait_in_a_save(tiny_model_dir, tmp_path):
+    """The others are not there to save with it: it ends, and they find out."""
+    folder = tmp_path / "run"
+    flags = [*HF, "--max_steps=2", "--save_steps=0"]
+    alone = {"patch": with_workers_that_do_not_start_on_rank_1, "ranks": 2}
+    run = in_child.start(tiny_model_dir, folder, *flags, **alone)
+    assert 0 not in child.statuses(run), log_of(folder)[-3000:]
+    assert "reward workers don't start" in log_of(folder)
+    assert checkpoint.latest(folder) is None
 
 
 def test_rewards_that_fail_in_mid_run_stop_it_after_a_save(tiny_model_dir, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from reward_tools import (
 
 import rewards
 import scoring
+import tasks
 from common import RunStopped
 from scoring import ERROR, TIMEOUT
 from tasks import countdown
@@ -268,8 +270,15 @@ def test_correct_modes_count_right_answers_and_different_ones():
     texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
     rows = two_rows()
     assert modes_of_right_answers(texts, rows) == [(3, {"2*3+4", "3*4-2"}), (0, set())]
-    rows = [row | {"task": ""} for row in rows]
-    assert modes_of_right_answers(texts, rows) == [(3, None), (0, None)]
+    no_task = [row | {"task": ""} for row in rows]
+    assert modes_of_right_answers(texts, no_task) == [(3, None), (0, None)]
+
+
+def test_a_task_needs_no_mode(monkeypatch):
+    bare = SimpleNamespace(__name__="tasks.bare", rows=countdown.rows, reward=countdown.reward)
+    monkeypatch.setattr(tasks, "module", lambda name: bare)
+    texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
+    assert modes_of_right_answers(texts, two_rows()) == [(3, None), (0, None)]
 
 
 # --- whether they differ

@@ -317,7 +317,7 @@ def test_what_is_lost_on_one_rank_is_lost_on_all(two_ranks, short_wait, make, st
         return BAD["500"](request) if tag == "rank-1-of-2" else usual(request)
 
     def both_raise(kind, work) -> None:
-        first, second = two_ranks.run(work)
+        first, second = two_ranks.outcomes(work)
         assert isinstance(first, kind)
         assert isinstance(second, kind)
         assert str(first) == str(second)

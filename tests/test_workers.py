@@ -6,6 +6,7 @@ import random
 import select
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -318,6 +319,14 @@ def test_of_an_answer_only_what_can_be_one_is_believed(message, value):
         assert isinstance(found, Failure) and found.reason.isprintable()
     else:
         assert found == value
+
+
+@pytest.mark.parametrize("line", ["[" * 20_000, '[0, ["importing", {}]]', "{", "[1]", "7"])
+def test_a_worker_that_says_what_it_cannot_say_is_not_believed(line):
+    worker = SimpleNamespace(lines=lambda: [line], answered=0, ready=False, jobs=[], fault="")
+    pool = object.__new__(workers.Pool)
+    pool.take_in(worker)
+    assert worker.fault == workers.SAID_TOO_MUCH
 
 
 def imports_of(module) -> set[str]:

@@ -273,8 +273,16 @@ class FakeWorld:
         values[:] = shares[0]
 
     def run(self, work) -> list:
-        """work(rank) on all ranks at once: what each has returned, or the exception that it has
-        raised."""
+        """What work(rank) has returned on each rank, all at once; where one raises, that comes
+        out."""
+        found = self.outcomes(work)
+        for outcome in found:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return found
+
+    def outcomes(self, work) -> list:
+        """As run(), with the exceptions in their places."""
 
         def one(rank):
             self.here.rank = rank
