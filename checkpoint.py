@@ -603,7 +603,7 @@ def load(path: Path, engine, rank: int) -> Memory:
     import torch.distributed as dist
 
     saved_world = ranks_of(path)
-    with no_code():
+    with no_code(), options_kept(engine.optimizer):
         # without ZeRO every rank has everything
         if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
@@ -617,6 +617,19 @@ def load(path: Path, engine, rank: int) -> Memory:
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
     return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))  # {} in older ones
+
+
+@contextmanager
+def options_kept(optimizer):
+    """Whatever is loaded inside this context, the optimizer's options and the norm at which it
+    clips stay as the config of this run says: a checkpoint would bring back those of its own."""
+    wanted = [dict(group) for group in optimizer.param_groups]
+    clip = getattr(optimizer, "clip_grad", None)  # only some of DeepSpeed's have one
+    yield
+    for group, options in zip(optimizer.param_groups, wanted, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+    if clip is not None:
+        optimizer.clip_grad = clip
 
 
 def load_universal(path: Path, engine, rank: int) -> tuple:

@@ -29,7 +29,7 @@ def world():
     return start_distributed()
 
 
-def run_of(model, folder, stage: int, world) -> SimpleNamespace:
+def run_of(model, folder, stage: int, world, *more: str) -> SimpleNamespace:
     flags = [
         f"--model={model}",
         f"--output_dir={folder}",
@@ -39,6 +39,7 @@ def run_of(model, folder, stage: int, world) -> SimpleNamespace:
         "--max_completion_length=9",
         "--max_tokens_per_micro_batch=60",
         "--learning_rate=1e-3",
+        *more,
     ]
     c = load_config(flags)
     engine = train.load_policy(c, world.device)
@@ -95,6 +96,12 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     assert same(weights_of(other), wanted[1])
     assert found["loss"] == wanted[0]["loss"]
     assert found["grad_norm"] == wanted[0]["grad_norm"]
+
+    changed = ["--max_grad_norm=0.25", "--optimizer_options.weight_decay=0.5"]
+    third = run_of(tiny_model_dir, tmp_path, stage, world, *changed)
+    checkpoint.load(saved, third.engine, 0)
+    assert {group["weight_decay"] for group in third.engine.optimizer.param_groups} == {0.5}
+    assert third.engine.optimizer.clip_grad == 0.25
 
 
 @pytest.mark.parametrize("stage", SLOW_BETWEEN)
