@@ -202,8 +202,7 @@ def paths_that_are_read(config: dict):
     """(key, path) of what a run starts from; a path may be a name on the hub as well."""
     yield "chat_template", config["chat_template"]
     for key, path in paths(config):
-        # it writes to two of these, and going on in a folder deletes nothing there
-        if key not in ("output_dir", "weight_sync", "resume_from_checkpoint"):
+        if key not in ("output_dir", "weight_sync"):  # it writes to these
             yield key, path
 
 

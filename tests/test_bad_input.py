@@ -196,6 +196,14 @@ def test_what_a_run_reads_is_not_overwritten_by_it(refusal, run_folder):
         )
 
 
+def test_a_checkpoint_to_go_on_from_is_not_deleted_with_its_folder(run_folder):
+    kept = run_folder / "keep" / "step_000001"  # not directly in it: another run's
+    flags = ["--overwrite_output_dir=True", f"--resume_from_checkpoint={kept}"]
+    c = load_config([TINY, f"--output_dir={run_folder}", *flags])
+    with pytest.raises(UserError, match=r"resume_from_checkpoint.* would delete"):
+        journal.check_run_folder(c, resuming=False)
+
+
 def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):
     c = load_config([TINY, f"--output_dir={tmp_path}", "--overwrite_output_dir=True"])
     journal.make_run_folder(c, {"command": "train.py"}, resuming=False)
