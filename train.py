@@ -262,8 +262,7 @@ def start(c: dict) -> Run:
     step, state, replay_state = 0, controllers.init_state(c), {}
     if resume_path:
         step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
-        # schedules and warm-up are of the run's steps, steered until now or not
-        state = controllers.resume_state(state, c) | {"step": step}
+        state = controllers.resume_state(state, c)
         say_once(f"resumed from {resume_path}, {step} steps done")
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
