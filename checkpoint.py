@@ -627,7 +627,7 @@ def options_kept(optimizer):
     clip = getattr(optimizer, "clip_grad", None)  # only some of DeepSpeed's have one
     yield
     for group, options in zip(optimizer.param_groups, wanted, strict=True):
-        group.update({name: value for name, value in options.items() if name != "params"})
+        group.update(options | {"params": group["params"]})
     if clip is not None:
         optimizer.clip_grad = clip
 

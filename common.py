@@ -622,6 +622,12 @@ def check_writable(key: str, path, folder: bool) -> None:
         ) from None
 
 
+def as_read_back(settings: dict) -> dict:
+    """The settings as a .json file gives them back, to be compared with such: tuples are lists, and
+    the steps of a schedule are texts."""
+    return json.loads(json.dumps(settings))
+
+
 def read_settings(path: Path) -> dict:
     """The settings that one of these scripts has left in a .json file; a UserError if it is
     somebody else's."""

@@ -30,7 +30,15 @@ import data
 import rewards
 import rollout
 import scoring
-from common import UserError, check_writable, load_config, progress, read_settings, scheduled
+from common import (
+    UserError,
+    as_read_back,
+    check_writable,
+    load_config,
+    progress,
+    read_settings,
+    scheduled,
+)
 from preflight import load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
@@ -49,10 +57,7 @@ def check_settings(path: Path, config: dict) -> dict:
     """The settings that decide about the lines of `path`, as they are written beside it. A
     UserError if it, or what lies beside it, was made with others or by another program."""
     beside = Path(f"{path}.config.json")
-    # a round trip: tuples become lists and keys texts, as in what they are compared with
-    settings = json.loads(  # as it is read back
-        json.dumps({key: value for key, value in config.items() if key not in FREE})
-    )
+    settings = as_read_back({key: value for key, value in config.items() if key not in FREE})
     # lexists: a broken link is somebody's too
     found = read_settings(beside) if os.path.lexists(beside) else None
     if not path.exists():
@@ -62,7 +67,8 @@ def check_settings(path: Path, config: dict) -> dict:
             f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines "
             "were made: name another file or remove it"
         )
-    made_with = load_config([]) | found  # a key that is younger than the file had its default
+    # a key that is younger than the file had its default
+    made_with = as_read_back(load_config([]) | found)
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(

@@ -31,6 +31,7 @@ from common import (
     ROOT,
     RunStopped,
     UserError,
+    as_read_back,
     check_writable,
     listen,
     load_config,
@@ -161,12 +162,11 @@ def state_of(run: dict) -> str:
     if not (folder / "config.json").exists():
         return "new"
     # a key that is younger than the run had its default
-    there = DEFAULTS | read_settings(folder / "config.json")
-    for key, value in with_known_tau(run["config"]).items():
+    there = as_read_back(DEFAULTS | read_settings(folder / "config.json"))
+    for key, value in as_read_back(with_known_tau(run["config"])).items():
         if key == "max_tokens_per_micro_batch" and value == 0:
             continue  # the run has chosen a number
         # a folder may be moved: where it is makes no other run
-        value = json.loads(json.dumps(value))  # as the file has it: steps are texts there
         if key not in SET_HERE and there[key] != value:
             raise UserError(
                 f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "

@@ -258,7 +258,8 @@ def test_correct_is_what_the_first_function_says_and_a_failure_is_not():
     ]
 
 
-def modes_of_right_answers(texts: list[str], rows: list[dict]) -> list:
+def modes_of_right_answers(rows: list[dict]) -> list:
+    texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
     c = config("countdown", reward_workers=0)
     rollouts = rollouts_of(texts)
     columns = columns_for(c, rows)
@@ -267,18 +268,16 @@ def modes_of_right_answers(texts: list[str], rows: list[dict]) -> list:
 
 
 def test_correct_modes_count_right_answers_and_different_ones():
-    texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
     rows = two_rows()
-    assert modes_of_right_answers(texts, rows) == [(3, {"2*3+4", "3*4-2"}), (0, set())]
+    assert modes_of_right_answers(rows) == [(3, {"2*3+4", "3*4-2"}), (0, set())]
     no_task = [row | {"task": ""} for row in rows]
-    assert modes_of_right_answers(texts, no_task) == [(3, None), (0, None)]
+    assert modes_of_right_answers(no_task) == [(3, None), (0, None)]
 
 
 def test_a_task_needs_no_mode(monkeypatch):
     bare = SimpleNamespace(__name__="tasks.bare", rows=countdown.rows, reward=countdown.reward)
     monkeypatch.setattr(tasks, "module", lambda name: bare)
-    texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
-    assert modes_of_right_answers(texts, two_rows()) == [(3, None), (0, None)]
+    assert modes_of_right_answers(two_rows()) == [(3, None), (0, None)]
 
 
 # --- whether they differ
