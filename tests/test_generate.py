@@ -9,6 +9,7 @@ import child
 import pytest
 from child import ended_well
 from deadlines import PATIENCE
+from servers import environment
 
 import checks
 import common
@@ -38,6 +39,7 @@ def run(model: Path, output: Path, *flags) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "generate.py", *words(model, output, *flags)],
         cwd=ROOT,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -22,16 +22,15 @@ from server.engine import ServerEngine
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# read once, not by each rank that is a thread: Python 3.11 can't ast.parse in two threads at a time
+# where a garbage collection may switch between them (SystemError: AST constructor recursion depth)
+CONFIG = load_config(
+    ["--rollout_timeout=60", "--max_prompt_length=16", "--max_completion_length=16"]
+)
+
+
 def make_engine(model: Path, urls: str, folder: Path, **settings):
-    config = load_config(
-        [
-            "--rollout_timeout=60",
-            f"--output_dir={folder}",
-            "--max_prompt_length=16",
-            "--max_completion_length=16",
-        ]
-    )
-    config |= {"rollout_server": urls} | settings
+    config = CONFIG | {"output_dir": str(folder), "rollout_server": urls} | settings
     return ServerEngine(str(model), config, torch.float32)
 
 

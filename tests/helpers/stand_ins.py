@@ -259,13 +259,13 @@ class FakeWorld:
         return self.size
 
     def barrier(self) -> None:
-        self.meet.wait(60)
+        self.meet.wait(PATIENCE)
 
     def all_gather_object(self, found: list, value) -> None:
         self.table[self.get_rank()] = pickle.dumps(value)
-        self.meet.wait(60)
+        self.meet.wait(PATIENCE)
         found[:] = map(pickle.loads, self.table)
-        self.meet.wait(60)
+        self.meet.wait(PATIENCE)
 
     def broadcast_object_list(self, values: list) -> None:
         shares = [None] * self.size
