@@ -112,10 +112,10 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
     steering_entropy() names, None without any.
 
     The EMA runs from the first step; tau moves only after maxent_tau_warmup_steps. A missing or
-    non-finite entropy changes nothing but the counts. Off (no target): the state comes back as it
-    was."""
+    non-finite entropy changes nothing but the counts. Off (no target): the step counts all the
+    same, for a run that is resumed with a target which changes over the steps."""
     if not steers_tau(config):
-        return dict(state)
+        return counted(state)
     if not is_measured(entropy):
         return skipped(state)
     # the first one is the average: from 0 it would take ten steps to get there

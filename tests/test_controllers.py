@@ -40,11 +40,20 @@ def run_tau(entropies, config, state=None):
 # --- tau
 
 
-def test_off_controllers_return_the_state_as_it_was_whatever_is_measured():
+def test_off_controllers_only_count_the_step_whatever_is_measured():
     state = controllers.init_state(DEFAULTS)
     for measured in (0.0, 5.0, *NOT_MEASURED):
-        assert controllers.update_tau(state, measured, DEFAULTS) == state
+        assert controllers.update_tau(state, measured, DEFAULTS) == state | {"step": 1}
         assert controllers.update_beta(state, measured, DEFAULTS) == state
+
+
+def test_a_target_that_comes_with_a_resumed_run_is_the_one_of_the_run_s_step():
+    state = controllers.init_state(DEFAULTS)
+    for _ in range(5):
+        state = controllers.update_tau(state, 1.0, DEFAULTS)
+    annealed = TAU_ON | {"maxent_target_weight_entropy": {0: 0.0, 5: 2.0}}
+    state = controllers.resume_state(state, annealed)
+    assert controllers.update_tau(state, 1.0, annealed)["tau"] > state["tau"]  # 2.0 - 1.0
 
 
 @pytest.mark.parametrize("off", ["kl_target", "kl_horizon", "kl_ctl_step_size"])
@@ -351,6 +360,6 @@ def test_every_part_of_the_state_is_needed_to_continue(name, part):
 def test_meta_replaces_both_rules():
     config = setting("analytic")
     state = controllers.init_state(config)
-    assert controllers.update_tau(state, 0.1, config) == state
+    assert controllers.update_tau(state, 0.1, config) == state | {"step": 1}
     assert controllers.update_beta(state, 9.0, config) == state
     assert not controllers.steers_tau(config) and not controllers.steers_beta(config)
