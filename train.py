@@ -295,22 +295,34 @@ def start(c: dict) -> Run:
 
 @contextmanager
 def enough_memory(phase: str, c: dict):
-    """Where memory runs out inside: RunStopped, with the key to lower. phase: "learn" or "sync"."""
+    """Where memory runs out inside: RunStopped, with the key to lower. phase: "rollout", "learn"
+    or "sync"."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not out_of_memory(error):
+        # a RunStopped has its sentence, in which a server may speak of its own memory
+        if isinstance(error, RunStopped) or not out_of_memory(error):
             raise
-        cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
-        if not c["gradient_checkpointing"]:
-            cure += " or set gradient_checkpointing=True"
-        if phase == "sync":  # vLLM takes its cache back
-            share = entries(c, "vllm_options")["gpu_memory_utilization"]
-            cure = f"lower vllm_options.gpu_memory_utilization={share}"
         raise RunStopped(
-            f"memory ran out ({phase}): {cure}, and go on with --resume_from_checkpoint=latest; "
-            f"{in_one_line(error)}"
+            f"memory ran out ({phase}): {less_memory(phase, c)}, and go on with "
+            f"--resume_from_checkpoint=latest; {in_one_line(error)}"
         ) from None
+
+
+def less_memory(phase: str, c: dict) -> str:
+    """What makes a phase take less."""
+    if phase == "rollout":
+        return (
+            f"lower num_generations={c['num_generations']} or "
+            f"max_completion_length={c['max_completion_length']}"
+        )
+    if phase == "sync":  # vLLM takes its cache back
+        share = entries(c, "vllm_options")["gpu_memory_utilization"]
+        return f"lower vllm_options.gpu_memory_utilization={share}"
+    cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
+    if not c["gradient_checkpointing"]:
+        cure += " or set gradient_checkpointing=True"
+    return cure
 
 
 def learning_rate_at(step: int, c: dict) -> float:
@@ -417,12 +429,13 @@ def prove_sync(run: Run) -> None:
     rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
     run.sampler.take_counts()  # of no step
     run.sampler.sleep()
-    place_frozen(lm, run.world.device)
-    batch = rollout.to_batch(rollouts, run.world.device)
-    set_temperature([run.engine], 1.0)
-    followed = learner.sampler_distance(run.engine, batch)
-    flip_signs(lm, c["zero_stage"])
-    stale = learner.sampler_distance(run.engine, batch)
+    with enough_memory("learn", c):
+        place_frozen(lm, run.world.device)
+        batch = rollout.to_batch(rollouts, run.world.device)
+        set_temperature([run.engine], 1.0)
+        followed = learner.sampler_distance(run.engine, batch)
+        flip_signs(lm, c["zero_stage"])
+        stale = learner.sampler_distance(run.engine, batch)
     sync_weights(run)
     limit = TRIAL_SHARE[dtype_of(c)] * stale
     if followed > limit:
@@ -564,13 +577,15 @@ def train(run: Run) -> None:
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)
         try:
-            lived = run.experience.collect(run.step, timer)
+            with enough_memory("rollout", c):
+                lived = run.experience.collect(run.step, timer)
         except (RolloutsLost, RewardsFailed):  # on all ranks alike: they can save together
             save_now(run)
             raise
         with timer("deal"):
             lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
-        place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
+        with enough_memory("learn", c):
+            place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)

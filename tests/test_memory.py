@@ -12,7 +12,7 @@ import common
 import preflight
 import rollout
 import train
-from common import RunStopped, load_config, memory_limits
+from common import RolloutsLost, RunStopped, load_config, memory_limits
 from policy import Parameters
 from preflight import fitting_tokens, memory_estimate, tokens_at_once
 
@@ -159,6 +159,7 @@ def in_vllms_allocator():
     [
         ("learn", (), "lower max_tokens_per_micro_batch=64 or set gradient_checkpointing=True,"),
         ("learn", ("--gradient_checkpointing=True",), "lower max_tokens_per_micro_batch=64, and"),
+        ("rollout", (), "lower num_generations=8 or max_completion_length=512, and"),
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
     ],
 )
@@ -177,6 +178,12 @@ def test_other_errors_of_the_learner_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes"):
         with train.enough_memory("learn", config()):
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_what_a_server_says_of_its_memory_is_no_lack_of_ours():
+    with pytest.raises(RolloutsLost, match=r"^no server is left"):
+        with train.enough_memory("rollout", config()):
+            raise RolloutsLost("no server is left: it answered 500: 'CUDA out of memory'")
 
 
 # --- vLLM's sleep on a GPU
