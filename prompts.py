@@ -181,7 +181,10 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
     if not tokenizer.chat_template:
         return "a base model: no chat template"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # a template is a program
+        return f"the chat template takes no assistant's message: {in_one_line(error, 300)}"
     _, found, rest = text.rpartition("\0")
     if not found:
         return "the chat template leaves the assistant's message out"

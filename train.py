@@ -555,6 +555,8 @@ def main(c: dict, only_look: bool = False) -> None:
     if only_look:
         if rank == 0:
             dry_run(c, size, dtype_of(c), deepspeed_config(c))
+            # last: what was shown holds for another folder too
+            check_run_folder(c, checkpoint.check_request(c))
         return
     with hold_folder(c["output_dir"], rank):
         run = start(c)

@@ -523,6 +523,22 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ((), "is not empty: continue it with"),
+        (("--resume_from_checkpoint=latest",), "holds no whole checkpoint"),
+    ],
+)
+def test_a_dry_run_says_in_the_end_that_its_run_folder_would_be_refused(
+    no_weights, tmp_path, capsys, flags, words
+):
+    argv = [TINY, f"--model={no_weights}", f"--output_dir={no_weights}", *flags]
+    with pytest.raises(UserError, match=words):
+        train.main(load_config(argv), only_look=True)
+    assert "512 rows" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
     no_weights, tmp_path, capsys
 ):

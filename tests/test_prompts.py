@@ -172,6 +172,11 @@ WRONG = "warning: {}, which does not end a completion"
             [0],
             "the chat template leaves the assistant's message out",
         ),
+        (
+            "{{ messages[0]['content'] + messages[1]['no'].such }}",
+            [0],
+            "the chat template takes no assistant's message: 'dict object' has no attribute 'no'",
+        ),
     ],
 )
 def test_it_is_said_whether_a_turns_end_ends_a_completion(template, stop_ids, sentence):
