@@ -139,9 +139,10 @@ class Server:
         try:
             with self.exchange(path, body, headers, end) as (answer, timeouts):
                 answered = True
-                # sampling is over: what takes longer from now on is no vLLM at work
-                timeouts["read"] = min(end, time.monotonic() + BODY_SECONDS)
                 with turn(end):
+                    # sampling is over: what takes longer from now on is no vLLM at work
+                    seconds = min(BODY_SECONDS, left(end))
+                    timeouts["read"] = time.monotonic() + seconds
                     for piece in answer.iter_stream():
                         data += piece
                         # counted as it comes: a Content-Length may lie or be missing

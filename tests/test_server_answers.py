@@ -4,6 +4,7 @@ come through, within limits of time and size, and what it says can't steer a ter
 import json
 import re
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,25 @@ def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, s
     body = {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}
     with pytest.raises(server_http.ServerError, match=words):
         impatient.call("/v1/completions", body, {"X-Request-Id": "x"})
+
+
+def test_waiting_for_another_large_answer_to_be_read_takes_nothing_from_ones_own_time(
+    world, make, stand_in, monkeypatch
+):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(server_http, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    @contextmanager
+    def after_another(self, end):
+        clock.now += 2 * server_http.BODY_SECONDS
+        yield
+
+    one = stand_in()
+    server = make(one, rollout_timeout=600).servers[0]
+    one.plan = [lambda request: (200, json.dumps({"id": "x", "more": "x" * 10**6}).encode(), {})]
+    monkeypatch.setattr(server_http.Server, "turn", after_another)
+    body = {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}
+    assert server.call("/v1/completions", body, {"X-Request-Id": "x"}, largest=2**21)["id"] == "x"
 
 
 def test_an_answer_may_be_as_large_as_its_request_allows_and_no_larger(world, naps, make, stand_in):
