@@ -7,6 +7,7 @@ All ranks together; {url: sentence} of the servers that did not get the weights.
 """
 
 import os
+import re
 import shutil
 import socket
 from functools import partial
@@ -38,9 +39,11 @@ class DiskTransfer:
         """What a process on this machine left there, half written or not yet read, when it was
         killed."""
         # of this host only: whether a process lives elsewhere can't be told from here
-        for folder in self.folder.glob(f"{socket.gethostname()}-*-*-*"):
-            process = folder.name.split("-")[-3]
-            if not Path(f"/proc/{process}").exists():
+        host = re.escape(socket.gethostname())
+        for folder in self.folder.glob("*"):
+            # another host may be called as this one and go on, with a dash of its own
+            ours = re.fullmatch(host + r"-(\d+)-[^-]+-[^-]+", folder.name)
+            if ours and not Path(f"/proc/{ours[1]}").exists():
                 shutil.rmtree(folder)
 
     def send(self, named_parameters, version: str) -> dict[str, str]:

@@ -184,6 +184,7 @@ def test_what_a_killed_process_left_is_removed_at_the_start_and_that_of_a_living
     gone.wait()
     host = socket.gethostname()
     kept = {f"{host}-{os.getpid()}-89abcdef-7", "elsewhere-1-0123abcd-7"}
+    kept |= {f"{host}-1-{gone.pid}-0123abcd-7"}  # of the host that is called {host}-1
     dead = {f"{host}-{gone.pid}-0123abcd-7", f"{host}-{gone.pid}-0123abcd-8.tmp"}
     folder = tmp_path / "run" / "weights"
     for name in kept | dead:
