@@ -28,6 +28,7 @@ from common import DEADLINE, RunStopped, UserError, check_writable, say, under_t
 from policy import dtype_of, named_weights
 
 MEETING_SECONDS = 45  # that ranks started by hand wait for each other
+HELLO_SECONDS = 10  # for the one line that a rank says as soon as it is connected
 # beats of the heartbeat, one a second: the others leave within a minute, and no rank keeps Python
 # busy for so long in one call
 SILENCE = 45
@@ -343,13 +344,15 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
     while missing:
         try:
             connection, _ = listener.accept()
-            connection.settimeout(MEETING_SECONDS)
-            hello = connection.makefile("rb", buffering=0).readline(500)
         except OSError as error:
             raise RunStopped(
                 f"rank 0 was not reached by {sorted(missing)} at port {listener.getsockname()[1]} "
                 f"of its host, by which ranks notice that one has died ({error})"
             ) from None
+        hello = b""
+        connection.settimeout(HELLO_SECONDS)
+        with contextlib.suppress(OSError):  # a stranger says nothing, or hangs up
+            hello = connection.makefile("rb", buffering=0).readline(500)
         said, _, rest = hello.decode(errors="replace").strip().partition(" ")
         rank, _, place = rest.partition(" ")
         if secrets.compare_digest(said.encode(), secret.encode()) and int(rank) in missing:

@@ -4,6 +4,7 @@ collective that hears nothing; gloo stands in for NCCL, whose collectives notice
 import os
 import signal
 import socket
+import struct
 import time
 from pathlib import Path
 
@@ -45,6 +46,22 @@ def test_one_that_ends_is_noticed_after_a_grace_for_its_own_words():
     theirs.close()
     verdicts = [listen(heart) or heart.beat() for _ in range(ranks.GRACE + 1)]
     assert verdicts == [""] * ranks.GRACE + ["rank 1 (host, process 7) is gone"]
+
+
+def test_strangers_at_the_place_of_the_meeting_are_passed_over(monkeypatch):
+    """One says nothing, one something else, one hangs up; then the rank comes."""
+    monkeypatch.setattr(ranks, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        callers = [socket.create_connection(listener.getsockname()) for _ in range(4)]
+        callers[1].sendall(b"GET / HTTP/1.1\r\n")
+        callers[2].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        callers[2].close()  # without a goodbye: reading is an error
+        callers[3].sendall(b"secret 1 host, process 7\n")
+        (peer,) = ranks.wait_for_peers(listener, "secret")
+        assert (peer.rank, peer.place) == (1, "host, process 7")
+        for caller in [*callers, peer.connection]:
+            caller.close()
 
 
 def test_one_that_says_goodbye_is_not_missed():
