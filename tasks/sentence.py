@@ -48,7 +48,7 @@ def mode(completion: str, answer: list) -> str | None:
     text = last_answer(completion)
     if len(text) > LONGEST_TEXT or not re.fullmatch(r"[A-Z][A-Za-z ,'-]*\.", text):
         return None
-    words = re.findall(r"[a-z'-]+", text.lower())
+    words = re.findall(r"[a-z'-]*[a-z][a-z'-]*", text.lower())  # a lone hyphen is no word
     if not SHORTEST <= len(words) <= LONGEST or not set(answer) <= set(words):
         return None
     return " ".join(words)

@@ -28,6 +28,7 @@ PAIR = ["dog", "river"]
         ("The dog swims in the riverbed.", 0.0),
         ("The dog swims in the sea.", 0.0),
         ("The dog, river.", 0.0),
+        ("River dog - - -.", 0.0),
         ("The dog swims in the river" + " now" * 9 + ".", 0.0),
         ("The dog swims in 2 rivers and a river.", 0.0),
         ('The "dog" swims in the river.', 0.0),
