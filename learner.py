@@ -44,6 +44,22 @@ def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int
     return packed.tolist(), prompt[:, 0].tolist()
 
 
+def units_of(batch: dict, unit: int, pack: bool, budget: int) -> tuple[list, list, list]:
+    """(rows, cost, saved) of what goes into a micro-batch as a whole: a group, or, of a group over
+    the budget, each row. cost and saved: see unit_tokens()."""
+    rows = torch.arange(len(batch["ids"])).tolist()
+    group_cost, group_saved = unit_tokens(batch, unit, pack)
+    row_cost, row_saved = unit_tokens(batch, 1, pack)
+    found = []
+    for u, cost in enumerate(group_cost):
+        own = rows[u * unit : (u + 1) * unit]
+        if cost <= budget:
+            found.append((own, cost, group_saved[u]))
+        else:
+            found += [([i], row_cost[i], row_saved[i]) for i in own]
+    return tuple(map(list, zip(*found)))
+
+
 def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int) -> list:
     """Units of each micro-batch, in their own order, for neighbours share prompts."""
     bins = []
@@ -60,14 +76,18 @@ def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int
     return bins
 
 
-def fill_padded(units: list[int], cost: list[int], budget: int) -> list:
+def fill_padded(units: list[int], cost: list[int], rows: list[list], budget: int) -> list:
     """Units of each micro-batch, longest first, for all are padded to the first one's length."""
+    longest = [tokens // len(own) for tokens, own in zip(cost, rows)]
     bins = []
-    for u in sorted(units, key=lambda u: -cost[u]):
-        if bins and cost[bins[-1][0]] * (len(bins[-1]) + 1) <= budget:
+    count = 0  # rows of the last of them
+    for u in sorted(units, key=lambda u: -longest[u]):
+        if bins and longest[bins[-1][0]] * (count + len(rows[u])) <= budget:
             bins[-1].append(u)
+            count += len(rows[u])
         else:
             bins.append([u])
+            count = len(rows[u])
     return bins
 
 
@@ -87,32 +107,38 @@ class Plan(NamedTuple):
     resting: list  # that go forward only: nothing in the loss depends on these rows
     learning: list  # that go backward too, after the others; as many on every rank
     missing: int = 0  # forwards that other ranks have more
-    cut: bool = False  # groups had to be cut, as one of them, on any rank, exceeds the budget
+    torn: torch.Tensor | None = None  # (N,) bool: rows of groups in pieces; None: of no rank's
 
     @property
     def micro_batches(self) -> list:
         return self.resting + self.learning
 
 
-def plan_micro_batches(
-    batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), idle=None
-) -> Plan:
-    """As many rows as fit in `budget` tokens, `unit` neighbouring rows (a group) never torn apart;
-    then halved until there are at_least = (resting, learning) micro-batches, for ranks must agree
-    on the numbers. idle (N,) bool: rows without a gradient.
-
-    A rank with too few units that learn takes one that rests for each that it lacks."""
-    cost, saved = unit_tokens(batch, unit, pack)
-    rests = [False] * len(cost)
+def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, idle=None) -> tuple:
+    """(resting, learning): as many rows in each micro-batch as fit in `budget` tokens, `unit`
+    neighbouring rows (a group) together if they fit in one. A micro-batch is a list of what is
+    together, each a list of rows. idle (N,) bool: rows without a gradient, which rest."""
+    rows, cost, saved = units_of(batch, unit, pack, budget)
+    rests = [False] * len(rows)
     if idle is not None:
-        rests = idle.cpu().view(-1, unit).all(1).tolist()
+        idle = idle.tolist()
+        rests = [idle[own[0]] for own in rows]  # a group's rows are idle together
 
     def fill(kind: bool) -> list:
-        units = [u for u in range(len(cost)) if rests[u] == kind]
-        return fill_packed(units, cost, saved, budget) if pack else fill_padded(units, cost, budget)
+        units = [u for u in range(len(rows)) if rests[u] == kind]
+        if pack:
+            bins = fill_packed(units, cost, saved, budget)
+        else:
+            bins = fill_padded(units, cost, rows, budget)
+        return [[rows[u] for u in one] for one in bins]
 
-    resting = fill(True)
-    learning = fill(False)
+    return fill(True), fill(False)
+
+
+def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> Plan:
+    """The micro-batches, halved until there are at_least = (resting, learning), for ranks must
+    agree on the numbers. A rank with too little that learns takes one unit that rests for each
+    micro-batch that it lacks."""
     while len(learning) < at_least[1]:
         if not halve_largest(learning):
             # ranks have as many rows, so there is one; a single unit, for its gradient is 0
@@ -120,33 +146,39 @@ def plan_micro_batches(
             resting = [units for units in resting if units]
     while len(resting) < at_least[0] and halve_largest(resting):
         pass
-    inside = torch.arange(unit)
 
     def rows_of(bins: list) -> list:
-        return [(torch.tensor(units)[:, None] * unit + inside).flatten() for units in bins]
+        return [torch.tensor([i for own in units for i in own]) for units in bins]
 
     return Plan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
+
+
+def torn_rows(micro_batches: list, unit: int) -> torch.Tensor:
+    """(N,) bool: rows of groups that are not in one micro-batch."""
+    where = torch.empty(sum(map(len, micro_batches)), dtype=torch.long)  # (N,)
+    for i, rows in enumerate(micro_batches):
+        where[rows] = i
+    groups = where.view(-1, unit)  # (p, unit)
+    return (groups != groups[:, :1]).any(1).repeat_interleave(unit)
 
 
 def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> Plan:
     """The micro-batches of this rank, all ranks together: as many that learn on every rank, and
     one at least, for the optimizer to step on."""
     budget = c["max_tokens_per_micro_batch"]
-    pack = c["pack_sequences"]
+    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], idle)
+    tears = any(len(own) < unit for units in resting + learning for own in units)
+    mine = torch.tensor([tears, len(resting), len(learning)])
+    tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
+    if tears:  # then one whose groups all fit may need pieces too, to have as many micro-batches
+        resting, learning = in_rows(resting), in_rows(learning)
+    plan = stretch(resting, learning, (most_resting, max(1, most_learning)))
+    return plan._replace(torn=torn_rows(plan.micro_batches, unit)) if tears else plan
 
-    def plan(unit: int, at_least=(0, 0)) -> Plan:
-        return plan_micro_batches(batch, budget, unit, pack, at_least, idle)
 
-    too_large = max(unit_tokens(batch, unit, pack)[0]) > budget
-    # both plans are counted, for a rank does not know yet which one the others need
-    mine = [too_large]
-    for one in (plan(unit), plan(1)):
-        mine += [len(one.resting), len(one.learning)]
-    too_large, *most = across_ranks(torch.tensor(mine), dist.ReduceOp.MAX).tolist()
-    cut = unit > 1 and bool(too_large)
-    resting, learning = most[2:] if cut else most[:2]
-    agreed = plan(1 if cut else unit, (resting, max(1, learning)))
-    return agreed._replace(cut=cut)
+def in_rows(micro_batches: list) -> list:
+    """Micro-batches in which no two rows are kept together."""
+    return [[[i] for own in units for i in own] for units in micro_batches]
 
 
 @torch.no_grad()
@@ -474,26 +506,36 @@ def idle_rows(targets: dict, beta: float, c: dict):
 
 
 def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, norm: dict) -> tuple:
-    """Where a group does not fit in a micro-batch: its rows' scores come from a pass of their own,
-    and each row gets d loss / d score, (N,); and the loss."""
+    """Where groups are in pieces: the scores of their rows come from a pass of their own, and each
+    row gets d loss / d score, (N,); and the loss of these groups. All ranks together."""
     G = targets["rewards"].shape[1]
-    logps = score_rows(engine, batch, plan)
-    scores = scores_of(logps, batch["lengths"], c).requires_grad_()
-    loss = group_loss(scores.view(-1, G), targets, c, norm)
+    pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # what rests has no gradient
+    pieces = [rows for rows in pieces if len(rows)]
+    most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
+    logps = score_rows(engine, batch, Plan(pieces, [], most - len(pieces)))  # 0 in whole groups
+    scores = scores_of(logps, batch["lengths"], c).requires_grad_()  # (N,)
+    torn = plan.torn.view(-1, G)[:, 0]  # (p,)
+    loss = group_loss(scores.view(-1, G)[torn], taken(targets, torn), c, norm)
     return torch.autograd.grad(loss, scores)[0], loss.item()
+
+
+def taken(targets: dict, groups) -> dict:
+    """The targets of some groups, named by index or by a mask."""
+    return {name: value[groups] for name, value in targets.items()}
 
 
 def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) -> tuple:
     """The group part of a micro-batch's loss, to go backward from, and what it adds to the loss
-    that is reported: nothing where groups are cut, whose loss score_gradients has reported."""
-    scores = scores_of(logps, part["lengths"], c)
-    if "score_gradients" in targets:
-        return (targets["score_gradients"][rows] * scores).sum(), 0.0
+    that is reported: nothing for groups in pieces, whose loss score_gradients has reported."""
+    scores = scores_of(logps, part["lengths"], c)  # (n,)
+    of_pieces = 0.0
+    if "score_gradients" in part:
+        torn = part["torn"]
+        of_pieces = (part["score_gradients"][torn] * scores[torn]).sum()
+        rows, scores = rows[~torn], scores[~torn]
     G = targets["rewards"].shape[1]
-    groups = rows[::G] // G
-    own = {name: value[groups] for name, value in targets.items()}  # of this micro-batch
-    loss = group_loss(scores.view(-1, G), own, c, norm)
-    return loss, loss.item()
+    loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, norm)
+    return of_pieces + loss, loss.item()
 
 
 def accumulate_gradients(
@@ -514,8 +556,9 @@ def accumulate_gradients(
     began = time.perf_counter()  # from here to the end of the loop a rank is by itself
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
-    if plan.cut:
-        targets["score_gradients"], sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
+    slopes = None
+    if plan.torn is not None:
+        slopes, sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
     # in the first update the policy is the one that sampled: its own log-probs are the old ones
     first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
@@ -524,6 +567,8 @@ def accumulate_gradients(
     for i, rows in enumerate(plan.micro_batches):
         part = rollout.take(batch, rows)
         part["advantages"] = advantages[rows]
+        if slopes is not None:
+            part |= {"score_gradients": slopes[rows], "torn": plan.torn[rows]}
         learns = i >= len(plan.resting)
         with torch.set_grad_enabled(learns):
             logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)

@@ -191,29 +191,59 @@ def cost(batch: dict, rows, pack: bool) -> int:
     return total
 
 
+def plan_of(batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), idle=None):
+    """The micro-batches of one rank, which has heard at_least of the others."""
+    filled = learner.fill_micro_batches(batch, budget, unit, pack, idle)
+    return learner.stretch(*filled, at_least)
+
+
+def kept_together(batch: dict, budget: int, unit: int, pack: bool) -> list[list[int]]:
+    """What must not come apart: the rows of a group that fits, and each row of another."""
+    found = []
+    for group in torch.arange(len(batch["ids"])).view(-1, unit):
+        if cost(batch, group, pack) <= budget:
+            found.append(group.tolist())
+        else:
+            found += [[i] for i in group.tolist()]
+    return found
+
+
+def units_in(rows, kept: list[list[int]]) -> list[list[int]]:
+    """The units of a micro-batch, in its order; an error if one is not there as a whole."""
+    unit_of = {own[0]: own for own in kept}
+    found = []
+    left = rows.tolist()
+    while left:
+        own = unit_of[left[0]]
+        assert left[: len(own)] == own
+        found.append(own)
+        left = left[len(own) :]
+    return found
+
+
 @packed_or_not
 @examples
 @given(plans)
-def test_every_row_is_in_one_micro_batch_and_no_group_is_torn(pack, case):
+def test_every_row_is_in_one_micro_batch_and_no_group_that_fits_is_torn(pack, case):
     units, unit, budget, seed = case
-    plan = learner.plan_micro_batches(batch_of(units, unit, seed), budget, unit, pack).learning
+    batch = batch_of(units, unit, seed)
+    plan = plan_of(batch, budget, unit, pack).learning
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
     # rows that share a prompt stay neighbours
     assert not pack or torch.cat(plan).tolist() == list(range(units * unit))
-    for rows in plan:
-        groups = rows.view(-1, unit)
-        assert torch.equal(groups, groups[:, :1] + torch.arange(unit))
-        assert not (groups[:, 0] % unit).any()
+    kept = kept_together(batch, budget, unit, pack)
+    found = [own for rows in plan for own in units_in(rows, kept)]
+    assert sorted(found) == kept
 
 
 @packed_or_not
 @examples
 @given(plans)
-def test_no_micro_batch_is_over_the_budget_unless_one_group_alone_is(pack, case):
+def test_no_micro_batch_is_over_the_budget_unless_one_row_alone_is(pack, case):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
-    for rows in learner.plan_micro_batches(batch, budget, unit, pack).learning:
-        assert cost(batch, rows, pack) <= budget or len(rows) == unit
+    for rows in plan_of(batch, budget, unit, pack).learning:
+        assert cost(batch, rows, pack) <= budget or len(rows) == 1
 
 
 @packed_or_not
@@ -223,9 +253,11 @@ def test_no_two_neighbouring_micro_batches_would_fit_into_one(pack, case):
     """Not even the first unit of the second would have fitted into the first."""
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
-    plan = learner.plan_micro_batches(batch, budget, unit, pack).learning
+    kept = kept_together(batch, budget, unit, pack)
+    plan = plan_of(batch, budget, unit, pack).learning
     for a, b in itertools.pairwise(plan):
-        assert cost(batch, torch.cat([a, b[:unit]]), pack) > budget
+        first = torch.tensor(units_in(b, kept)[0])
+        assert cost(batch, torch.cat([a, first]), pack) > budget
 
 
 @packed_or_not
@@ -234,15 +266,15 @@ def test_no_two_neighbouring_micro_batches_would_fit_into_one(pack, case):
 def test_a_plan_can_be_stretched_to_any_number_and_keeps_its_promises(pack, case, data):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
-    own = len(learner.plan_micro_batches(batch, budget, unit, pack).learning)
+    own = len(plan_of(batch, budget, unit, pack).learning)
     at_least = data.draw(st.integers(1, units))
-    plan = learner.plan_micro_batches(batch, budget, unit, pack, (0, at_least)).learning
+    plan = plan_of(batch, budget, unit, pack, (0, at_least)).learning
     assert len(plan) == max(own, at_least)
     assert sorted(torch.cat(plan).tolist()) == list(range(units * unit))
+    kept = kept_together(batch, budget, unit, pack)
     for rows in plan:
-        assert len(rows) > 0
-        assert cost(batch, rows, pack) <= budget or len(rows) == unit
-        assert torch.equal(rows.view(-1, unit), rows[::unit, None] + torch.arange(unit))
+        assert len(units_in(rows, kept)) > 0
+        assert cost(batch, rows, pack) <= budget or len(rows) == 1
 
 
 @packed_or_not
@@ -256,17 +288,19 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
     rests = data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
     idle = torch.tensor(rests).repeat_interleave(unit)
     at_least = data.draw(st.tuples(st.integers(0, units), st.integers(0, units)))
-    plan = learner.plan_micro_batches(batch, budget, unit, pack, at_least, idle)
+    plan = plan_of(batch, budget, unit, pack, at_least, idle)
     assert sorted(torch.cat(plan.micro_batches).tolist()) == list(range(units * unit))
+    kept = kept_together(batch, budget, unit, pack)
     for rows in plan.micro_batches:
-        assert cost(batch, rows, pack) <= budget or len(rows) == unit
+        assert cost(batch, rows, pack) <= budget or len(rows) == 1
     assert all(idle[rows].all() for rows in plan.resting)
     along = [rows for rows in plan.learning if idle[rows].any()]
-    assert len(along) == max(0, at_least[1] - rests.count(False))
-    assert all(len(rows) == unit for rows in along)
+    active = sum(not idle[own[0]] for own in kept)
+    assert len(along) == max(0, at_least[1] - active)
+    assert all(len(units_in(rows, kept)) == 1 for rows in along)
     assert len(plan.learning) >= at_least[1]
     assert len(plan.resting) + plan.missing >= at_least[0]
-    assert plan.missing == 0 or all(len(rows) == unit for rows in plan.resting)
+    assert plan.missing == 0 or all(len(units_in(rows, kept)) == 1 for rows in plan.resting)
     if pack:  # and neighbours stay neighbours
         active = [rows for rows in plan.learning if not idle[rows].any()]
         for kind in (plan.resting, active):
@@ -276,13 +310,45 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
 
 @packed_or_not
 @examples
+@given(plans, st.data())
+def test_only_groups_over_the_budget_are_in_pieces_unless_another_rank_needs_more(pack, case, data):
+    """`others`: (a group in pieces, micro-batches that rest, that learn) on another rank."""
+    units, unit, budget, seed = case
+    batch = batch_of(units, unit, seed)
+    too_large = [
+        cost(batch, rows, pack) > budget for rows in torch.arange(units * unit).view(units, unit)
+    ]
+    tears = unit > 1 and any(too_large)
+    learn = data.draw(st.integers(0, units * unit if unit > 1 else units))
+    others = [data.draw(st.booleans()), 0, learn]
+    c = {"max_tokens_per_micro_batch": budget, "pack_sequences": pack}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "across_ranks", lambda x, op: x.maximum(torch.tensor(others)))
+        if others[2] > units and not (tears or others[0]):
+            return  # then that rank has a group in pieces, or more groups than this one
+        plan = learner.agree_on_plan(batch, unit, c)
+    assert sorted(torch.cat(plan.learning).tolist()) == list(range(units * unit))
+    assert len(plan.learning) >= max(1, others[2])
+    if not (tears or others[0]):
+        assert plan.torn is None
+        return
+    place = {i: k for k, rows in enumerate(plan.learning) for i in rows.tolist()}
+    for group, large in zip(torch.arange(units * unit).view(units, unit).tolist(), too_large):
+        apart = len({place[i] for i in group}) > 1
+        assert plan.torn[group].tolist() == [apart] * unit
+        assert apart or not large or unit == 1
+        assert large or not apart or len(plan.learning) == others[2]
+
+
+@packed_or_not
+@examples
 @given(plans)
 def test_plans_are_the_same_every_time_and_leave_the_batch_alone(pack, case):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     untouched = batch_of(units, unit, seed)
-    first = learner.plan_micro_batches(batch, budget, unit, pack, (0, units))
-    second = learner.plan_micro_batches(batch, budget, unit, pack, (0, units))
+    first = plan_of(batch, budget, unit, pack, (0, units))
+    second = plan_of(batch, budget, unit, pack, (0, units))
     assert all(map(torch.equal, first.learning, second.learning))
     assert all(torch.equal(batch[key], untouched[key]) for key in untouched)
 
@@ -294,8 +360,8 @@ def test_a_budget_of_just_what_all_rows_cost_takes_them_at_once(pack, case):
     units, unit, _, seed = case
     batch = batch_of(units, unit, seed)
     whole = cost(batch, torch.arange(units * unit), pack)
-    assert len(learner.plan_micro_batches(batch, whole, unit, pack).learning) == 1
-    tight = learner.plan_micro_batches(batch, whole - 1, unit, pack)
+    assert len(plan_of(batch, whole, unit, pack).learning) == 1
+    tight = plan_of(batch, whole - 1, unit, pack)
     assert units == 1 or len(tight.learning) == 2
 
 
@@ -402,7 +468,7 @@ def test_log_probs_do_not_depend_on_other_rows_padding_order_or_chunk(lm, pack):
 @packed_or_not
 def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm, pack):
     batch = rollout.to_batch(RAGGED + SHARED + random_rollouts(6, seed=5), "cpu")
-    plan = learner.plan_micro_batches(batch, 25, 1, pack)
+    plan = plan_of(batch, 25, 1, pack)
     assert len(plan.learning) > 3
     policy = policy_of(lm, pack)
     whole, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
