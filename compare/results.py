@@ -205,7 +205,7 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     start = curves[curves["step"] == 0][list(METRICS)].mean()
     head = ["arm", "runs", *(f"{m}@{k}" for m in shown)]
     head += [f"{m}@{k} at equal mean@{k}" for m in equal]
-    rows = [["(start, one evaluation)", "", *(f"{start[m]:.3f}" for m in shown)]]
+    rows = [["(start, one evaluation)", "", *(figure(start[m], ".3f") for m in shown)]]
     rows[0] += [""] * len(equal)
     runs = outcomes.groupby(["arm", "seed"], sort=False)[shown].mean()
     for arm, own in runs.groupby("arm", sort=False):
@@ -215,9 +215,14 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
             row.append(f"{own[m].mean():.3f}{spread}")
         for m in equal:
             gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
-            row.append("" if np.isnan(gain) else f"{gain:+.3f}")
+            row.append(figure(gain, "+.3f"))
         rows.append(row)
     return markdown(head, *rows)
+
+
+def figure(value: float, form: str) -> str:
+    """Empty for what was not measured, such as distinct@k in training, which wants num_modes."""
+    return "" if np.isnan(value) else format(value, form)
 
 
 def table_of_effects(outcomes, baseline: str, k: int) -> str:

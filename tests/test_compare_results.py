@@ -46,6 +46,17 @@ def test_a_baseline_whose_first_seed_is_missing_still_is_the_baseline(tmp_path):
     assert "effect against a" in text_of(tmp_path)
 
 
+def test_what_training_did_not_evaluate_is_empty_at_the_start(tmp_path):
+    """As where nobody knows how many answers there are, but a checkpoint's different ones count."""
+    (run,), argv = plan(tmp_path, "a = {}")
+    write_run(run, modes=False)
+    whole = [line | {"distinct": 2} for line in read_lines(run["folder"] / "eval.jsonl")]
+    write_lines(run["folder"] / "eval.jsonl", whole)
+    compare.main([*argv, "--report_only=True"])
+    (start,) = [line for line in text_of(tmp_path).splitlines() if "(start" in line]
+    assert start == "| (start, one evaluation) |  | 0.900 | 0.375 |  |  |"
+
+
 def test_outcomes_are_averaged_over_the_evaluation_seeds_by_hand(tmp_path):
     (run,), _ = plan(tmp_path, "a = {}")
     write_run(run)
