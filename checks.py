@@ -412,8 +412,7 @@ def value_claims(c: dict):
             # else it would show only when the run is resumed
             not set(c[key]) & set("*?["),
             f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern "
-            "and would "
-            f"not find the files there: choose, or rename it to, a name without them",
+            "and would not find the files there: choose, or rename it to, a name without them",
         )
     yield (
         c["weight_sync"] in ("disk", "nccl") or "/" in c["weight_sync"],
@@ -569,9 +568,8 @@ def objective_claims(c: dict):
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
         f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: "
-        "set it to 0, "
-        f"or change objective={c['objective']!r}, whose loss compares the answers of a group "
-        "already",
+        f"set it to 0, or change objective={c['objective']!r}, whose loss compares the answers "
+        "of a group already",
     )
     yield (
         not c["xdr_ref_tilt"] or (objective.weights == "rows" and c["beta"] > 0),
@@ -604,8 +602,7 @@ def controller_claims(c: dict):
     yield (
         highest <= math.log(G),  # nats: the entropy of uniform weights
         f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
-        f"{math.log(G):.3f}, "
-        f"which no weights can reach",
+        f"{math.log(G):.3f}, which no weights can reach",
     )
     if method:
         yield (
@@ -716,10 +713,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     if product > limit * 1.001:  # 1.001: room for rounding
         warnings.append(
             f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: "
-            "the "
-            "wrong answers of a group outnumber the right ones and a target this flat feeds "
-            "them; "
-            f"expect a policy that gets worse"
+            "the wrong answers of a group outnumber the right ones and a target this flat feeds "
+            "them; expect a policy that gets worse"
         )
     targets = values_of(c["maxent_target_excess_entropy"])
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
@@ -742,8 +737,7 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:
         warnings.append(
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
-            "is a "
-            f"mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
+            "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
     # 0.3: ten times the default; from about 30 on the loop is not even stable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:

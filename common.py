@@ -538,6 +538,14 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     return own, rest
 
 
+def only_source(words: list[str], takes: str) -> Path:
+    """The file or folder that is all that own_flags() has left; a UserError, which begins with what
+    the command takes, if there is none or more."""
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
+    return Path(words[0])
+
+
 def coerce_flag(word: str, defaults: dict) -> dict:
     ((key, value),) = read_flag(word, defaults).items()
     return {key: coerce(value, defaults[key], f"command line: {key}")}

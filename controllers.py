@@ -209,8 +209,8 @@ def virtual_policy(config: dict) -> Virtual:
     )
 
 
-def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[float, list[float]]:
-    """Phi and what descends it in (log tau, log beta): its gradient through one or
+def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[float]]:
+    """((Phi, H, K), what descends Phi in (log tau, log beta)): its gradient through one or
     controller_meta_truncation_steps virtual steps, or for "analytic" the residuals themselves,
     (H - H*, KL* - K), which need no differentiation."""
     import torch
@@ -228,7 +228,7 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[float, list[f
     gradient = (H - targets[0], targets[1] - K)
     if differentiates:
         gradient = torch.autograd.grad(phi, logs)
-    return phi.item(), [slope.item() for slope in gradient]
+    return (phi.item(), H.item(), K.item()), [slope.item() for slope in gradient]
 
 
 def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
@@ -243,7 +243,7 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
         return counted(state), {}
     if len(batch["utilities"]) == 0:
         return skipped(state), {}
-    phi, (tau_grad, beta_grad) = meta_gradient(state, batch, config)
+    (phi, H, K), (tau_grad, beta_grad) = meta_gradient(state, batch, config)
     if not (is_measured(phi) and is_measured(tau_grad) and is_measured(beta_grad)):
         return skipped(state), {}
     most = config["controller_meta_beta_grad_clip"]
@@ -260,6 +260,8 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
     beta = clip(free_beta, config["beta_min"], config["beta_max"])
     metrics = {
         "meta/loss": phi,
+        "meta/entropy": H,
+        "meta/kl": K,
         "meta/tau_grad": tau_grad,
         "meta/beta_grad": beta_grad,
         "meta/grad_norm": math.hypot(*gradient),

@@ -47,14 +47,15 @@ def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int
 def units_of(batch: dict, unit: int, pack: bool, budget: int) -> tuple[list, list, list]:
     """(rows, cost, saved) of what goes into a micro-batch as a whole: a group, or, of a group over
     the budget, each row. cost and saved: see unit_tokens()."""
-    rows = torch.arange(len(batch["ids"])).tolist()
-    group_cost, group_saved = unit_tokens(batch, unit, pack)
+    rows = torch.arange(len(batch["ids"])).view(-1, unit).tolist()
+    cost, saved = unit_tokens(batch, unit, pack)
+    if unit == 1 or max(cost) <= budget:
+        return rows, cost, saved
     row_cost, row_saved = unit_tokens(batch, 1, pack)
     found = []
-    for u, cost in enumerate(group_cost):
-        own = rows[u * unit : (u + 1) * unit]
-        if cost <= budget:
-            found.append((own, cost, group_saved[u]))
+    for own, tokens, less in zip(rows, cost, saved):
+        if tokens <= budget:
+            found.append((own, tokens, less))
         else:
             found += [([i], row_cost[i], row_saved[i]) for i in own]
     return tuple(map(list, zip(*found)))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from common import UserError, own_flags, script
-from compare.results import colors_of, markdown, parse_lines, read_lines
+from common import UserError, only_source, own_flags, script
+from compare.results import colors_of, markdown, parse_lines, read_lines, runs_in
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
@@ -57,12 +57,11 @@ def read_file(source: Path) -> list[dict]:
 def read_folder(source: Path, k: int) -> list[dict]:
     """Evaluations of all runs of `python -m compare`: <source>/<arm>/seed_<n>/metrics.jsonl."""
     records = []
-    for file in sorted(source.glob("*/seed_*/metrics.jsonl")):
-        arm, seed = file.parent.parent.name, file.parent.name.removeprefix("seed_")
-        for line in read_lines(file):
+    for arm, seed, run in runs_in(source):
+        for line in read_lines(run / "metrics.jsonl"):
             if f"eval/mean@{k}" not in line:
                 continue
-            record = {"arm": arm, "seed": int(seed), "step": line["step"]}
+            record = {"arm": arm, "seed": seed, "step": line["step"]}
             for metric in METRICS:
                 record[f"{metric}@{k}"] = line.get(f"eval/{metric}@{k}", nan)
             records.append(record)
@@ -148,13 +147,9 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
 
 
 def main(argv) -> None:
-    own, sources = own_flags(argv, OWN)
-    if len(sources) != 1 or sources[0].startswith("-"):
-        raise UserError(
-            f"python -m compare.frontier takes one file or folder and {', '.join(OWN)}, not "
-            f"{' '.join(sources) or 'nothing'}"
-        )
-    evaluations = read_evaluations(Path(sources[0]), own["k"])
+    own, words = own_flags(argv, OWN)
+    takes = f"python -m compare.frontier takes one file or folder and {', '.join(OWN)}"
+    evaluations = read_evaluations(only_source(words, takes), own["k"])
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])

@@ -46,6 +46,15 @@ def read_lines(path: Path) -> list[dict]:
         ) from None
 
 
+def runs_in(folder: Path) -> list[tuple[str, int, Path]]:
+    """(arm, seed, folder) of every run of `python -m compare` there that has begun to train."""
+    found = []
+    for file in sorted(folder.glob("*/seed_*/metrics.jsonl")):
+        run = file.parent
+        found.append((run.parent.name, int(run.name.removeprefix("seed_")), run))
+    return found
+
+
 def k_of(runs: list[dict]) -> int:
     """Samples of every problem, the k of pass@k."""
     return runs[0]["config"]["eval_num_generations"]  # the same in all: plan_runs() sees to that

@@ -285,6 +285,18 @@ def test_two_at_once_in_one_folder_is_refused_but_looking_is_not(tmp_path, launc
 # --- what is refused
 
 
+SHIPPED = sorted(path.name for path in (ROOT / "compare").glob("*arms.py"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_arms_that_are_shipped_fit_their_config(name):
+    config = "countdown_steered.py" if name == "steering_arms.py" else "countdown_tiny.py"
+    argv = [f"config/{config}", f"--arms=compare/{name}", "--seeds=1", "--output=runs/none"]
+    runs = compare.plan_runs(*compare.read_own(argv))
+    # no two of them are the same run
+    assert len({json.dumps(run["config"] | {"output_dir": ""}) for run in runs}) == len(runs) > 1
+
+
 @pytest.mark.parametrize(
     "arms, flags, words",
     [

@@ -68,15 +68,16 @@ few = settings(derandomize=True, deadline=None, max_examples=40)
 
 
 def gradient_errors(batch, config):
-    """How far Phi and its gradient are from the literal ones, relative."""
+    """How far Phi, H, K and the gradient are from the literal ones, relative."""
     tau = config["maxent_tau"]
     beta = config["beta"]
     virtual = controllers.virtual_policy(config)
-    phi, gradient = controllers.meta_gradient(controllers.init_state(config), batch, config)
-    literal = [literal_potential(tau, beta, batch, AIM, virtual)[0]]
+    measured, gradient = controllers.meta_gradient(controllers.init_state(config), batch, config)
+    literal = [*literal_potential(tau, beta, batch, AIM, virtual)]
     literal += literal_gradient(tau, beta, batch, AIM, virtual)
     # differences are exact to about 1e-9
-    return [abs(x - y) / (abs(y) + 1e-4) for x, y in zip((phi, *gradient), literal, strict=True)]
+    found = (*measured, *gradient)
+    return [abs(x - y) / (abs(y) + 1e-4) for x, y in zip(found, literal, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def test_without_the_hessian_only_one_virtual_step_has_the_true_gradient():
     config["controller_meta_truncation_steps"] = 8
     assert max(gradient_errors(ORDINARY, config)) < 1e-4
     config["controller_meta_use_hessian"] = False
-    phi, by_tau, by_beta = gradient_errors(ORDINARY, config)
-    assert phi < 1e-12 and by_tau > 0.01 and by_beta > 0.01
+    *measured, by_tau, by_beta = gradient_errors(ORDINARY, config)
+    assert max(measured) < 1e-12 and by_tau > 0.01 and by_beta > 0.01
     config["controller_meta_truncation_steps"] = 1
     assert max(gradient_errors(ORDINARY, config)) < 1e-4
 
@@ -189,7 +190,8 @@ def test_analytic_takes_the_residuals_without_differentiation(no_differentiation
     state, metrics = controllers.meta_step(controllers.init_state(config), ORDINARY, config)
     assert metrics["meta/tau_grad"] == pytest.approx(H - 1.6, rel=1e-9)
     assert metrics["meta/beta_grad"] == pytest.approx(0.5 - K, rel=1e-9)
-    assert metrics["meta/loss"] == pytest.approx(phi, rel=1e-9)
+    found = [metrics[f"meta/{name}"] for name in ("loss", "entropy", "kl")]
+    assert found == pytest.approx([phi, H, K], rel=1e-9)
     assert metrics["meta/grad_norm"] == pytest.approx(math.hypot(H - 1.6, 0.5 - K), rel=1e-9)
     assert state["tau"] == pytest.approx(0.4 * math.exp(-0.1 * (H - 1.6)), rel=1e-9)
     assert state["beta"] == pytest.approx(0.7 * math.exp(0.1 * (K - 0.5)), rel=1e-9)
@@ -220,7 +222,8 @@ def test_the_residuals_are_the_gradient_of_a_convex_function():
         assert gradient == pytest.approx((by_tau, by_beta), rel=1e-6)
 
 
-METRICS = ("loss", "tau_grad", "beta_grad", "grad_norm", "tau_projected", "beta_projected")
+METRICS = ("loss", "entropy", "kl", "tau_grad", "beta_grad", "grad_norm")
+METRICS += ("tau_projected", "beta_projected")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -369,9 +372,9 @@ def test_meta_takes_the_annealed_target_of_its_step(method):
     for step in (0, 5, 10, 15):
         state = controllers.init_state(config) | {"step": step}
         fixed = config | {"maxent_target_weight_entropy": 1.6 - 0.06 * min(step, 10)}
-        phi, gradient = controllers.meta_gradient(state, ORDINARY, annealed)
-        fixed_phi, fixed_gradient = controllers.meta_gradient(state, ORDINARY, fixed)
-        assert phi == pytest.approx(fixed_phi, rel=1e-9)
+        measured, gradient = controllers.meta_gradient(state, ORDINARY, annealed)
+        fixed_measured, fixed_gradient = controllers.meta_gradient(state, ORDINARY, fixed)
+        assert measured == pytest.approx(fixed_measured, rel=1e-9)
         assert gradient == pytest.approx(fixed_gradient, rel=1e-9)
 
 

@@ -187,9 +187,9 @@ def flipped_gradient(index: int):
     right = controllers.meta_gradient  # before it is replaced
 
     def wrong(state, batch, config):
-        phi, gradient = right(state, batch, config)
+        measured, gradient = right(state, batch, config)
         gradient[index] *= -1
-        return phi, gradient
+        return measured, gradient
 
     return wrong
 

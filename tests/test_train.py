@@ -102,7 +102,7 @@ time/rollout time/reward time/score time/learn time/sync time/wait time/step tok
 reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
 reward/parity_reward:parity/errors
 sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
-meta/loss meta/tau_grad meta/beta_grad
+meta/loss meta/entropy meta/kl meta/tau_grad meta/beta_grad
 """
 
 

@@ -1,0 +1,92 @@
+"""Do the controllers hold their targets? A table of the runs of `python -m compare`.
+
+    python -m compare.targets runs/compare_countdown_steered
+    python -m compare.targets runs/compare_countdown_steered --last=100
+
+A row is a run, measured over the last half of its steps, or over --last of them: the mean of what
+is steered, its target, the mean distance between the two; where tau and beta ended, and the share
+of those steps that each spent at a bound, where no controller holds anything. What has no target
+has no distance; its mean is there to compare with.
+
+The entropy is of the weights, the excess entropy if that has the target. The KL is per token, or
+over a group if a meta-controller steers.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+from checks import steers_beta, steers_tau
+from common import UserError, load_config, only_source, own_flags, script
+from compare.results import markdown, read_lines, runs_in
+from controllers import entropy_target, steering_entropy
+
+OWN = {"last": 0}  # steps that are measured; 0: half of them
+HEAD = ["arm", "seed", "steps", "entropy", "target", "distance", "KL", "target", "distance"]
+HEAD += ["tau", "at a bound", "beta", "at a bound"]
+
+
+def steps_of(run: Path) -> pd.DataFrame:
+    """The metrics of its finished steps, in order, a column each; NaN where not measured."""
+    # an evaluation's own line has no tau; of a step that was made twice the later line counts
+    lines = {line["step"]: line for line in read_lines(run / "metrics.jsonl") if "tau" in line}
+    if not lines:
+        raise UserError(f"{run}: it has not finished a step")
+    steps = pd.DataFrame([lines[step] for step in sorted(lines)])
+    return steps.apply(pd.to_numeric, errors="coerce")
+
+
+def held(measured: pd.Series, aims: pd.Series | None) -> list[str]:
+    """Cells: the mean of what was measured, the last of its aims, the mean distance."""
+    if measured.isna().all():
+        return ["", "", ""]
+    mean = f"{measured.mean():.4f}"
+    if aims is None:
+        return [mean, "", ""]
+    return [mean, f"{aims.iloc[-1]:g}", f"{(measured - aims).abs().mean():.4f}"]
+
+
+def bounded(values: pd.Series, low: float, high: float) -> list[str]:
+    """Cells: where tau or beta ended, and how often it stood at a bound."""
+    return [f"{values.iloc[-1]:.4g}", f"{values.isin([low, high]).mean():.0%}"]
+
+
+def row_of(arm: str, seed: int, run: Path, last: int) -> list[str]:
+    c = load_config([str(run / "config.json")])
+    steps = steps_of(run)
+    count = len(steps)
+    steps = steps.tail(last or (count + 1) // 2)
+    meta = c["controller_meta_method"] != ""
+    aims = {"entropy": None, "kl": None}
+    if meta or steers_tau(c):
+        # the first line is step 1, the controllers count from 0
+        aims["entropy"] = steps["step"].map(lambda step: entropy_target(step - 1, c))
+    if meta or steers_beta(c):
+        aims["kl"] = pd.Series(c["kl_target"], steps.index)
+    # a column is missing if nothing was ever measured
+    nothing = pd.Series(float("nan"), steps.index)
+    return [
+        arm,
+        str(seed),
+        str(count),
+        *held(steps.get(steering_entropy(c), nothing), aims["entropy"]),
+        *held(steps.get("meta/kl" if meta else "kl", nothing), aims["kl"]),
+        *bounded(steps["tau"], c["maxent_tau_min"], c["maxent_tau_max"]),
+        *bounded(steps["beta"], c["beta_min"], c["beta_max"]),
+    ]
+
+
+def main(argv) -> None:
+    own, words = own_flags(argv, OWN)
+    takes = "python -m compare.targets takes one folder of python -m compare and --last"
+    folder = only_source(words, takes)
+    if own["last"] < 0:
+        raise UserError(f"--last={own['last']} must be at least 1, or 0 for half of the steps")
+    runs = runs_in(folder)
+    if not runs:
+        raise UserError(f"{folder}: there is no <arm>/seed_<n>/metrics.jsonl in it")
+    print(markdown(HEAD, *[row_of(*run, own["last"]) for run in runs]))
+
+
+if __name__ == "__main__":
+    script(main)
