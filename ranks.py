@@ -317,6 +317,7 @@ def connect_ranks() -> list[Peer]:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        send_at_once(listener)
         # a secret: strangers may reach the port too
         message = [(listener.getsockname()[1], secrets.token_hex(16), place)]
     dist.broadcast_object_list(message)
@@ -327,6 +328,7 @@ def connect_ranks() -> list[Peer]:
     host = os.environ["MASTER_ADDR"]
     try:
         connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+        send_at_once(connection)
         connection.sendall(f"{secret} {dist.get_rank()} {place}\n".encode())
     except OSError as error:
         raise RunStopped(
@@ -334,6 +336,13 @@ def connect_ranks() -> list[Peer]:
             f"that one has died ({error})"
         ) from None
     return [Peer(0, connection, place_of_0)]
+
+
+def send_at_once(connection: socket.socket) -> None:
+    """For a connection, or for all that a listener will accept. Else TCP holds a verdict back until
+    the beat before it is acknowledged, and drops it if this process ends before with a beat of the
+    other side unread."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:

@@ -81,7 +81,8 @@ mkdir -p "$(dirname "$out")"
 say "evaluating $checkpoint"
 python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) \
   evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" "${flags[@]}" \
-  | tee "$out.tmp"
-grep '^{"model"' "$out.tmp" > "$out.json"
-rm "$out.tmp"
+  | tee "$out.said"
+grep '^{"model"' "$out.said" > "$out.tmp"
+mv "$out.tmp" "$out.json" # whole or not there: others wait for it
+rm "$out.said"
 say "$out.json"

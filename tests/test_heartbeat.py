@@ -105,6 +105,27 @@ def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
     assert ended == [1]
 
 
+@pytest.mark.parametrize("beats", range(4))  # TCP acknowledges the first ones sooner
+def test_a_verdict_arrives_though_the_other_sides_beat_was_never_read(beats, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks.send_at_once(listener)
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    heart = ranks.Heartbeat([ranks.Peer(1, ours, "")], 45)
+    other = ranks.Heartbeat([ranks.Peer(0, theirs, "")], 45)
+    for _ in range(beats):
+        for side in (heart, other):
+            side.beat()
+        for side in (heart, other):
+            assert listen(side) == ""
+    monkeypatch.setattr(ranks, "say", str)
+    monkeypatch.setattr(os, "_exit", lambda status: ours.close())  # as the system does it
+    other.beat()
+    heart.beat()
+    heart.leave("rank 2 is gone")
+    assert other.listen(10) == "rank 2 is gone"
+
+
 # --- real ranks
 
 SILENCE = 8  # beats; fewer, and a machine that is busy with other things could look dead
