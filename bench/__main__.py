@@ -17,7 +17,7 @@ A scenario is P prompts a step, G completions of each, T tokens in each and V to
 vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
 a Qwen2 of 4 layers and width 128 with random weights; smollm2 is SmolLM2-135M-Instruct with P4, G8,
 T64 and its V of 49,152, beside both of TRL's. Own flags: --against (trl or trl_vllm),
---beta, --repeats, and of one run --arm and --steps.
+--beta, --repeats, --steps (of a run; the first 3 do not count), and of one run --arm.
 
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
 ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default.
@@ -81,7 +81,6 @@ COMPARISONS = [
     ("P4G32T64V2048", "trl", 0.0),
 ]
 LIMITS = ["P4G8T64V2048", "P4G8T256V2048", "P4G8T64V32768"]
-LIMITS_STEPS = 12
 
 GROWS_FROM = "P4G8T64V2048"
 # one size grows, the others stay as in GROWS_FROM
@@ -160,19 +159,23 @@ COLUMNS_OF_COMPARISONS = [
 ]
 
 
-def compare(scenario: str, against: str, beta: float, repeats: int) -> str:
+def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) -> str:
     """A row of the table: runs of ours and of TRL's in turns, and their ratios."""
     mine = OURS[against]
     pairs = []
     for i in range(repeats):
         # A B B A: a machine that slows down slows both
         order = (mine, against) if i % 2 == 0 else (against, mine)
-        pair = {arm: measure(arm, scenario, beta) for arm in order}
+        pair = {arm: measure(arm, scenario, beta, steps) for arm in order}
         pairs.append(pair)
         words = []
         for arm, run in pair.items():
-            words.append(f"{arm} {run['step']:.3f} s a step, {run['memory']:.2f} GiB")
-        print(f"{scenario} {i + 1}/{repeats}: {', '.join(words)}", flush=True)
+            words.append(
+                f"{arm} {run['step']:.3f} s a step, {run['learn']:.3f} s of it learning, "
+                f"{run['memory']:.2f} GiB, {run['start']:.1f} s to the first"
+            )
+        # all that the table is made of: a bench that is interrupted has not been for nothing
+        print(f"{scenario} {i + 1}/{repeats}: {'; '.join(words)}", flush=True)
 
     def median_of(arm: str, name: str) -> float:
         return statistics.median(pair[arm][name] for pair in pairs)
@@ -192,12 +195,12 @@ def quartiles(ratios: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def print_limits(scenarios: list[str], repeats: int) -> None:
+def print_limits(scenarios: list[str], repeats: int, steps: int) -> None:
     """How near both halves of a step are to the least that they could cost."""
     # both ratios are of one process: no neighbours are needed
     print_head(["scenario", "learning / bare forward and backward", "vLLM's own time / rollouts"])
     for scenario in scenarios:
-        runs = [measure("limits", scenario, steps=LIMITS_STEPS) for _ in range(repeats)]
+        runs = [measure("limits", scenario, steps=steps) for _ in range(repeats)]
         cells = [scenario]
         for name in ("learn / bare", "vllm / rollout"):
             cells.append(f"{statistics.median(run[name] for run in runs):.2f}")
@@ -366,15 +369,15 @@ def main(argv: list[str]) -> None:
         prepare(REAL)  # here: the runs may not ask the hub
     rows = []  # printed together: the runs say a line each as they end
     for scenario, against, beta in asked_for(flags, scenarios) or COMPARISONS:
-        rows.append(compare(scenario, against, beta, flags["repeats"]))
+        rows.append(compare(scenario, against, beta, flags["repeats"], flags["steps"]))
     print("\nours / theirs, median (quartiles):")
     print_head(COLUMNS_OF_COMPARISONS)
     print(*rows, sep="\n", flush=True)
     if REAL in scenarios:
-        print_limits([REAL], flags["repeats"])
+        print_limits([REAL], flags["repeats"], flags["steps"])
     if scenarios:  # a question of the user's own: no growth
         return
-    print_limits(LIMITS, flags["repeats"])
+    print_limits(LIMITS, flags["repeats"], flags["steps"])
     growth(ROOT / "runs" / "bench" / "growth.png")
 
 

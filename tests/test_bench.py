@@ -69,14 +69,14 @@ def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
 ):
     calls = []
 
-    def measure(arm, scenario, beta):
+    def measure(arm, scenario, beta, steps):
         calls.append(arm)
         value = 1.0 if arm == mine else 2.0
         slower = 1 + len(calls) // 3  # the machine, as time goes on
         return dict.fromkeys(("step", "learn", "memory", "start", "rest"), value * slower)
 
     monkeypatch.setattr(bench, "measure", measure)
-    row = bench.compare("P4G8T64V2048", theirs, 0.0, 4)
+    row = bench.compare("P4G8T64V2048", theirs, 0.0, 4, 8)
     assert calls == [mine, theirs, theirs, mine] * 2  # A B B A
     assert row.startswith(f"| P4G8T64V2048 | {theirs} | 0.0 | 0.50 (")
     assert "4/4" in capsys.readouterr().out
