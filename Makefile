@@ -12,6 +12,9 @@ TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://downl
 # one thread a rank: two that share a busy core wait for each other for seconds
 export OMP_NUM_THREADS ?= 1
 
+# a recipe that fails leaves no half a model behind, which the next make would take for a whole one
+.DELETE_ON_ERROR:
+
 .PHONY: demo demo-real test test-all bench check-gpu env clean
 
 # the stamp holds the hash of what was installed: a changed pin installs again; on a machine with a GPU what was made for CPUs is made anew

@@ -38,7 +38,7 @@ import rollout
 import scoring
 from common import UserError, check_writable
 from journal import read_metrics
-from preflight import deciding, load_eval_rows, load_model_files
+from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import World, across_ranks, leave_together, start_distributed, start_sampler
 
 
@@ -238,7 +238,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         # now, not when an hour of samples is there to be written
         check_writable("--output", unfinished, folder=False)
     rewards.check_names(c["reward_funcs"])
-    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
+    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
+    check_context(model_config, c)
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
     exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)

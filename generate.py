@@ -39,7 +39,7 @@ from common import (
     read_settings,
     scheduled,
 )
-from preflight import load_model_files
+from preflight import check_context, load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
 # where and how the samples are made, not which
@@ -161,7 +161,8 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     check_writable("--output", path, folder=False)
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
-    _, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
+    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
+    check_context(model_config, c)
     rows = data.all_rows(data.training_sources(c, tokenizer)[0])
     # 0: all of them
     rows = rows[: own["max_prompts"] or len(rows)]

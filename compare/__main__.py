@@ -44,7 +44,7 @@ from common import (
     script,
     with_tau,
 )
-from compare.results import SET_HERE, draw, write_results
+from compare.results import SET_HERE, draw, evaluation_seeds, write_results
 from journal import hold_folder
 
 OWN = {
@@ -181,6 +181,17 @@ def state_of(run: dict) -> str:
     return "trained" if latest == run["last"] else "interrupted"
 
 
+def check_evaluation(run: dict) -> None:
+    """UserError if a finished run was evaluated under fewer or more seeds than are asked for."""
+    there = evaluation_seeds(run["folder"])
+    if there != run["eval_seeds"]:
+        raise UserError(
+            f"{run['folder'] / 'eval.jsonl'} has {there} evaluation seed(s) instead of "
+            f"--eval_seeds={run['eval_seeds']}: delete it to evaluate again, or give "
+            f"--eval_seeds={there}"
+        )
+
+
 def command_of(run: dict, ranks: int) -> list[str]:
     """What comes next in a run, train.py or evaluate.py, under torchrun."""
     state = state_of(run)
@@ -235,6 +246,9 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
     live, stop = [], []
     # here a folder with another config is an error, before anything starts
     waiting = [run for run in runs if state_of(run) != "done"]
+    for run in runs:
+        if run not in waiting:
+            check_evaluation(run)
     print(
         f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} "
         f"rank(s) each, into {own['output']}",

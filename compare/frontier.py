@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from common import UserError, only_source, own_flags, script
-from compare.results import colors_of, markdown, parse_lines, read_lines, runs_in
+from compare.results import colors_of, markdown, metrics_of, parse_lines, runs_in
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
@@ -58,7 +58,7 @@ def read_folder(source: Path, k: int) -> list[dict]:
     """Evaluations of all runs of `python -m compare`: <source>/<arm>/seed_<n>/metrics.jsonl."""
     records = []
     for arm, seed, run in runs_in(source):
-        for line in read_lines(run / "metrics.jsonl"):
+        for line in metrics_of(run):
             if f"eval/mean@{k}" not in line:
                 continue
             record = {"arm": arm, "seed": seed, "step": line["step"]}

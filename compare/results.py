@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from common import UserError
+from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
 # by compare, never by an arm
@@ -39,19 +40,32 @@ def read_lines(path: Path) -> list[dict]:
     try:
         return parse_lines(path)
     except (OSError, ValueError) as error:
-        # an evaluation is made again alone; metrics are those of the whole run
-        damaged = path if path.name == "eval.jsonl" else path.parent
         raise UserError(
-            f"{path} is damaged ({error}): delete {damaged}, and the same command makes it again"
+            f"{path} is damaged ({error}): delete it, and the same command makes it again"
         ) from None
 
 
+def metrics_of(run: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl but for half a last one, as a full disk leaves it."""
+    path = run / "metrics.jsonl"
+    lines, broken = read_metrics(path)
+    if broken or not lines:
+        raise UserError(
+            f"{path} is damaged ({'line ' + broken if broken else 'empty'}): delete {run}, and the "
+            f"python -m compare that made it makes it again"
+        )
+    return lines
+
+
 def runs_in(folder: Path) -> list[tuple[str, int, Path]]:
-    """(arm, seed, folder) of every run of `python -m compare` there that has begun to train."""
+    """(arm, seed, folder) of every run of `python -m compare` there that has begun to train; not
+    of copies that somebody has kept under another name."""
     found = []
     for file in sorted(folder.glob("*/seed_*/metrics.jsonl")):
         run = file.parent
-        found.append((run.parent.name, int(run.name.removeprefix("seed_")), run))
+        seed = run.name.removeprefix("seed_")
+        if seed.isdecimal():
+            found.append((run.parent.name, int(seed), run))
     return found
 
 
@@ -111,7 +125,7 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
     k = k_of(runs)
     lines = []
     for run in runs:
-        for line in read_lines(run["folder"] / "metrics.jsonl"):
+        for line in metrics_of(run["folder"]):
             # only some steps are evaluated
             if "eval/pass@1" in line:
                 found = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
@@ -270,6 +284,12 @@ of the range once in ten times.
 """
 
 
+def evaluation_seeds(run: Path) -> int:
+    """Under how many a finished run was evaluated: an earlier command may have asked for others
+    than this one."""
+    return len({record["seed"] for record in read_lines(run / "eval.jsonl")})
+
+
 def write_results(runs: list[dict], baseline: str, output: Path, missing: list[dict]) -> str:
     """results.md: a table of the arms and one of the effects; also returned."""
     outcomes, curves = load_outcomes(runs), load_curves(runs)
@@ -278,7 +298,7 @@ def write_results(runs: list[dict], baseline: str, output: Path, missing: list[d
     text = TEXT.format(
         problems=outcomes["problem"].nunique(),
         k=k,
-        seeds=runs[0]["eval_seeds"],
+        seeds=evaluation_seeds(runs[0]["folder"]),
         missing=", ".join(absent) or "none",
         arms=table_of_arms(outcomes, curves, baseline, k),
         baseline=baseline,

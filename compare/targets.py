@@ -18,7 +18,7 @@ import pandas as pd
 
 from checks import steers_beta, steers_tau
 from common import UserError, load_config, only_source, own_flags, script
-from compare.results import markdown, read_lines, runs_in
+from compare.results import markdown, metrics_of, runs_in
 from controllers import entropy_target, steering_entropy
 
 OWN = {"last": 0}  # steps that are measured; 0: half of them
@@ -29,7 +29,7 @@ HEAD += ["tau", "at a bound", "beta", "at a bound"]
 def steps_of(run: Path) -> pd.DataFrame:
     """The metrics of its finished steps, in order, a column each; NaN where not measured."""
     # an evaluation's own line has no tau; of a step that was made twice the later line counts
-    lines = {line["step"]: line for line in read_lines(run / "metrics.jsonl") if "tau" in line}
+    lines = {line["step"]: line for line in metrics_of(run) if "tau" in line}
     if not lines:
         raise UserError(f"{run}: it has not finished a step")
     steps = pd.DataFrame([lines[step] for step in sorted(lines)])

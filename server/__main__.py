@@ -112,10 +112,11 @@ def main(argv) -> None:
     if own["port"] > 65535:
         raise UserError(f"--port={own['port']}: ports end at 65535")
     c = load_config(rest)
-    from preflight import load_model_files
+    from preflight import check_context, load_model_files
 
     # vLLM answers a bad folder with a traceback
     files = load_model_files(c["model"], c["chat_template"])
+    check_context(files.config, c)
     arguments, additions = command(c, own, files.config)
     arguments += vllms
     print("starting", *arguments[1:], flush=True)

@@ -21,6 +21,10 @@ export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$cache/pip}"
 export TORCH_HOME="${TORCH_HOME:-$cache/torch}"
 # what is compiled is many small files that every rank reads and locks: each node has its own
 compiled=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/compiled-$(id -u)
+# a job that another one has submitted inherits that one's places: gone, or of another node
+for name in TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR VLLM_CACHE_ROOT; do
+  if [[ ${!name:-} == */compiled-$(id -u)/* ]]; then unset "$name"; fi
+done
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$compiled/inductor}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$compiled/triton}"
 export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$compiled/vllm}"

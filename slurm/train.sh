@@ -70,7 +70,7 @@ source slurm/common.sh
 
 # --- what is asked for
 
-server_gpus=0 server_nodes=0 tp=1 dp=0 vllm_port=0 suffix='' args=()
+server_gpus=0 server_nodes=0 tp=1 dp=0 vllm_port=0 suffix='' dry=0 args=()
 while (($#)); do
   case $1 in
     --server-gpus=* | --server-nodes=* | --tp=* | --dp=* | --vllm-port=*)
@@ -81,14 +81,16 @@ while (($#)); do
       declare "${name//-/_}=$2"
       shift 2 ;;
     --suffix=*) suffix=${1#*=}; shift ;;
+    --dry_run | --dry_run=True) dry=1 args+=("$1"); shift ;;
     *) args+=("$1"); shift ;;
   esac
 done
 
 # a wrong key or value ends the job here, with train.py's own sentence
-asked=$(python -c 'from common import load_config, script
+asked=$(python -c 'from checks import FLAGS
+from common import load_with_flags, script
 def show(argv):
-    config = load_config(argv)
+    _, config = load_with_flags(argv, FLAGS["train"])
     print(config["prompts_per_step"], config["output_dir"])
 script(show)' "${args[@]}")
 prompts=${asked%% *} run=${asked#* }
@@ -127,6 +129,7 @@ total=$((ranks * ${#trainers[@]}))
 ((tp && dp)) || dp=$((serving > tp && tp ? serving / tp : 1))
 ((serving == 0 || tp * dp == serving)) || ((${#servers[@]} == 0)) ||
   die "a server has $serving GPU(s), but --tp $tp * --dp $dp = $((tp * dp))"
+if ((dry)); then servers=(); fi      # nothing will be sampled
 
 # of an array only this task: the plain number of its last task stands for the whole array
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
@@ -155,8 +158,8 @@ direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 direct.open(sys.argv[1] + "/health", timeout=5)' "$1" 2> /dev/null
 }
 
-# one that is half written has another name
-newest_checkpoint() { find "$run" -maxdepth 1 -regex '.*/step_[0-9]+' | sort | tail -n 1; }
+# one that is half written has another name; -H: the run's folder may be a link
+newest_checkpoint() { find -H "$run" -maxdepth 1 -regex '.*/step_[0-9]+' | sort | tail -n 1; }
 
 pids=()      # of every srun
 

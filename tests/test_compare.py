@@ -190,6 +190,14 @@ def test_the_last_evaluation_has_as_many_seeds_as_are_asked_for(tmp_path, flags,
     assert seeds in command
 
 
+def test_a_finished_run_with_other_evaluation_seeds_is_not_passed_over(tmp_path, launched):
+    (run,), argv = plan(tmp_path, "a = {}")
+    write_run(run)
+    with pytest.raises(UserError, match=r"has 3 evaluation seed\(s\) instead of --eval_seeds=5"):
+        compare.main([*argv, "--eval_seeds=5"])
+    assert launched == []
+
+
 def test_every_run_is_trained_then_evaluated_and_a_finished_one_is_left_alone(tmp_path, launched):
     runs, argv = plan(tmp_path, "a = {}\nb = {}\nc = {}\nd = {}")
     write_run(runs[1])

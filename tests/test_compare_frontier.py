@@ -2,6 +2,7 @@
 that what can not be read is named."""
 
 import json
+import shutil
 
 import pytest
 from compare_runs import plan, write_lines, write_run
@@ -53,6 +54,8 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     runs, _ = plan(tmp_path, "a = {}\nb = {}", seeds=2)
     for run in runs:
         write_run(run, correct={"a": 3, "b": 5}[run["arm"]])
+    # a copy that somebody has kept is no run
+    shutil.copytree(runs[0]["folder"], runs[0]["folder"].with_name("seed_1_old"))
     evaluations = frontier.read_evaluations(tmp_path / "out", k=8)
     assert len(evaluations) == 2 * 2 * 3
     assert set(evaluations[evaluations["arm"] == "b"]["mean"]) == {5 / 8}

@@ -104,13 +104,24 @@ def test_a_damaged_evaluation_is_named_not_averaged(tmp_path, damage):
     assert not (tmp_path / "out" / "results.md").exists()
 
 
-def test_a_half_written_metrics_line_is_named(tmp_path):
+def test_half_a_last_line_of_metrics_is_none_and_a_damaged_one_is_named(tmp_path):
     (run,), argv = plan(tmp_path, "a = {}")
     write_run(run)
-    with open(run["folder"] / "metrics.jsonl", "a") as file:
-        file.write('{"step": 20, "eval/me')
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged"):
+    path = run["folder"] / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"step": 20, "eval/me')  # as a full disk leaves it
+    compare.main([*argv, "--report_only=True"])
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged \(line 5\)"):
         compare.main([*argv, "--report_only=True"])
+
+
+def test_the_evaluation_seeds_are_those_of_the_files(tmp_path):
+    """Not those that this command would have asked for."""
+    (run,), argv = plan(tmp_path, "a = {}")
+    write_run(run)
+    compare.main([*argv, "--report_only=True", "--eval_seeds=7"])
+    assert "k = 8, 3 evaluation seeds" in text_of(tmp_path)
 
 
 DOSES = """

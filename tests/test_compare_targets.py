@@ -96,5 +96,8 @@ def test_what_can_not_be_measured_is_a_sentence(tmp_path):
     write_steps(tmp_path, "both", lines=[])
     with pytest.raises(UserError, match="has not finished a step"):
         targets.main([str(tmp_path)])
+    (tmp_path / "both" / "seed_1" / "metrics.jsonl").write_text("{\n")
+    with pytest.raises(UserError, match=r"damaged \(line 1\): delete .*/both/seed_1, and the py"):
+        targets.main([str(tmp_path)])
     with pytest.raises(UserError, match="--last=-1 must be at least 1"):
         targets.main([str(tmp_path), "--last=-1"])

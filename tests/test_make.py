@@ -98,5 +98,8 @@ def test_what_is_compiled_under_slurm_stays_on_its_node(tmp_path):
     own = f"compiled-{os.getuid()}"
     wanted = [f"{tmp_path}/{own}/{name}" for name in ("inductor", "triton", "vllm")]
     assert places(SLURM_TMPDIR=str(tmp_path)) == wanted
+    # a job that another has submitted gets that one's environment
+    inherited = {name: f"/job/7/{own}/x" for name in names}
+    assert places(SLURM_TMPDIR=str(tmp_path), **inherited) == wanted
     assert all(place.startswith(f"/tmp/{own}") for place in places(TMPDIR="/tmp"))
     assert places(VLLM_CACHE_ROOT="/mine")[2] == "/mine"

@@ -296,6 +296,17 @@ def test_weights_of_no_part_of_the_model_are_named(folder, capsys):
     check_words(out, "1 weights of its files are no part of the model", "v_head")
 
 
+@pytest.mark.parametrize("script, own", [(evaluate, {}), (generate, {"output": "out.jsonl"})])
+def test_every_command_refuses_rows_longer_than_the_model_has_positions(
+    script, own, tiny_model_dir, tmp_path
+):
+    flags = [f"--model={tiny_model_dir}", "--max_completion_length=1000"]
+    own = {key: str(tmp_path / value) for key, value in own.items()}
+    config = load_config(["config/countdown_tiny.py", *flags])
+    message = refusal(script.main, config, FLAGS[script.__name__] | own)
+    check_words(message, "max_prompt_length=32", "max_completion_length=1000", "1024 positions")
+
+
 def test_a_model_without_a_chat_template_is_said_to_be_one(folder, capsys):
     (folder / "chat_template.jinja").unlink()
     assert load_model_files(str(folder)).tokenizer.chat_template is None

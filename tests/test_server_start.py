@@ -200,6 +200,11 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
+def test_rows_longer_than_the_model_has_positions_are_refused_before_vllm_starts(serve_with):
+    with pytest.raises(UserError, match="is more than the 32768 positions of model='here'"):
+        serve_with("--model=here", "--max_completion_length=32760")
+
+
 def test_serve_follows_the_config_and_the_environment(serve_with, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     # a compiler that is there, also on a machine without g++

@@ -391,6 +391,18 @@ def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(
     assert config["max_steps"] == 6
 
 
+def test_checkpoints_are_found_where_the_run_folder_is_a_link(tmp_path):
+    """The line of train.sh that looks for them: by it a run is resumed, not begun again."""
+    script = (ROOT / "slurm" / "train.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("newest_checkpoint()")]
+    for name in ("step_000002", "step_000010", "step_000012.tmp"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    for folder in (tmp_path / "run", tmp_path / "link"):
+        done = bash("-c", f"run={folder}; {line}; newest_checkpoint", env=without_slurm())
+        assert done.stdout == f"{folder}/step_000010\n"
+
+
 @pytest.mark.parametrize("reward", ["patient_reward:parity", "auto"])
 def test_rewards_that_only_a_checkpoint_names_are_not_imported(reward, tmp_path):
     path = tmp_path / "step_1"
