@@ -54,6 +54,8 @@ from common import (
 
 # Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
+# What two models of the same weights have in common, in config.json.
+SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 # What a push leaves out: these files are ours, not a model's.
 # beginnings of names
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
@@ -497,7 +499,8 @@ def flush(*paths: Path) -> None:
 
 def check_request(c: dict) -> bool:
     """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
-    resume_from_checkpoint asks for is plainly not there, or beyond max_steps. Reads no weights."""
+    resume_from_checkpoint asks for is plainly not there, or max_steps leave it nothing to train.
+    Reads no weights."""
     resume_from = c["resume_from_checkpoint"]
     folder = c["output_dir"]
     if not resume_from:
@@ -505,22 +508,24 @@ def check_request(c: dict) -> bool:
     if resume_from == "latest":
         for path in reversed(steps_of(folder)):
             if not verify(path, 0, 0):  # names and sizes only: contents are read once, by all ranks
-                check_steps(number_of(path), path, c)
+                check_steps(number_of(path), path, c, least=0)
                 return True
         raise UserError(none_whole(folder))
     problem = verify(resume_from, 0, 0)
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    check_steps(steps_in(Path(resume_from)), resume_from, c)
-    return Path(resume_from).resolve().parent == Path(folder).resolve()
+    goes_on = Path(resume_from).resolve().parent == Path(folder).resolve()
+    # a finished run may be started again, and finds itself done; a new one has something to do
+    check_steps(steps_in(Path(resume_from)), resume_from, c, least=0 if goes_on else 1)
+    return goes_on
 
 
-def check_steps(step: int, path, c: dict) -> None:
-    """UserError for a checkpoint of more steps than the run is to have."""
-    if step > c["max_steps"]:
+def check_steps(step: int, path, c: dict, least: int) -> None:
+    """UserError for a checkpoint after which fewer than `least` steps are left."""
+    if c["max_steps"] - step < least:
         raise UserError(
-            f"{path} has {step} steps done, more than max_steps={c['max_steps']}: set a larger "
-            f"max_steps to go on, or name an earlier checkpoint in resume_from_checkpoint"
+            f"{path} has {step} steps done, and max_steps={c['max_steps']}: set a larger max_steps "
+            f"to go on, or name an earlier checkpoint in resume_from_checkpoint"
         )
 
 
@@ -591,6 +596,19 @@ def check_fit(path: Path, config: dict) -> None:
                 f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; "
                 f"this run has {now!r}: go on with the same, or start a new run from its weights: "
                 f"--model={path} --output_dir=..."
+            )
+
+
+def check_model(path: Path, model) -> None:
+    """UserError if a checkpoint is of a model of another shape than `model`, the config of this
+    run's: DeepSpeed would say so tensor by tensor, when everything has loaded."""
+    saved = json.loads((path / "config.json").read_text())
+    for name in SHAPE:
+        now = getattr(model, name, None)
+        if name in saved and saved[name] != now:
+            raise UserError(
+                f"{path} is of a model with {name}={saved[name]!r}, and this run's has {now!r}: "
+                f"name the model that it was trained from, or start without it"
             )
 
 
@@ -841,6 +859,7 @@ class Hub:
             tqdm.write(f"not pushed: {self.upload.path}, the run ends before it has arrived")
             sys.stdout.flush()
             os._exit(0)
+        self.finish(stop=False)  # how one that has ended did
 
 
 def crash(*error) -> None:

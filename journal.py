@@ -211,15 +211,25 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    if not resuming:
-        for path in folder.iterdir():
-            if path.name not in NOT_OF_A_RUN:
-                delete(path)
-    for name in ("stop", "done"):
-        (folder / name).unlink(missing_ok=True)
+    kept = {*NOT_OF_A_RUN}
+    if asked_to_stop(folder):
+        kept.add("stop")
+    for path in folder.iterdir():
+        of_the_end = path.name in ("stop", "done")
+        if path.name not in kept and (of_the_end or not resuming):
+            delete(path)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with open(folder / "launches.jsonl", "a") as file:  # a run that is resumed adds a line
         file.write(json.dumps(header) + "\n")
+
+
+def asked_to_stop(folder: Path) -> bool:
+    """Whether somebody has made the file stop since this run began to start, which may take minutes
+    of loading: since it wrote its lock. An older one was for an earlier run."""
+    try:
+        return (folder / "stop").stat().st_mtime_ns > (folder / LOCK).stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def delete(path: Path) -> None:

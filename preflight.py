@@ -94,8 +94,8 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
     with quiet():
         # the cheap before the large: config, tokenizer, weights
         config = load_part(model, "config.json", AutoConfig)
-        tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
         vocab_size = vocabulary_of(model, config)
+        tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
         stop_ids = stop_token_ids(model, tokenizer, vocab_size)
@@ -141,8 +141,14 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 
 
 def vocabulary_of(model: str, config) -> int:
-    # of a model that sees images too, the part that reads text
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    if config.get_text_config() is not config:  # its sizes stand one level deeper
+        raise unusable(
+            model,
+            "config.json",
+            f"a {config.model_type} does more than read text, and only models that do not are "
+            "trained here",
+        )
+    vocab_size = getattr(config, "vocab_size", None)
     if type(vocab_size) is not int or vocab_size < 1:  # bool is an int
         raise unusable(model, "config.json", f"vocab_size={vocab_size!r} must be at least 1")
     return vocab_size

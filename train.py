@@ -247,6 +247,8 @@ def start(c: dict) -> Run:
 
     world = start_distributed()
     resume_path = checkpoint.find(c)
+    if resume_path:
+        checkpoint.check_model(resume_path, inputs.model)
     header = run_header(world.size)
     say_once(" ".join(f"{key}={value!r}" for key, value in header.items()))
     for warning in warn_config(c, inputs.model.vocab_size):

@@ -228,7 +228,7 @@ on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" \
 trainer=$!
 pids+=("$trainer")
 while kill -0 "$trainer" 2> /dev/null; do
-  # again and again: a run that is still starting removes the file
+  # again and again: one that only begins to start takes the file for an earlier run's
   if ((out_of_time || cancelled)) && [[ -e $run/config.json ]]; then touch "$run/stop"; fi
   for i in "${!urls[@]}"; do
     kill -0 "${pids[i]}" 2> /dev/null || {

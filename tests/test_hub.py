@@ -239,6 +239,19 @@ def test_an_earlier_upload_that_fails_is_said_and_costs_nothing_but_itself(
     assert not list(tmp_path.glob("push_*"))
 
 
+def test_a_run_that_is_stopped_says_how_an_upload_ended(
+    hub, hub_here, tiny_model_dir, tmp_path, capsys
+):
+    pusher = checkpoint.Hub("me/tiny", tmp_path)
+    (path,) = checkpoints_in(tmp_path, tiny_model_dir, 1)
+    hub.refuse = ("/api/models/me/tiny/commit/main",)
+    pusher.push(path)
+    assert pusher.upload.future.exception(120)
+    pusher.leave()
+    assert "warning: " in (said := capsys.readouterr().out) and "was not pushed" in said
+    assert not list(tmp_path.glob("push_*"))
+
+
 def test_a_file_system_without_links_gets_copies_and_one_without_room_a_warning(
     hub, hub_here, tiny_model_dir, tmp_path, monkeypatch, capsys
 ):

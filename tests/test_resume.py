@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,12 @@ import in_child
 import pytest
 import torch
 from deadlines import PATIENCE
-from exact_matrix import ROOT, finish, first_difference, killed_and_resumed, log_of, steps_in
-from transformers import AutoModelForCausalLM
+from exact_matrix import finish, first_difference, log_of, steps_in
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
 import common
+import learner
 import sft
 import train
 from common import SIGNALS, RunStopped, Stop, UserError, load_config
@@ -54,17 +54,45 @@ def wait_for_step(
 def whole(tiny_model_dir, tmp_path_factory):
     """Four steps on two ranks, ZeRO 3, nothing in the way."""
     folder = tmp_path_factory.mktemp("resume") / "whole"
-    assert finish(start(tiny_model_dir, folder, ranks=2)) == 0, log_of(folder)[-3000:]
+    assert set(on_two_ranks(tiny_model_dir, folder)) == {0}, log_of(folder)[-3000:]
     return folder
+
+
+def on_two_ranks(model: Path, folder: Path, *flags, patch=None) -> list[int]:
+    """The exit statuses of a run's ranks."""
+    flags = [*exact_matrix.Case("hf", 3, 2).flags(), *flags]
+    return child.statuses(in_child.start(model, folder, *flags, patch=patch, ranks=2))
+
+
+def with_a_death_between_two_updates() -> None:
+    """Of every rank, when it is about to compute the second update of step 3."""
+    calls = []
+    accumulate = learner.accumulate_gradients
+
+    def accumulate_or_die(*args):
+        calls.append(1)
+        if len(calls) == 6:
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(*args)
+
+    learner.accumulate_gradients = accumulate_or_die
 
 
 def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(
     whole, tiny_model_dir, tmp_path
 ):
     """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does
-    the same for every engine, stage and number of ranks."""
+    the same under torchrun for every engine, stage and number of ranks."""
     folder = tmp_path / "killed"
-    killed_and_resumed(tiny_model_dir, folder, exact_matrix.Case("hf", 3, 2))
+    statuses = on_two_ranks(tiny_model_dir, folder, patch=with_a_death_between_two_updates)
+    # the one that dies first may end the other one's barrier
+    assert -signal.SIGKILL in statuses and 0 not in statuses, log_of(folder)[-3000:]
+    assert [line["step"] for line in steps_in(folder)] == [1, 2]
+    assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
+    resumed = on_two_ranks(tiny_model_dir, folder, "--resume_from_checkpoint=latest")
+    assert resumed == [0, 0], log_of(folder)[-3000:]
+    assert "step_000002, 2 steps done" in log_of(folder)
     assert first_difference(whole, folder) == ""
     assert (folder / "done").exists()
 
@@ -97,20 +125,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_to_rounding(whole, tiny_mode
     assert not list(folder.glob("*.tmp"))
 
 
-def export(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "checkpoint.py", "export", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def weights_of(path: Path) -> dict:
     return AutoModelForCausalLM.from_pretrained(path).state_dict()
 
 
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
     assert not (whole / "step_000002" / "model.safetensors").exists()
-    done = export(whole / "step_000002", tmp_path / "step_000002")
-    assert done.returncode == 0, done.stderr
-    checkpoint.export(whole / "step_000004", tmp_path / "step_000004")  # what that command calls
+    for name in ("step_000002", "step_000004"):
+        # by the command, which test_slurm.py's evaluation of a checkpoint runs
+        checkpoint.main(["export", str(whole / name), str(tmp_path / name)])
     saved = weights_of(whole / "step_000004")
     exported = weights_of(tmp_path / "step_000004")
     earlier = weights_of(tmp_path / "step_000002")
@@ -398,6 +421,20 @@ def test_a_run_from_another_runs_checkpoint_is_a_run_of_its_own(alone, tiny_mode
     c = CONFIG | {"resume_from_checkpoint": str(path)}
     assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")}) is False
     assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+    # a finished run started again finds itself done; one that would train nothing is a mistake
+    c["max_steps"] = 1
+    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+    with pytest.raises(UserError, match="has 1 steps done, and max_steps=1: set a larger"):
+        checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")})
+
+
+def test_a_checkpoint_of_another_model_is_one_sentence(alone, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    model = AutoConfig.from_pretrained(tiny_model_dir)
+    checkpoint.check_model(path, model)
+    model.num_hidden_layers = 5
+    with pytest.raises(UserError, match=r"with num_hidden_layers=2, and this run's has 5: name"):
+        checkpoint.check_model(path, model)
 
 
 @pytest.mark.parametrize("request_of", [lambda path: "latest", str, lambda path: f"{path}_copy"])
@@ -409,7 +446,7 @@ def test_going_on_from_more_steps_than_the_run_is_to_have_is_refused_at_once(
     shutil.copytree(path, f"{path}_copy")
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": request_of(path)}
     assert checkpoint.check_request(c | {"max_steps": 9}) is True
-    with pytest.raises(UserError, match="has 9 steps done, more than max_steps=8: set a larger"):
+    with pytest.raises(UserError, match="has 9 steps done, and max_steps=8: set a larger"):
         checkpoint.check_request(c | {"max_steps": 8})
 
 

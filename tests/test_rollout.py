@@ -253,6 +253,7 @@ def test_vllm_and_transformers_sample_the_same_distribution(tiny_model_dir):
         assert result[f"{engine}_difference"] < 2e-4
 
 
+@pytest.mark.slow
 def test_two_ranks_share_one_tensor_parallel_engine(tiny_model_dir):
     result = work("tensor_parallel", tiny_model_dir, ranks=2)
     assert result["every_rank_got_its_own"]

@@ -123,6 +123,25 @@ def test_of_runs_that_start_at_the_same_time_in_one_folder_one_begins(tmp_path):
     assert len((folder / "launches.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("resuming", [True, False])
+def test_a_stop_that_is_asked_for_while_a_run_starts_is_heard_and_an_earlier_runs_is_not(
+    resuming, tmp_path
+):
+    names = {"stop", "done", "metrics.jsonl"}
+    for name in names:
+        (tmp_path / name).touch()
+    c = {"output_dir": str(tmp_path)}
+    with journal.hold_folder(tmp_path):
+        journal.make_run_folder(c, {}, resuming)
+        left = {path.name for path in tmp_path.iterdir()} & names
+        assert left == ({"metrics.jsonl"} if resuming else set())
+        held = (tmp_path / ".lock").stat().st_mtime_ns
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", ns=(held + 1, held + 1))  # some disks have coarse clocks
+        journal.make_run_folder(c, {}, resuming)
+        assert (tmp_path / "stop").exists()
+
+
 def test_a_run_that_overwrites_an_earlier_one_holds_the_folder_all_the_while(tmp_path):
     folder = tmp_path / "run"
     c = CONFIG | {"output_dir": str(folder), "overwrite_output_dir": True}
