@@ -213,9 +213,14 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     output = tmp_path / "not there yet" / "problems.jsonl"
     model = two_ranks[0] / "step_000003"
     flags = [*SMALL, f"--model={model}", "--rollout_engine=hf", f"--output={output}"]
-    done = run("evaluate.py", *flags)
-    ended_well(done)
-    summary = json.loads(done.stdout.splitlines()[-1])
+    argv = ["config/countdown_tiny.py", *flags]
+    own, config = common.load_with_flags(argv, checks.FLAGS["evaluate"])
+    log = tmp_path / "log"
+    # forked: it has imported all this already; test_slurm.py runs the script
+    evaluated = child.start(common.script, evaluate.main, config, own, log=log)
+    assert child.status(evaluated) == 0, log.read_text()[-3000:]
+    (summary,) = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    summary = json.loads(summary)
     assert summary["problems"] == 6
     assert len(output.read_text().splitlines()) == 6
 
