@@ -473,7 +473,9 @@ def script(*flags, **environment) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_status_2_and_one_line(tmp_path):
+    """As evaluate.py does in test_preflight.py, and train.py on Slurm in test_slurm.py."""
     done = script(TINY, f"--output_dir={tmp_path / 'run'}", "--model=no/such/folder")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1 and "model='no/such/folder'" in errors[0]
@@ -565,6 +567,7 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
     assert deepspeed_of(said)["zero_optimization"]["stage"] == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_parameters_of_a_model_of_the_hub(no_weights, tmp_path):
     """The Hub's cache stands in for the Hub: Qwen2.5-1.5B-Instruct's own shape, no weights."""
     cached = tmp_path / "hf" / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct"

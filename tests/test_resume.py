@@ -198,7 +198,9 @@ def pgrep(*words: str) -> list[str]:
     return subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_one_dead_rank_ends_the_others_with_a_sentence(tiny_model_dir, tmp_path):
+    """Under torchrun; test_heartbeat.py has ranks that are killed and stopped."""
     folder = tmp_path / "dead"
     process = start(tiny_model_dir, folder, "--max_steps=400", "--zero_stage=0", ranks=2)
     wait_for_step(folder, 1, process)

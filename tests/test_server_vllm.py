@@ -59,28 +59,43 @@ def survivor(fleet, tiny_model_dir, tmp_path_factory):
         engine.close()
 
 
-def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_engine_in_process(
-    survivor, world, tiny_model_dir
-):
+@pytest.fixture(scope="module")
+def by_servers(survivor, tiny_model_dir):
+    """Rollouts under two sets of weights, each with the difference from the trainer's log-probs;
+    in the end that from weights which were not sent."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    by_servers = []
-    for i in range(2):
-        perturb(lm, i)
-        survivor.sync(named_weights(lm, 0))
-        rollouts = rollout.generate(survivor, tokenizer, PROMPTS, 8, sampling(i, 3))
-        assert difference(lm, rollouts) < 2e-5
-        by_servers += rollouts
+    found = []
+    differences = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_engine, "dist", FakeWorld(1))
+        for i in range(2):
+            perturb(lm, i)
+            survivor.sync(named_weights(lm, 0))
+            rollouts = rollout.generate(survivor, tokenizer, PROMPTS, 8, sampling(i, 3))
+            differences.append(difference(lm, rollouts))
+            found += rollouts
+    perturb(lm, 9)
+    return found, differences, difference(lm, rollouts)
+
+
+def test_log_probs_of_servers_are_those_of_the_trainer(by_servers, survivor):
+    _, differences, of_other_weights = by_servers
+    assert max(differences) < 2e-5
     assert survivor.take_counts() == {
         "rollout/failed": 0,
         "rollout/foreign": 0,
         "rollout/refilled": 0,
         "rollout/servers": 2,
     }
-    perturb(lm, 9)
     # the tolerance would notice weights that did not arrive
-    assert difference(lm, rollouts) > 2e-3
+    assert of_other_weights > 2e-3
 
+
+@pytest.mark.slow
+def test_tokens_of_servers_are_those_of_the_engine_in_process(by_servers, tiny_model_dir):
+    """The quick test of both is by the trainer's log-probs, above and in test_rollout.py."""
+    found, *_ = by_servers
     worker = ROOT / "tests" / "helpers" / "server_worker.py"
     done = subprocess.run(
         [sys.executable, worker, tiny_model_dir],
@@ -91,9 +106,9 @@ def test_log_probs_and_tokens_of_servers_are_those_of_the_trainer_and_of_the_eng
     )
     child.ended_well(done)
     in_process = sum(json.loads(done.stdout.splitlines()[-1]), [])  # noqa: RUF017
-    assert bare(by_servers) == bare(in_process)
-    assert [r["text"] for r in by_servers] == [r["text"] for r in in_process]
-    for ours, theirs in zip(by_servers, in_process):
+    assert bare(found) == bare(in_process)
+    assert [r["text"] for r in found] == [r["text"] for r in in_process]
+    for ours, theirs in zip(found, in_process):
         assert ours["logprobs"] == pytest.approx(theirs["logprobs"], rel=0, abs=2e-5)
 
 
