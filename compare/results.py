@@ -46,13 +46,14 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl but for half a last one, as a full disk leaves it."""
+    """The lines of a run's metrics.jsonl but for half a last one, as a full disk leaves it; none of
+    a run that has only begun."""
     path = run / "metrics.jsonl"
     lines, broken = read_metrics(path)
-    if broken or not lines:
+    if broken or not path.exists():
         raise UserError(
-            f"{path} is damaged ({'line ' + broken if broken else 'empty'}): delete {run}, and the "
-            f"python -m compare that made it makes it again"
+            f"{path} is damaged ({'line ' + broken if broken else 'it is gone'}): delete {run}, "
+            f"and the python -m compare that made it makes it again"
         )
     return lines
 

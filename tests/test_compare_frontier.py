@@ -54,6 +54,9 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     runs, _ = plan(tmp_path, "a = {}\nb = {}", seeds=2)
     for run in runs:
         write_run(run, correct={"a": 3, "b": 5}[run["arm"]])
+    # one that has only begun has no evaluations yet
+    (tmp_path / "out" / "c" / "seed_1").mkdir(parents=True)
+    (tmp_path / "out" / "c" / "seed_1" / "metrics.jsonl").touch()
     # a copy that somebody has kept is no run
     shutil.copytree(runs[0]["folder"], runs[0]["folder"].with_name("seed_1_old"))
     evaluations = frontier.read_evaluations(tmp_path / "out", k=8)
