@@ -131,7 +131,7 @@ def check_head(lm) -> None:
     name = lm.config.model_type
     head = lm.get_output_embeddings()
     ids = torch.arange(5, 13, device=lm.device)[None]  # (1, 8)
-    ids = ids % lm.config.get_text_config().vocab_size
+    ids = ids % lm.config.vocab_size
 
     was_training = lm.training
     lm.eval()

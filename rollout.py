@@ -75,12 +75,12 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
 
 def bytes_per_token(config: dict, model_config) -> int:
     """Keys and values of one token in vLLM's cache, in all layers. model_config: Hugging Face's."""
-    text = model_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
     # ranks that share an engine share the heads, and each has one at least
     heads = max(1, heads // entries(config, "vllm_options")["tensor_parallel_size"])
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * dtype_of(config).itemsize
+    size = getattr(model_config, "head_dim", None)
+    size = size or model_config.hidden_size // model_config.num_attention_heads
+    return 2 * model_config.num_hidden_layers * heads * size * dtype_of(config).itemsize
 
 
 def rows_at_once(config: dict, engines: int, at_most: int) -> int:

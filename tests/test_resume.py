@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
 import common
-import learner
 import sft
 import train
 from common import SIGNALS, RunStopped, Stop, UserError, load_config
@@ -64,28 +63,13 @@ def on_two_ranks(model: Path, folder: Path, *flags, patch=None) -> list[int]:
     return child.statuses(in_child.start(model, folder, *flags, patch=patch, ranks=2))
 
 
-def with_a_death_between_two_updates() -> None:
-    """Of every rank, when it is about to compute the second update of step 3."""
-    calls = []
-    accumulate = learner.accumulate_gradients
-
-    def accumulate_or_die(*args):
-        calls.append(1)
-        if len(calls) == 6:
-            torch.distributed.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return accumulate(*args)
-
-    learner.accumulate_gradients = accumulate_or_die
-
-
 def test_a_run_killed_between_two_updates_of_a_step_goes_on_bit_for_bit(
     whole, tiny_model_dir, tmp_path
 ):
     """Metrics, weights, optimizer, controllers, replay buffer, random state. exact_matrix.py does
     the same under torchrun for every engine, stage and number of ranks."""
     folder = tmp_path / "killed"
-    statuses = on_two_ranks(tiny_model_dir, folder, patch=with_a_death_between_two_updates)
+    statuses = on_two_ranks(tiny_model_dir, folder, patch=exact_matrix.die_between_two_updates)
     # the one that dies first may end the other one's barrier
     assert -signal.SIGKILL in statuses and 0 not in statuses, log_of(folder)[-3000:]
     assert [line["step"] for line in steps_in(folder)] == [1, 2]

@@ -65,22 +65,33 @@ class Case(NamedTuple):
 
 CASES = [Case(*case) for case in product(("hf", "vllm"), (0, 2, 3), (1, 2))]
 
-# train.py of which every rank dies when it is about to compute the second update of step 3
+# train.py of which every rank dies in step 3
 KILLED = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch.distributed as dist
-import common, learner, train
-calls, accumulate = [], learner.accumulate_gradients
-def accumulate_or_die(*args):
-    calls.append(args)
-    if len(calls) == 6:
-        dist.barrier()      # or one rank's death would end another one earlier, in the first update
-        os.kill(os.getpid(), signal.SIGKILL)
-    return accumulate(*args)
-learner.accumulate_gradients = accumulate_or_die
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "helpers")!r}]
+import common, exact_matrix, train
+exact_matrix.die_between_two_updates()
 train.script(train.main, train.script(common.load_config))
 """
+
+
+def die_between_two_updates() -> None:
+    """Has this process, a rank of a run, die when it is about to compute the second update of
+    step 3."""
+    import learner  # a process that only compares has no use for it
+
+    calls = []
+    accumulate = learner.accumulate_gradients
+
+    def accumulate_or_die(*args):
+        calls.append(1)
+        if len(calls) == 6:
+            # or one rank's death would end another one earlier, in the first update
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(*args)
+
+    learner.accumulate_gradients = accumulate_or_die
 
 
 def without_torchrun() -> dict:
