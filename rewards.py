@@ -36,23 +36,28 @@ LAST_NUMBER = re.compile(
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
-MINUS = {0x2212: "-"}  # the minus sign of typography
+# the minus sign of typography, the en dash, the full-width hyphen
+MINUS = dict.fromkeys((0x2212, 0x2013, 0xFF0D), "-")
 # in the order in which format_reward wants them
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def last_number(completion: str, answer, **row) -> float:
-    """1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 is
-    1234, 3.50 is 3.5, $5 is 5.
+    """1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 and
+    LaTeX's 1{,}234 are 1234, 3.50 is 3.5, $5 is 5.
 
     Not covered: fractions, powers, units; "12, no, 13" is 13. An answer that is no such number is a
     ValueError; of GSM8K's it is what stands behind ####."""
-    gold = LAST_NUMBER.fullmatch(mathematics.gold_text(answer).translate(MINUS).strip())
+    gold = LAST_NUMBER.fullmatch(plain_number(mathematics.gold_text(answer)).strip())
     if not gold or isinstance(answer, bool):
         raise ValueError(f"the right answer must be a number, not {quoted(answer, 40)}")
     # a text of a megabyte holds many: only the last is kept
-    last = deque(LAST_NUMBER.finditer(completion.translate(MINUS)), maxlen=1)
+    last = deque(LAST_NUMBER.finditer(plain_number(completion)), maxlen=1)
     return float(bool(last) and digits_of(last[0]) == digits_of(gold))
+
+
+def plain_number(text: str) -> str:
+    return text.translate(MINUS).replace("{,}", ",")
 
 
 def digits_of(number: re.Match) -> tuple[bool, str, str]:
@@ -190,7 +195,7 @@ def check_tasks(rows: list[dict]) -> None:
 
 def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list:
     """A scoring.Column for each function that scores these rows; "auto" becomes one for each task
-    that they have. UserError if a task has no reward."""
+    that they have. UserError if a task has no reward, or a function stands there twice."""
     from scoring import Column  # here: workers import this file, but no torch
 
     columns = []
@@ -205,6 +210,10 @@ def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list
         # sorted: the order of a set differs between ranks, and that of the columns must not
         for task in sorted({row["task"] for row in rows}):
             columns.append(Column(task, weight, task, decides, function_of(task)))
+    called = [column.name for column in columns]
+    for name in called:
+        if called.count(name) > 1:  # a metric, and an entry of generate.py, is called after it
+            raise UserError(f"reward_funcs={names} scores rows by {name!r} twice: name it once")
     return columns
 
 

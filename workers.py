@@ -327,7 +327,7 @@ class Pool:
 def believed(message):
     """A worker's answer to a job, as far as it can be one: a number, a text, None or a Failure."""
     if isinstance(message, dict) and set(message) == {"error"}:
-        return Failure("error", quoted(message["error"]))
+        return Failure("error", quoted(message["error"], 2 * LONGEST_REASON))  # and its place
     if message is None or isinstance(message, str):
         return message
     # type(), because True is an int

@@ -8,7 +8,9 @@ takes microseconds. Each says below what it covers and what it does not.
 """
 
 import logging
+import math
 import re
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
@@ -91,10 +93,14 @@ def stated_answer(text: str) -> str | None:
 
 
 def gold_text(answer) -> str:
-    """The row's answer as text. A TypeError for what is another task's."""
+    """The row's answer as text. A TypeError for what is another task's, a ValueError for NaN."""
     if not isinstance(answer, (str, int, float)):
         kind = type(answer).__name__
         raise TypeError(f"the right answer must be a text or a number, not a {kind}")
+    if isinstance(answer, float):
+        if not math.isfinite(answer):
+            raise ValueError(f"the right answer must be a finite number, not {answer}")
+        return format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05
     return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
 
 
@@ -107,6 +113,9 @@ LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\
 PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
 # 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
 BASE = re.compile("[0-9]_")
+BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
+# the end of a sentence, which is none of its answer; in 5\, the comma belongs to the backslash
+FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]+$")
 
 
 @lru_cache(maxsize=4096)  # a group shares its gold answer
@@ -162,15 +171,28 @@ def math_reward(completion: str, answer: str, **row) -> float:
     r"""1.0 if the last \boxed{} or <answer> content equals `answer`, says math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
-    0.5. Not covered: an answer outside \boxed{} and <answer> scores 0, whatever else the text says;
-    so does one of over 1,000 characters."""
-    given = (stated_answer(completion) or "").translate(SYMBOLS).strip()
-    gold = gold_text(answer).translate(SYMBOLS).strip()
-    if not given or len(given) > MAX_CHARACTERS:
+    0.5; a full stop, comma or semicolon at the end. Not covered: an answer outside \boxed{} and
+    <answer> scores 0, whatever else the text says; so do one of over 1,000 characters, the mixed
+    number 1 1/2 and the bold **12**."""
+    given = stated_answer(completion) or ""
+    if len(given) > MAX_CHARACTERS:
+        return 0.0
+    given = without_full_stop(given)
+    gold = without_full_stop(gold_text(answer))
+    if not given:
         return 0.0
     if BASE.search(given):
-        return float(canonical_math(given) == canonical_math(gold))
+        return float(canonical_base(given) == canonical_base(gold))
     return float(same_answer(gold, given))
+
+
+def without_full_stop(text: str) -> str:
+    return FULL_STOP.sub("", text.translate(SYMBOLS).strip()).strip()
+
+
+def canonical_base(text: str) -> str:
+    """canonical_math, with 52_8 for 52_{8}."""
+    return BASE_IN_BRACES.sub(r"_\1", canonical_math(text))
 
 
 # --- by spelling
@@ -179,8 +201,9 @@ def math_reward(completion: str, answer: str, **row) -> float:
 def canonical_math(text: str) -> str:
     r"""One spelling for answers that differ in how they are written, not in what they say: no
     spaces, $, \left, \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for
-    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different."""
+    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different; so do 12 and 12."""
     text = text.translate(SYMBOLS)
+    text = re.sub(r"(?<=[0-9])\s+(?=[0-9]+/[0-9])", "+", text)  # 1 1/2 is not 11/2
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12

@@ -13,7 +13,8 @@ Row of "leg_counting":
 
 Covers: what the task's own grader covers, 0.0 to 1.0, often with a share for less than right, of
 what stands in the last <answer>...</answer>, or else of all of the text.
-Does not cover: tasks whose graders run code on what a model writes (REFUSED).
+Does not cover: tasks whose graders run as code what a model, or whoever made a row, has written,
+and some others (REFUSED).
 
 The library is imported when rows or scores are asked for, not before.
 """
@@ -27,8 +28,9 @@ from tasks import SPLITS, check_choice, last_answer, take
 
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
+ROW = "its grader calls eval on the row, which may be a stranger's, and would run as code"
 DRIFTS = "its problems depend on more than their seed: ranks would not have the same"
-# tests look for more of these three kinds in the installed version
+# tests look for more of the first four kinds in the installed version
 REFUSED = {
     "binary_matrix": EVAL,
     "n_queens": EVAL,
@@ -39,12 +41,15 @@ REFUSED = {
     "polynomial_multiplication": PARSER,
     "puzzle24": PARSER,
     "simple_integration": PARSER,
+    "bitwise_arithmetic": ROW,
+    "number_sorting": ROW,
     "isomorphic_strings": DRIFTS,
     "knight_swap": DRIFTS,
     "list_functions": DRIFTS,
     "ransom_note": DRIFTS,
     "word_ladder": DRIFTS,
     "composite": "it is a mixture of others: name those",
+    "coin_flip": "its grader calls 0 right, whatever the probability",
     "game_of_life_halting": "its grader calls any text right",
 }
 # Problem i of a seed is problem 0 of seed + i: splits must lie further apart than they are long.

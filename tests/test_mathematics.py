@@ -1,5 +1,7 @@
 """tasks/mathematics.py: the answer that a text states, and whether it has the right value."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +154,15 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
         ("\\text{yes}", "yes", 1),
         ("  5  ", " 5 ", 1),
         ("1010_2", "1010_2", 1),
+        ("52_{8}", "52_8", 1),
+        ("52_8", "52_{8}", 1),
+        ("12.", "12", 1),
+        ("12", "12.", 1),
+        ("1,234;", "1234", 1),
+        ("3/4 .", "3/4", 1),
+        ("(1,2),", "(1,2)", 1),
+        ("Paris.", "Paris", 1),
+        ("5\\,", "5", 1),
         ("2\\sqrt{3}", "\\sqrt{12}", 1),
         ("x+1", "1+x", 1),
         ("-3", "3", 0),
@@ -175,6 +186,10 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
         ("5", "five", 0),
         ("5.001", "5", 0),
         ("1010_2", "1010_3", 0),
+        ("52_{8}", "52_{9}", 0),
+        ("12.", "1.2", 0),
+        (".", "5", 0),
+        (".", ".", 0),
         ("10", "1010_2", 0),
         ("10_2", "1010_2", 0),
     ],
@@ -205,6 +220,17 @@ def test_a_number_may_be_gold():
     assert math_reward("\\boxed{5}", 5) == 1.0
     assert math_reward("\\boxed{0.5}", 0.5) == 1.0
     assert math_exact("<answer>5</answer>", 5) == 1.0
+    # Python writes them 1e-05 and 1e+16
+    assert math_reward("\\boxed{0.00001}", 0.00001) == 1.0
+    assert math_reward("\\boxed{e-5}", 0.00001) == 0.0
+    assert math_reward("\\boxed{10000000000000000}", 1e16) == 1.0
+
+
+@pytest.mark.parametrize("gold", [math.nan, math.inf])
+def test_no_number_is_no_gold(gold):
+    for reward in (math_reward, math_exact):
+        with pytest.raises(ValueError, match="must be a finite number"):
+            reward(f"\\boxed{{{gold}}}<answer>{gold}</answer>", gold)
 
 
 def test_an_answer_of_1000_characters_is_fine_and_one_of_1001_is_none():

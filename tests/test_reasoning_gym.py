@@ -33,13 +33,12 @@ CALLS |= {"literal_eval"}
 MODULES = {"sympy", "pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml", "numexpr"}
 MODULES |= {"os", "subprocess", "pty", "ctypes", "importlib", "runpy", "code", "builtins"}
 MODULES |= {"socket", "urllib", "requests", "httpx"}
-# files of the installed version that use some of it on no model's text, as somebody has read
+# files of the installed version that use some of it on no model's text and no row, as somebody has
+# read
 READ = {
     "algebra/polynomial_equations.py": "sympy makes the problem; answers go through float",
     "algebra/simple_equations.py": "sympy makes the problem; answers are compared as texts",
-    "algorithmic/number_sorting.py": "eval of the row's own answer; the model's goes through json",
     "arithmetic/basic_arithmetic.py": "eval makes the problem",
-    "arithmetic/bitwise_arithmetic.py": "eval of the problem; the model's answer goes through int",
     "arithmetic/gsm_symbolic/generators_00_49.py": "eval makes the problem",
     "arithmetic/gsm_symbolic/generators_50_99.py": "eval makes the problem",
     "coaching/curriculum_config.py": "yaml reads files that are given by name, which are none here",
@@ -81,7 +80,7 @@ def test_no_file_of_the_installed_version_may_run_a_text_that_nobody_has_read():
     assert found - refused - set(READ) == set(), "read these graders, then refuse them or say why"
     assert set(READ) - found == set(), "these do so no more"
     for name, why in task.REFUSED.items():
-        if why in (task.EVAL, task.PARSER):
+        if why in (task.EVAL, task.PARSER, task.ROW):
             assert name in {Path(path).stem for path in refused}, f"{name} does so no more"
 
 
@@ -105,6 +104,31 @@ def test_a_row_of_somebodys_data_can_not_name_a_refused_task(name, tmp_path):
     with pytest.raises(ValueError, match="is refused"):
         task.reward(f"__import__('os').system('touch {mark}')", answer)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("name, text", [("bitwise_arithmetic", "1"), ("number_sorting", '["1"]')])
+def test_nor_does_a_row_run_as_code(name, text, tmp_path):
+    """These two graders call eval on what the row, not the model, has written."""
+    mark = tmp_path / "ran"
+    code = f"__import__('os').system('touch {mark}')"
+    entry = {"question": "", "answer": code, "metadata": {"problem": code}}
+    grader = DATASETS[name][0](DATASETS[name][1](size=1, seed=0))
+    grader.score_answer(text, entry)
+    assert mark.exists(), "it does so no more"
+    mark.unlink()
+    with pytest.raises(ValueError, match="is refused"):
+        task.reward(text, {"problem": name, "settings": {}, "entry": entry})
+    assert not mark.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - set(task.REFUSED)))
+def test_no_text_is_right_whatever_the_problem(name):
+    """Training would find it: coin_flip took 0 for any probability."""
+    rows = task.rows("test", 8, 0, str({name: {}}))
+    for text in ("", "0", "1", "-1", "yes", "[]", "{}", "a"):
+        scores = [task.reward(text, **row) for row in rows]
+        assert min(scores) < 1.0, f"{text!r} is right for {len(scores)} problems"
 
 
 # --- rows
