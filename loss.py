@@ -61,8 +61,9 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     "mean" is maxrl, for rewards from 0 up: with K of G right, (1 - K/G) / (K/G) on right rows and
     -1 on wrong ones, the estimator of the gradient of log p's first G terms, -sum_k (1 - p)^k / k
     (Tajwar et al. 2026, arXiv:2602.02710): the right rows of a group add up to
-    G - K, most for a single success. 0 where the mean is not above 0. At K = G - 1 it is nearly
-    dr_grpo."""
+    G - K, most for a single success. 0 where no reward is above 0. At K = G - 1 it is nearly
+    dr_grpo. Rewards below 0 could bring the mean to nearly 0: the divisor is at least max_group(r)
+    / G, which the mean of rewards from 0 up never falls below."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
@@ -71,7 +72,9 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     elif scale == "batch" and rewards.numel() > 1:
         advantages = advantages / (rewards.std() + 1e-4)
     elif scale == "mean":
-        advantages = (advantages / mean).masked_fill(mean <= 0, 0.0)
+        best = rewards.amax(1, keepdim=True)  # (P, 1)
+        divisor = torch.maximum(mean, best / rewards.shape[1])
+        advantages = (advantages / divisor).masked_fill(best <= 0, 0.0)
     elif scale not in ("none", "group", "batch"):
         raise ValueError(f'scale_rewards={scale!r} must be "group", "batch", "mean" or "none"')
     # r - mean of equal rewards is only nearly 0, and divided by a std of nearly 0 it would not be
@@ -92,10 +95,11 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     if k == 1:
         return group_advantages(rewards, "none") * G / max(1, G - 1)
     ordered, order = rewards.sort(1)  # (P, G), the worst row first
-    # sets of k - 1 rows whose best is the j-th from below
-    sets = [math.comb(j, k - 2) for j in range(G)]
+    # G / C(G, k) times the sets of k - 1 rows whose best is the j-th from below; as Python's ints,
+    # which may be larger than a tensor holds
+    shares = [math.comb(j, k - 2) * G / math.comb(G, k) for j in range(G)]
     gains = (ordered[:, :, None] - ordered[:, None, :]).clamp(min=0)  # (P, G, G): r_i - r_j
-    advantages = (gains * rewards.new_tensor(sets)).sum(2) * G / math.comb(G, k)
+    advantages = (gains * rewards.new_tensor(shares)).sum(2)  # (P, G)
     # back to the order of the rows
     return torch.empty_like(rewards).scatter(1, order, advantages)
 

@@ -347,7 +347,15 @@ def test_maxrl_is_the_mean_score_of_the_right_rows_with_a_baseline():
     for K in range(1, 7):
         r = torch.tensor([[1.0] * K + [0.0] * (7 - K)])
         close(loss.group_advantages(r, "mean")[0] / 7, r[0] / K - 1 / 7)
-    assert (loss.group_advantages(torch.tensor([[0.0, 0.0], [-1.0, 0.5]]), "mean") == 0).all()
+    assert (loss.group_advantages(torch.tensor([[0.0, 0.0], [-1.0, -0.5]]), "mean") == 0).all()
+
+
+def test_maxrl_stays_bounded_where_rewards_cancel():
+    """A mean of nearly 0 made advantages of thousands of rewards that other functions lower."""
+    r = torch.tensor([[1.0, -0.99] + [0.0] * 6, [0.05, -0.03, -0.04, 0.0201, 0, 0, 0, 0]])
+    A = loss.group_advantages(r, "mean")
+    close(A, (r - r.mean(1, keepdim=True)) * 8 / r.amax(1, keepdim=True))
+    assert A.abs().max() < 16
 
 
 def test_the_pass_at_k_gradient_is_unbiased_by_enumeration_on_a_bandit():
@@ -377,6 +385,13 @@ def test_pass_at_k_of_right_and_wrong_rows_is_the_share_of_sets_without_a_right_
         A = loss.pass_at_k_advantages(torch.tensor([[1.0] * K + [0.0] * (8 - K)]), k)[0]
         alone = math.comb(8 - K, k - 1) / math.comb(7, k - 1)
         close(A, [k * alone] * K + [0.0] * (8 - K))
+
+
+@pytest.mark.parametrize("G, k", [(128, 64), (1024, 512)])
+def test_more_sets_than_a_tensor_can_count_are_no_hindrance(G, k):
+    """C(128, 64) is 2.4e37, beyond the integers of torch."""
+    A = loss.pass_at_k_advantages(torch.tensor([[1.0] + [0.0] * (G - 1)]), k)[0]
+    close(A, [float(k)] + [0.0] * (G - 1), 1e-3)
 
 
 def test_the_entropy_bonus_does_not_hide_a_group_at_the_lowest_reward():

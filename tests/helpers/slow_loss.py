@@ -74,7 +74,7 @@ def slow_advantages(rewards, scale):
         if scale == "batch":
             divisor = slow_std(whole_batch) + 1e-4
         if scale == "mean":
-            divisor = mean(group)
+            divisor = max(mean(group), max(group) / len(group))
         if max(group) == min(group) or divisor <= 0:
             advantages.append([0.0] * len(group))
         else:
