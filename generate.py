@@ -7,7 +7,7 @@ to distil from, or to look at.
 
 Ranks share the prompts out; --max_prompts=100 takes the first hundred. num_generations lines a
 prompt, prompts in the order of the dataset: {"id", "task", "prompt", "answer", "sample",
-"completion", "reward", "rewards": {name: value, null where it failed or does not apply},
+"completion", "reward": null where one failed, "rewards": {name: null too where it does not apply},
 "finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command again goes on where
 it was interrupted; OUT.config.json holds the settings that the lines were made with.
 """
@@ -25,6 +25,7 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 import data
 import rewards
@@ -36,6 +37,7 @@ from common import (
     check_writable,
     load_config,
     progress,
+    quoted,
     read_settings,
     scheduled,
 )
@@ -97,7 +99,8 @@ def finished_prompts(path: Path, config: dict) -> int:
 
 
 def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> list[str]:
-    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,)."""
+    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,); a completion on which
+    a function failed has none."""
     lines = []
     for i, r in enumerate(group):
         each = {}
@@ -111,7 +114,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
             "answer": row["answer"],
             "sample": i,
             "completion": r["text"],
-            "reward": rewards[i].item(),
+            "reward": None if values[i].isinf().any() else rewards[i].item(),
             "rewards": each,
             "finish_reason": r["finish_reason"],
             "prompt_ids": list(r["prompt_ids"]),
@@ -143,7 +146,13 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
     }
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
-    values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
+    values, failed = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
+    if failed:
+        first = failed[0]
+        tqdm.write(
+            f"warning: {len(failed)} reward(s) failed, their lines have null; the first: "
+            f"{quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}"
+        )
     totals, _ = scoring.combine(values, columns)  # (p, G)
     lines = {}
     for n, (i, row) in enumerate(zip(places, rows)):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import child
 import pytest
+import torch
 from child import ended_well
 from deadlines import PATIENCE
 from servers import environment
@@ -15,7 +16,9 @@ import checks
 import common
 import generate
 import rollout
+import scoring
 from common import UserError, load_config, load_with_flags
+from scoring import Column
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
@@ -44,6 +47,18 @@ def run(model: Path, output: Path, *flags) -> subprocess.CompletedProcess:
         text=True,
         timeout=PATIENCE,
     )
+
+
+def test_a_reward_that_failed_is_null_and_so_is_the_sum():
+    columns = [Column(name, 1.0, None, i == 0, "m:f") for i, name in enumerate("ab")]
+    row = {"id": "1", "task": "t", "prompt": "p", "answer": "x"}
+    r = {"text": "", "finish_reason": "stop", "prompt_ids": [1], "completion_ids": [2]}
+    values = torch.tensor([[1.0, 0.5], [1.0, scoring.ERROR], [1.0, torch.nan]])
+    totals, _ = scoring.combine(values[None], columns)
+    lines = generate.lines_of([r | {"logprobs": [0.0]}] * 3, row, values, totals[0], columns)
+    lines = [json.loads(line) for line in lines]
+    assert [line["reward"] for line in lines] == [1.5, None, 1.0]
+    assert [line["rewards"]["b"] for line in lines] == [0.5, None, None]
 
 
 def lines_of(path: Path) -> list[dict]:
