@@ -292,9 +292,9 @@ def start_wandb(folder: Path, config: dict):
     }
     try:
         return wandb.init(**settings)
-    except wandb.errors.Error as error:
+    except (wandb.errors.Error, TypeError) as error:  # TypeError: an option that it does not have
         cure = "log in, or use --wandb_options.mode=offline"
-        if options["mode"] == "offline":
+        if options["mode"] == "offline" or isinstance(error, TypeError):
             cure = "correct wandb_options, or leave report_to empty"
         raise UserError(
             f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; "

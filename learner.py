@@ -643,9 +643,9 @@ def group_metrics(rewards, lengths) -> dict:
 
 
 @torch.no_grad()
-def sampler_distance(model, batch: dict) -> float:
+def sampler_distance(model, batch: dict, c: dict) -> float:
     """Mean distance of the sampler's log-probs from a model's, nats a token, over all ranks."""
-    logps, _ = model(batch["ids"], batch["prompt_lengths"], batch["lengths"])  # (N, T)
+    logps = score_rows(model, batch, agree_on_plan(batch, 1, c))  # (N, T)
     apart = (logps - batch["sampler_logps"]).abs().sum()  # both are 0 behind a row's end
     total, tokens = across_ranks(torch.stack([apart, batch["lengths"].sum()])).tolist()
     return total / tokens

@@ -212,8 +212,9 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     """The optimizer that the config names. UserError for options that it does not take."""
     cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
     arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
-    if "fused" in inspect.signature(cls).parameters:
-        # one kernel, where the default is a dozen passes
+    # one kernel, where the default is a dozen passes; torch takes one of these alone
+    others = arguments.get("foreach") or arguments.get("differentiable")
+    if "fused" in inspect.signature(cls).parameters and not others:
         arguments.setdefault("fused", device.type == "cuda")
     kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
     try:

@@ -23,7 +23,9 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
 
+import dataclasses
 import gc
+import inspect
 import json
 import logging
 import math
@@ -47,7 +49,7 @@ from transformers import (
 )
 
 from checks import entries
-from common import DEADLINE, UserError, in_one_line, rank_memory, say_once
+from common import DEADLINE, UserError, in_one_line, nearest, rank_memory, say_once
 from policy import dtype_of
 
 # Tokens of a block of vLLM's cache on a CPU. Its own 128 leave more of the last block of every row
@@ -203,6 +205,18 @@ def import_vllm():
     return vllm
 
 
+def start_refused(settings: dict, error: ValueError) -> str:
+    """vLLM's reason for not starting, as a sentence that names our keys."""
+    reason = str(error)
+    # pydantic's kind is of options that are no such values, or a model that it does not know
+    if type(error) is ValueError and ("cache" in reason or "Free memory" in reason):
+        return cache_refused(settings, reason)
+    return (
+        f"rollout_engine='vllm' can't start with model={settings['model']!r} and its vllm_options: "
+        f"{in_one_line(reason, 500)}"
+    )
+
+
 def cache_refused(settings: dict, reason: str) -> str:
     """vLLM's reason for not making its cache, as a sentence that names our keys."""
     given = []
@@ -213,7 +227,7 @@ def cache_refused(settings: dict, reason: str) -> str:
         given = [f"VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} (GiB)"]
     what = ", ".join(given)
     reason = in_one_line(reason.split(". ")[0])
-    if reason.startswith("Available memory"):
+    if reason.startswith(("Available memory", "Free memory")):
         return f"{what} is more than is free: lower it ({reason})"
     return (
         f"{what} is too little for vLLM's cache, which must hold max_prompt_length + "
@@ -258,7 +272,8 @@ class VllmEngine:
             self.group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
-        """The vllm.LLM; UserError if its cache is too small for one sequence."""
+        """The vllm.LLM; UserError for options that it does not take or can't start with."""
+        self.check_options(settings)
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
@@ -268,9 +283,19 @@ class VllmEngine:
         try:
             return self.vllm.LLM(**settings)
         except ValueError as error:
-            if "cache" not in str(error):  # another problem than the one we know a cure for
-                raise
-            raise UserError(cache_refused(settings, str(error))) from None
+            raise UserError(start_refused(settings, error)) from None
+
+    def check_options(self, settings: dict) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        known |= set(inspect.signature(self.vllm.LLM).parameters)
+        for name in settings:
+            if name not in known:
+                raise UserError(
+                    f"vllm_options.{name} is no option of vLLM {self.vllm.__version__}"
+                    f"{nearest(name, known, 'vllm.EngineArgs has them all')}"
+                )
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
         own_requests = list(zip(prompts_ids, sampling["seeds"]))

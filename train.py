@@ -435,9 +435,9 @@ def prove_sync(run: Run) -> None:
         place_frozen(lm, run.world.device)
         batch = rollout.to_batch(rollouts, run.world.device)
         set_temperature([run.engine], 1.0)
-        followed = learner.sampler_distance(run.engine, batch)
+        followed = learner.sampler_distance(run.engine, batch, c)
         flip_signs(lm, c["zero_stage"])
-        stale = learner.sampler_distance(run.engine, batch)
+        stale = learner.sampler_distance(run.engine, batch, c)
     sync_weights(run)
     limit = TRIAL_SHARE[dtype_of(c)] * stale
     if followed > limit:

@@ -356,6 +356,8 @@ def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> di
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": sampling["stop_token_ids"],
         # 0: of the sampled token alone
         "logprobs": 0,

@@ -124,3 +124,12 @@ def test_deepspeed_shows_adafactor_whole_matrices_at_stage_0(dtype, tiny_model_d
         if "row_var" in state:
             shapes.add((len(state["row_var"]), state["col_var"].shape[-1]))
     assert tuple(weight.shape) in shapes
+
+
+def test_a_gpu_gets_one_kernel_unless_another_way_is_asked_for():
+    """torch takes one of fused, foreach and differentiable; on a CPU none is set by us."""
+    gpu = torch.device("cuda")
+    for options, fused in (({}, True), ({"foreach": True}, None), ({"fused": False}, False)):
+        c = load_config([f"--optimizer_options={options}"])
+        optimizer = make_optimizer([torch.zeros(2, 2)], c, gpu)
+        assert optimizer.defaults["fused"] == fused

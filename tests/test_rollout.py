@@ -206,15 +206,25 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
     [
         ("To serve at least one request, 1 GiB. Try", "=9 is too little for vLLM's cache"),
         ("Available memory on node 0 (1/23 GiB) on kv cache", "=9 is more than is free: lower it"),
+        ("Free memory on device cuda:0 (1/79 GiB) on startup", "=9 is more than is free: lower it"),
     ],
 )
 def test_a_cache_that_vllm_refuses_is_one_sentence_with_our_key(reason, words, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    settings = {"max_model_len": 64, "kv_cache_memory_bytes": 9}
-    assert f"vllm_options.kv_cache_memory_bytes{words}" in rollout.cache_refused(settings, reason)
+    settings = {"model": "m", "max_model_len": 64, "kv_cache_memory_bytes": 9}
+    said = rollout.start_refused(settings, ValueError(reason + " cache"))
+    assert f"vllm_options.kv_cache_memory_bytes{words}" in said
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     sentence = rollout.cache_refused(settings, reason)
     assert "VLLM_CPU_KVCACHE_SPACE=1 (GiB) is" in sentence and "bytes=9" not in sentence
+
+
+def test_what_else_vllm_refuses_is_its_own_sentence_and_not_about_the_cache():
+    class Refused(ValueError):
+        """Stands for pydantic's ValidationError."""
+
+    said = rollout.start_refused({"model": "m"}, Refused("cache_dtype\nshould be 'auto'"))
+    assert "model='m' and its vllm_options: cache_dtype should be 'auto'" in said
 
 
 @pytest.mark.slow

@@ -55,6 +55,8 @@ def test_what_is_asked_for(world, make, stand_in, monkeypatch):
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop_token_ids": [0],
             "logprobs": 0,
             "return_token_ids": True,
