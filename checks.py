@@ -158,13 +158,25 @@ def sources(c: dict) -> list[dict]:
 
 
 def eval_source(c: dict) -> dict | None:
-    """Where evaluation rows come from: eval_dataset, or without a name there the test split of the
-    training dataset; None of a mixture, which has none of its own."""
-    if c["eval_dataset"].get("name"):
-        return entries(c, "eval_dataset")
+    """Where evaluation rows come from: eval_dataset, or without a name there the training dataset
+    with the other entries of eval_dataset, its test split; None of a mixture, which has none of its
+    own."""
+    given = entries(c, "eval_dataset")
+    if given["name"]:
+        return given
     if isinstance(c["dataset"], list):
         return None
-    return sources(c)[0] | {"split": entries(c, "eval_dataset")["split"]}
+    source = sources(c)[0]
+    own = c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
+    return source | own
+
+
+def is_evaluated(c: dict) -> bool:
+    """Whether rows are held out: by the run itself, its eval_command, or somebody later on, for
+    whom an eval_dataset is named."""
+    return (
+        c["eval_steps"] > 0 or c["eval_command"] != "" or entries(c, "eval_dataset")["name"] != ""
+    )
 
 
 def values_of(value) -> list:
@@ -479,6 +491,10 @@ def group_claims(c: dict):
         "and learning share a process",
     )
     yield (
+        "lr" not in c["optimizer_options"],
+        "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
+    )
+    yield (
         # offloading is a part of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
@@ -516,6 +532,11 @@ def data_claims(c: dict):
             f"{key}.more={source['more']} must be a list of names",
         )
     yield (c["dataset"] != [], "dataset=[] names no source of rows")
+    yield (
+        not c["rollout_server"] or c["rollout_engine"] == "server",
+        f"rollout_server={c['rollout_server']!r} is asked under rollout_engine='server' only, not "
+        f"{c['rollout_engine']!r}",
+    )
     for name in c["chat_template_kwargs"]:
         yield (
             type(name) is str and name.isidentifier() and name not in TEMPLATE_SET_HERE,
@@ -535,7 +556,7 @@ def data_claims(c: dict):
     )
     easy = c["easy_dataset"]
     yield (
-        bool(easy.get("name")) == ("share" in easy),
+        bool(easy.get("name")) == ("share" in easy) == bool(easy),
         f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
         "such as --easy_dataset.share={0: 0.5, 100: 0.0}",
     )
@@ -579,7 +600,8 @@ def objective_claims(c: dict):
     yield (
         # in the other objectives beta * KL is in the loss already
         not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
-        f"maxent_kl=True needs objective='maxent' and beta > 0, not objective={c['objective']!r} "
+        f"maxent_kl=True needs objective={names(lambda o: o.beta == 'weights')} and beta > 0, not "
+        f"objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )
     yield (

@@ -333,9 +333,9 @@ def current_name(name: str, source: str) -> str:
     return replacement
 
 
-def nearest(name: str, known) -> str:
+def nearest(name: str, known, otherwise: str = "config/default.py lists all keys") -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"
+    return f"; did you mean {near[0]!r}?" if near else f"; {otherwise}"
 
 
 def coerce_key(key: str, value, default, where: str):
@@ -606,6 +606,8 @@ def check_writable(key: str, path, folder: bool) -> None:
     loaded, not when there is something to write."""
     where = f"{key}={quoted(str(path))} can't be written"
     check_characters(str(path), where)
+    if str(path).startswith("~"):
+        raise UserError(f"{where}: no shell has replaced the ~; write $HOME or the whole path")
     absolute = Path(path).absolute()
     check_lengths(absolute, where)
     there = absolute

@@ -20,7 +20,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import UserError, quoted
+from common import UserError, quoted, say_once
 from prompts import encode_prompts, prompt_fault, prompt_identity
 
 # columns that mean something here, read wherever a dataset has them
@@ -46,6 +46,8 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
         )
     if name in tasks.NAMES:
         return task_rows(source, seed)
+    if name.endswith((".jsonl", ".parquet")):
+        check_single(source)
     found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
     return usable_rows(found, source, [*source["more"], *also])
 
@@ -62,6 +64,17 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         return rows(source["split"], -1, seed, **variant)  # -1: all of them
     except ValueError as error:  # no such split or variant; other errors are bugs of the task
         raise UserError(f"dataset.name={name!r}: {error}") from None
+
+
+def check_single(source: dict) -> None:
+    """UserError if anything but all rows is asked of a source that has no splits. "test" is what
+    evaluation asks for where nothing else is said."""
+    if source["config"] or source["split"] not in ("train", "test"):
+        raise UserError(
+            f"dataset.name={source['name']!r} has neither variants nor splits, so "
+            f"config={source['config']!r} and split={source['split']!r} can't be taken of it: "
+            "leave them out, or make files of the parts"
+        )
 
 
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
@@ -94,10 +107,11 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
             f"{name!r} split {source['split']!r}: none of its {len(found)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
             f"columns are: {', '.join(first) or 'none'}. Set dataset.prompt and dataset.answer, "
-            f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's"
+            f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's where "
+            f"eval_dataset has a name"
         )
     if len(rows) < len(found):
-        print(
+        say_once(
             f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
             f"and are left out"
         )
@@ -207,6 +221,8 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             splits = ", ".join(dataset)
             raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
         dataset = dataset[split]
+    elif os.path.isdir(name) and is_saved_to_disk(Path(name)):
+        check_single(source)
 
     wanted = []
     for column in [source["prompt"], source["answer"], *source["more"]]:
@@ -233,9 +249,15 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
 def whole_column(features: dict, name: str) -> str | None:
     """The column that holds "reward_model.ground_truth" among others: reward_model. None without
     such a one."""
-    if column_of(features, name) is None:
-        return None
-    return name if name in features else name.partition(".")[0]
+    if name in features:
+        return name
+    first, *parts = name.split(".")
+    content = features.get(first)
+    for part in parts:
+        if getattr(content, "_type", "") == "Json":  # it may hold anything: a row tells
+            return first
+        content = content.get(part) if isinstance(content, dict) else None
+    return None if content is None else first
 
 
 def open_dataset(source: dict):
@@ -292,7 +314,7 @@ def use_cache_without_hub(endpoint: str) -> bool:
     try:
         socket.create_connection((address.hostname, port), timeout=10).close()
     except OSError as error:
-        print(f"{endpoint} can't be reached ({error}): only its cache is used", flush=True)
+        say_once(f"{endpoint} can't be reached ({error}): only its cache is used")
         hub.HF_HUB_OFFLINE = True
     return hub.HF_HUB_OFFLINE
 
@@ -360,18 +382,22 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
 
     pools: the rows of every source, then those of the easy pool. UserError where nothing is left of
     one."""
-    # to the letter: what differs in case only is another prompt to a model
-    evaluated = {prompt_identity(row) for row in eval_rows}
+
+    def identity(row: dict) -> str:
+        # but for white space: what differs in case is another prompt to a model
+        return " ".join(prompt_identity(row).split())
+
+    evaluated = {identity(row) for row in eval_rows}
     left = []
     for rows in pools:
-        left.append([row for row in rows if prompt_identity(row) not in evaluated])
+        left.append([row for row in rows if identity(row) not in evaluated])
     total = sum(map(len, pools))
     count = total - sum(map(len, left))
     if not count:
         return pools
     sentence = f"{count} of {total} training rows are evaluation prompts too"
     if c["allow_leakage"]:
-        print(f"warning: {sentence} (allow_leakage=True)")
+        say_once(f"warning: {sentence} (allow_leakage=True)")
         return pools
     places = [*sources(c), entries(c, "easy_dataset")]
     for source, rows, rest in zip(places, pools, left):
@@ -381,5 +407,5 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
                 f"eval_dataset.name to other rows (without it those of dataset.name are evaluated "
                 f"too), --eval_steps=0 for none, or --allow_leakage=True"
             )
-    print(f"{sentence} and are left out of training")
+    say_once(f"{sentence} and are left out of training")
     return left

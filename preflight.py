@@ -24,7 +24,14 @@ import data
 import packing
 import rewards
 import scoring
-from checks import OPTIMIZERS, entries, eval_source, rows_of_a_group, warn_config
+from checks import (
+    OPTIMIZERS,
+    entries,
+    eval_source,
+    is_evaluated,
+    rows_of_a_group,
+    warn_config,
+)
 from common import (
     UserError,
     check_writable,
@@ -95,7 +102,9 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         # the cheap before the large: config, tokenizer, weights
         config = load_part(model, "config.json", AutoConfig)
         vocab_size = vocabulary_of(model, config)
-        tokenizer = load_part(model, "the tokenizer", AutoTokenizer)
+        # False: beside a tekken.json transformers would take Mistral's own, which has no chat
+        # template and another interface
+        tokenizer = load_part(model, "the tokenizer", AutoTokenizer, mistral_format=False)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
         stop_ids = stop_token_ids(model, tokenizer, vocab_size)
@@ -120,9 +129,9 @@ def quiet():
         logging.set_verbosity(verbosity)
 
 
-def load_part(model: str, part: str, auto_class):
+def load_part(model: str, part: str, auto_class, **options):
     try:
-        return auto_class.from_pretrained(model)
+        return auto_class.from_pretrained(model, **options)
     except Exception as error:  # strangers' files: the parsers raise dozens of kinds
         raise unusable(model, part, error) from None
 
@@ -278,10 +287,22 @@ def check_weights(model: str) -> None:
         )
     except Exception as error:  # as in load_part
         raise unusable(model, "its weights", damaged_file(folder) or error) from None
+    refuse_buffers(model, lm)
     refuse_other_weights(model, lm, report)
     # the cache has a hub model's files in one folder
     for path in weight_files(Path(cached_file(model, "config.json")).parent):
         refuse_nan(model, path)
+
+
+def refuse_buffers(model: str, lm) -> None:
+    """UserError if a part of the model is in its files but is no parameter: checkpoints and the
+    rollout engine take parameters alone (the routing bias of DeepSeek-V3 is none)."""
+    buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()
+    if buffers:
+        raise UserError(
+            f"model={model!r}: {len(buffers)} of its tensors are kept beside its parameters, such "
+            f"as {min(buffers)}: checkpoints would lack them, so it can't be trained here"
+        )
 
 
 def damaged_file(folder: Path) -> str:
@@ -401,6 +422,9 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     check_tensor_parallel(c, world)
     # model and tokenizer
     files = load_model_files(c["model"], c["chat_template"], dry_run)
+    end = end_of_turn(files.tokenizer, files.stop_ids)
+    if end.startswith("warning") and not dry_run:  # which has a line for it
+        say_once(end)
     check_context(files.config, c)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
@@ -413,9 +437,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
-    eval_rows = []
-    if c["eval_steps"] > 0:  # 0: never evaluated, no rows are needed
-        eval_rows = load_eval_rows(c, files.tokenizer)
+    eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
     *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
     return Inputs(
         model=files.config,
@@ -425,23 +447,28 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
         weights=weights,
         easy=easy,
         columns=columns,
-        eval_rows=eval_rows,
+        eval_rows=eval_rows if c["eval_steps"] > 0 else [],
     )
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """The first eval_max_prompts rows of the evaluation data, encoded."""
+    """The first eval_max_prompts rows of the evaluation data, encoded; the rewards can read their
+    answers."""
+    rows = held_out_rows(c, tokenizer)
+    scoring.check_answers(deciding(rows, c), rows, eval_source(c)["name"], c)
+    return rows
+
+
+def held_out_rows(c: dict, tokenizer) -> list[dict]:
     source = eval_source(c)
     if source is None:
         raise UserError(
             "dataset is a mixture, which has no evaluation split of its own: name an "
-            "eval_dataset, or set eval_steps=0"
+            "eval_dataset, or set eval_steps=0 and no eval_command"
         )
     # the same rows for every seed of a run: their scores are compared
     rows = data.load_rows(source, seed=0, also=data.more_columns(c))
-    rows = rows[: c["eval_max_prompts"]]
-    scoring.check_answers(deciding(rows, c), rows, source["name"], c)
-    return encode_prompts(rows, tokenizer, c)
+    return encode_prompts(rows[: c["eval_max_prompts"]], tokenizer, c)
 
 
 def deciding(rows: list[dict], c: dict) -> list:
@@ -544,10 +571,12 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> N
     policy.Parameters."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
     c = c | {"max_tokens_per_micro_batch": tokens}
-    micro_batches = math.ceil(rows_of_a_rank(c, world) * longest_row(c) / tokens)
+    longest = longest_row(c)
+    # no row is cut, and one at least is in each
+    micro_batches = math.ceil(rows_of_a_rank(c, world) / max(1, tokens // longest))
     print(
-        f"learning: {tokens} tokens in a micro-batch at most; {micro_batches} of them if every row "
-        f"had all {longest_row(c)} tokens and no prompt was shared"
+        f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
+        f"them if every row had all {longest} tokens and no prompt was shared"
     )
     name = str(dtype).removeprefix("torch.")
     table = memory_estimate(c, model, parameters, dtype.itemsize, world)

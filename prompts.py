@@ -14,7 +14,7 @@ from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
-from common import UserError, in_one_line, quoted
+from common import UserError, in_one_line, quoted, say_once
 
 # --- what a prompt is: a text that the user says, or a list of chat messages
 
@@ -239,7 +239,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
     if not kept:
         without = " even without the users' messages" if c["long_prompts"] == "truncate" else ""
         raise UserError(f"{sentence}: nothing is left{without}")
-    print(
+    say_once(
         f"{sentence}: {cut} have lost the beginning of the user's message, "
         f"{len(rows) - len(kept)} are left out"
     )

@@ -7,10 +7,10 @@ time, until it answers well enough for RL.
 
 model="tiny" first builds, without any download, a character-level tokenizer with a chat template
 and a Qwen2 of about 1M parameters with random weights. Otherwise any Hugging Face model. The result
-is a Hugging Face folder.
+is a Hugging Face folder. The problems of a mixture are drawn alike, whatever its weights.
 """
 
-from checks import FLAGS
+from checks import FLAGS, is_evaluated
 from common import load_with_flags, script
 
 # A wrong config is told here, at once: the imports that follow take ten seconds.
@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import UserError, progress
+from common import UserError, progress, say_once
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
-from preflight import load_model_files
+from preflight import check_context, held_out_rows, load_model_files
 from prompts import seed_prompts
 from ranks import World, across_ranks, leave_together, start_distributed
 
@@ -135,7 +135,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         sentence = f"max_completion_length={limit}: {count} solutions are longer"
         if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
-        print(f"{sentence} and are left out")
+        say_once(f"{sentence} and are left out")
     return found
 
 
@@ -180,7 +180,11 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         # after the folder is held, or another process could fill it behind the check
         check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
         lm, tokenizer = load_model(c)
-        rows = data.all_rows(data.training_sources(c, tokenizer)[0])
+        sources, _ = data.training_sources(c, tokenizer)
+        if is_evaluated(c):  # not by us: a warm start must not know the answers either
+            held_out = held_out_rows(c, tokenizer)
+            *sources, _ = data.leave_out_evaluated([*sources, []], held_out, c)
+        rows = data.all_rows(sources)
         groups = demonstrations(rows, tokenizer, c)
         train(c, own, lm, tokenizer, groups)
 
@@ -196,6 +200,8 @@ def check(c: dict, own: dict, world: int) -> None:
             f"lora_rank={c['lora_rank']}: sft.py trains all weights, not adapters; set "
             f"--lora_rank=0 here"
         )
+    if c["model"] == "tiny" and c["chat_template"]:
+        raise UserError("model='tiny' brings its own chat template: leave out chat_template")
     steps = own["steps"]
     learning_rate = own["learning_rate"]
     # NaN and infinity are refused too
@@ -214,7 +220,11 @@ def load_model(c: dict) -> tuple:
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
     else:
-        tokenizer = load_model_files(c["model"], c["chat_template"]).tokenizer
+        files = load_model_files(c["model"], c["chat_template"])
+        check_context(files.config, c)
+        tokenizer = files.tokenizer
+        if tokenizer.eos_token_id is None:  # generation_config.json alone names one
+            tokenizer.eos_token_id = files.stop_ids[0]
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])

@@ -8,6 +8,7 @@ import pytest
 from reward_tools import config, rollouts_of
 from row_files import check_words, jsonl, load, parquet, refusal
 
+import checks
 import data
 import preflight
 import rewards
@@ -307,6 +308,7 @@ def test_training_rows_that_are_evaluation_prompts_are_left_out_and_counted(caps
         assert data.leave_out_evaluated([rows, easy], untouched, c) == [rows, easy]
     assert capsys.readouterr().out == ""
     evaluated = numbered("p", 1, 9) + numbered("e", 0)
+    evaluated[0]["prompt"] = " p1\n"
     left = data.leave_out_evaluated([rows, easy], evaluated, c)
     assert left == [[rows[0], rows[2]], [easy[1]]]
     assert capsys.readouterr().out == (
@@ -363,6 +365,35 @@ def test_a_run_trains_on_no_prompt_that_it_is_evaluated_on(sums, capsys):
     assert len(sums("train", "--allow_leakage=True").sources[0]) == 3
 
 
+def test_nor_on_one_that_somebody_evaluates_later(sums):
+    """Named in the config, for evaluate.py and eval_command to read; the run itself does not."""
+    inputs = sums("first", "--eval_steps=0")
+    assert inputs.eval_rows == []
+    assert prompts_of(inputs.sources[0]) == ["1+1", "2+1"]
+
+
+def test_a_warm_start_learns_no_held_out_solution(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    rows = [{"prompt": f"{i}+1", "answer": str(i), "solutions": [str(i)]} for i in range(3)]
+    path = jsonl(tmp_path, *rows)
+    learnt = []
+    monkeypatch.setattr(sft, "train", lambda c, own, lm, tokenizer, groups: learnt.append(groups))
+    out = tmp_path / "out"
+    argv = [f"--model={tiny_model_dir}", f"--dataset.name={path}", f"--output_dir={out}"]
+    argv += ["--eval_steps=5", "--eval_max_prompts=1"]
+    sft.main(load_config(argv))
+    assert len(learnt[0]) == 2
+    assert "1 of 3 training rows are evaluation prompts too" in capsys.readouterr().out
+    sft.main(load_config([*argv, "--eval_steps=0"]))
+    assert len(learnt[1]) == 3
+
+
+def test_without_a_name_eval_dataset_changes_entries_of_the_training_data():
+    flags = ["--dataset.name=countdown", "--dataset.config=tiny", "--dataset.answer=gold"]
+    source = checks.eval_source(load_config([*flags, "--eval_dataset.config=4"]))
+    assert source["name"] == "countdown" and source["config"] == "4"
+    assert source["split"] == "test" and source["answer"] == "gold"
+
+
 def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
     easy = [f"--easy_dataset.name={tmp_path / 'easy/rows.jsonl'}", "--easy_dataset.share=0.5"]
     assert len(sums("clean", *easy).easy) == 2
@@ -380,6 +411,9 @@ def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
     [
         (["--easy_dataset.share={0: 0.5}"], ["easy_dataset={'share': {0: 0.5}}", "name"]),
         (["--easy_dataset.name=countdown"], ["easy_dataset={'name': 'countdown'}", "share"]),
+        (["--easy_dataset.config=3"], ["easy_dataset={'config': '3'}", "name"]),
+        (["--rollout_server=http://h:1"], ["rollout_engine='server'", "'vllm'"]),
+        (["--optimizer_options.lr=0.5"], ["optimizer_options.lr", "learning_rate"]),
         (["--easy_dataset.share={0: 1.5}"], ["easy_dataset.share={0: 1.5}", "at most 1"]),
         (["--easy_dataset.share={-1: 0.5}"], ["easy_dataset.share", "{-1: 0.5}"]),
         (["--easy_dataset.share={0: -0.5}"], ["easy_dataset.share={0: -0.5}"]),

@@ -42,6 +42,36 @@ def test_rows_of_a_parquet_file_without_prompt_or_answer_are_left_out_and_counte
     check_words(message, "none of its 2 rows", "'prompt'", "'answer'", "rows.parquet")
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+@pytest.mark.parametrize("entry", [{"split": "train[:1]"}, {"config": "main"}])
+def test_a_part_of_what_has_no_parts_is_refused(kind, entry, tmp_path):
+    columns = {"prompt": ["a", "b"], "answer": ["1", "2"]}
+    path = str(tmp_path / "folder")
+    if kind == "jsonl":
+        path = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
+    elif kind == "parquet":
+        path = parquet(tmp_path, **columns)
+    else:
+        datasets.Dataset.from_dict(columns).save_to_disk(path)
+    assert load(path, split="test")
+    check_words(refusal(load, path, **entry), path, "neither variants nor splits", *entry.values())
+
+
+def test_dots_lead_into_a_column_of_which_no_two_rows_are_alike(tmp_path):
+    """datasets gives it a type that says nothing of what is in it."""
+    rows = [
+        {"prompt": "a", "rm": {"gt": "2"}},
+        {"prompt": "b", "rm": {"gt": "4", "x": 1}},
+        {"prompt": "c", "rm": {"gt": "5", "x": "y"}},
+    ]
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load(str(folder), answer="rm.gt")
+    assert [row["answer"] for row in found] == ["2", "4", "5"]
+    check_words(refusal(load, str(folder), answer="other.gt"), "no column 'other.gt'")
+
+
 def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     columns = {"prompt": ["1+1", "2+2"], "answer": ["2", "4"], "bulk": [[0.5] * 9] * 2}
     dataset = datasets.Dataset.from_dict(columns)

@@ -17,7 +17,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
     GPT2Config,
+    MistralConfig,
     OPTConfig,
     Qwen2Config,
 )
@@ -327,6 +329,40 @@ def test_a_dry_run_looks_at_the_weights_that_are_there(folder):
     assert f"{WEIGHTS} is damaged" in refusal(load_model_files, str(folder), dry_run=True)
 
 
+# --- kinds of models that have something else in their folders
+
+
+def test_a_tokenizer_of_mistrals_own_kind_beside_it_is_not_taken(folder):
+    config = MistralConfig(**SMALL, num_key_value_heads=2, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tekken.json").write_text("{}")
+    tokenizer = load_model_files(str(folder)).tokenizer
+    assert tokenizer.chat_template and tokenizer.convert_tokens_to_ids("7") < 101
+
+
+def test_a_model_that_keeps_weights_beside_its_parameters_is_refused(folder):
+    config = DeepseekV3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    said = refusal(load_model_files, str(folder))
+    check_words(said, "1 of its tensors", "layers.1.mlp.gate.e_score_correction_bias")
+
+
 # --- a tokenizer and a model that do not belong together
 
 
@@ -399,6 +435,20 @@ def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(shown):
     assert "'[system]S[user]1+1?[me]'" in out
 
 
+def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, capsys):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|user|>"
+    rows = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    flags = [f"--model={folder}", f"--dataset.name={rows}", "--reward_funcs=['math']"]
+    flags += ["--reward_workers=0"]
+    preflight.load_inputs(load_config(flags), 1)
+    assert "warning" not in capsys.readouterr().out
+    preflight.load_inputs(load_config([*flags, f"--chat_template={template}"]), 1)
+    words = (
+        "warning: the chat template ends a turn with '<|user|>', which does not end a completion"
+    )
+    assert words in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_the_config_the_batch_and_the_data(shown):
     out = shown("--prompts_per_step=6", "--num_generations=4", "--max_steps=5", world=2)
     assert "  system_prompt = 'S'\n" in out
@@ -436,7 +486,11 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
     activations = 20_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
     assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
     # 800 rows of 512 + 99 tokens
+    # 32 of them fit into 20,000 tokens
     assert "learning: 20000 tokens in a micro-batch at most; 25 of them" in out
+    # one row is more than that, and is not cut
+    out = shown("--max_tokens_per_micro_batch=600", "--prompts_per_step=100")
+    assert "learning: 611 tokens in a micro-batch at most; 800 of them" in out
     assert "warning: that is more" not in out
     given(2**28)
     assert "warning: that is more" in shown("--max_tokens_per_micro_batch=20000")
