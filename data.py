@@ -67,13 +67,12 @@ def task_rows(source: dict, seed: int) -> list[dict]:
 
 
 def check_single(source: dict) -> None:
-    """UserError if anything but all rows is asked of a source that has no splits. "test" is what
-    evaluation asks for where nothing else is said."""
-    if source["config"] or source["split"] not in ("train", "test"):
+    """UserError if a part is asked of a source that has none. "test" is what evaluation asks for
+    where nothing else is said; a config may be left of another source."""
+    if source["split"] not in ("train", "test"):
         raise UserError(
-            f"dataset.name={source['name']!r} has neither variants nor splits, so "
-            f"config={source['config']!r} and split={source['split']!r} can't be taken of it: "
-            "leave them out, or make files of the parts"
+            f"dataset.name={source['name']!r} has no splits, so split={source['split']!r} can't be "
+            "taken of it: make files of the parts"
         )
 
 

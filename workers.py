@@ -51,7 +51,7 @@ END_SECONDS = 10  # for a keeper to end all that came of its worker; it takes mi
 CHUNK = 64  # jobs that are handed to a worker at a time, at most
 BIGGEST = 1e38  # of a number, so that it is finite in float32 too
 LONGEST_TEXT = 1000  # of a function's answer
-LONGEST_REASON = 500  # characters of an error
+LONGEST_REASON = 200  # characters of an error, without its place
 LONGEST_LINE = 20_000  # bytes that may come without a newline before a worker is given up
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
@@ -327,7 +327,7 @@ class Pool:
 def believed(message):
     """A worker's answer to a job, as far as it can be one: a number, a text, None or a Failure."""
     if isinstance(message, dict) and set(message) == {"error"}:
-        return Failure("error", quoted(message["error"], 2 * LONGEST_REASON))  # and its place
+        return Failure("error", quoted(message["error"], LONGEST_REASON + 50))  # and its place
     if message is None or isinstance(message, str):
         return message
     # type(), because True is an int

@@ -17,6 +17,7 @@ unlikely_25 = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
 maxent_10 = {"objective": "maxent", "maxent_tau": 0.1}
 maxent_20 = {"objective": "maxent", "maxent_tau": 0.2}
 maxent_40 = {"objective": "maxent", "maxent_tau": 0.4}
+maxent_slow = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 5e-5}
 maxent_scale8 = {"objective": "maxent", "maxent_score_scale": 8.0, "maxent_tau": 0.025}
 maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}

@@ -216,7 +216,14 @@ def mode(completion: str, answer: dict) -> str | None:
 
 
 def reward(completion: str, answer: dict, **row) -> float:
-    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file."""
+    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
+    ValueError for an answer that no completion could match: numbers as texts, say."""
+    numbers = answer["numbers"]
+    known = isinstance(numbers, list) and all(type(number) is int for number in numbers)
+    if not known or type(answer["target"]) is not int:
+        raise ValueError(
+            f"countdown: the answer must be whole numbers and a whole target, not {answer!r:.100}"
+        )
     return float(mode(completion, answer) is not None)
 
 

@@ -99,7 +99,15 @@ def mode(completion: str, answer: dict) -> str | None:
 
 
 def reward(completion: str, answer: dict, **row) -> float:
-    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file."""
+    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
+    ValueError for an answer that is no graph."""
+    n = answer["n"]
+    named = {vertex for edge in answer["edges"] for vertex in edge}
+    if type(n) is not int or not named <= set(range(n)):
+        raise ValueError(
+            "graph_coloring: the answer must have a whole n and edges of vertices from 0 to n - 1, "
+            f"not {answer!r:.100}"
+        )
     return float(mode(completion, answer) is not None)
 
 

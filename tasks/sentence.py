@@ -56,9 +56,12 @@ def mode(completion: str, answer: list) -> str | None:
 
 def reward(completion: str, answer: list, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that is no list of words."""
-    if not isinstance(answer, list) or not all(isinstance(word, str) for word in answer):
-        raise ValueError(f"sentence: the answer must be a list of words, not {answer!r:.100}")
+    ValueError for an answer that is no list of words in lower case."""
+    known = isinstance(answer, list) and all(isinstance(word, str) for word in answer)
+    if not known or any(word != word.lower() for word in answer):
+        raise ValueError(
+            f"sentence: the answer must be a list of words in lower case, not {answer!r:.100}"
+        )
     return float(mode(completion, answer) is not None)
 
 

@@ -275,3 +275,16 @@ def test_nothing_warns_about_odd_expressions():
 def test_a_hundred_characters_of_parentheses_are_the_limit():
     assert countdown.reward("(" * 47 + "2*3+4" + ")" * 47, TEN) == 1.0
     assert countdown.reward("(" * 48 + "2*3+4" + ")" * 48, TEN) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"numbers": ["2", "3", "4"], "target": 10},
+        {"numbers": [2, 3, 4], "target": "10"},
+        {"numbers": "2,3,4", "target": 10},
+    ],
+)
+def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
+    with pytest.raises(ValueError, match=r"^countdown: the answer must"):
+        countdown.reward("1", answer)

@@ -110,3 +110,16 @@ def test_no_training_graph_is_a_held_out_one_in_disguise(config):
     assert not train & test
     assert len(test) == len(test_rows) == 256
     assert len(train_rows) > 4000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"n": "3", "edges": [[0, 1]], "partial": "..."},
+        {"n": 3, "edges": [[0, -1]], "partial": "..."},
+        {"n": 3, "edges": [[0, 3]], "partial": "..."},
+    ],
+)
+def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
+    with pytest.raises(ValueError, match=r"^graph_coloring: the answer must"):
+        graph_coloring.reward("1", answer)

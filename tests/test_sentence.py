@@ -137,3 +137,12 @@ def test_errors_name_the_value_and_the_choices():
         sentence.rows("train", 1, 0, "big")
     with pytest.raises(ValueError, match=r"^split 'val' does not exist: choose one of train, test"):
         sentence.rows("val", 1, 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [["Dog", "river"], "dog river", [1, 2]],
+)
+def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
+    with pytest.raises(ValueError, match=r"^sentence: the answer must"):
+        sentence.reward("1", answer)
