@@ -333,9 +333,9 @@ def current_name(name: str, source: str) -> str:
     return replacement
 
 
-def nearest(name: str, known, otherwise: str = "config/default.py lists all keys") -> str:
+def nearest(name: str, known) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; {otherwise}"
+    return f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"
 
 
 def coerce_key(key: str, value, default, where: str):

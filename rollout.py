@@ -23,9 +23,7 @@ is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", 
 "text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
 """
 
-import dataclasses
 import gc
-import inspect
 import json
 import logging
 import math
@@ -49,7 +47,7 @@ from transformers import (
 )
 
 from checks import entries
-from common import DEADLINE, UserError, in_one_line, nearest, rank_memory, say_once
+from common import DEADLINE, UserError, in_one_line, rank_memory, say_once
 from policy import dtype_of
 
 # Tokens of a block of vLLM's cache on a CPU. Its own 128 leave more of the last block of every row
@@ -205,7 +203,7 @@ def import_vllm():
     return vllm
 
 
-def start_refused(settings: dict, error: ValueError) -> str:
+def start_refused(settings: dict, error: Exception) -> str:
     """vLLM's reason for not starting, as a sentence that names our keys."""
     reason = str(error)
     # pydantic's kind is of options that are no such values, or a model that it does not know
@@ -273,7 +271,6 @@ class VllmEngine:
 
     def load(self, settings: dict):
         """The vllm.LLM; UserError for options that it does not take or can't start with."""
-        self.check_options(settings)
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
@@ -282,20 +279,11 @@ class VllmEngine:
         )
         try:
             return self.vllm.LLM(**settings)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            # its arguments are EngineArgs: one that it does not have
+            if isinstance(error, TypeError) and "EngineArgs" not in str(error):
+                raise
             raise UserError(start_refused(settings, error)) from None
-
-    def check_options(self, settings: dict) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        known = {field.name for field in dataclasses.fields(EngineArgs)}
-        known |= set(inspect.signature(self.vllm.LLM).parameters)
-        for name in settings:
-            if name not in known:
-                raise UserError(
-                    f"vllm_options.{name} is no option of vLLM {self.vllm.__version__}"
-                    f"{nearest(name, known, 'vllm.EngineArgs has them all')}"
-                )
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
         own_requests = list(zip(prompts_ids, sampling["seeds"]))

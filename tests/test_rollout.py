@@ -1,10 +1,12 @@
 """Real vLLM against transformers and against the trainer's own log-probs."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,6 +219,19 @@ def test_a_cache_that_vllm_refuses_is_one_sentence_with_our_key(reason, words, m
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     sentence = rollout.cache_refused(settings, reason)
     assert "VLLM_CPU_KVCACHE_SPACE=1 (GiB) is" in sentence and "bytes=9" not in sentence
+
+
+def test_an_option_that_vllm_does_not_have_is_a_sentence_and_a_bug_is_none():
+    engine = object.__new__(rollout.VllmEngine)
+    for words in ("EngineArgs.__init__() got an unexpected keyword argument 'x'", "a bug"):
+
+        def fail(words=words, **settings):
+            raise TypeError(words)
+
+        engine.vllm = SimpleNamespace(LLM=fail)
+        kind = UserError if "EngineArgs" in words else TypeError
+        with pytest.raises(kind, match=re.escape(words)):
+            engine.load({"model": "m", "dtype": "float32", "enforce_eager": True})
 
 
 def test_what_else_vllm_refuses_is_its_own_sentence_and_not_about_the_cache():
