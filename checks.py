@@ -172,11 +172,10 @@ def eval_source(c: dict) -> dict | None:
 
 
 def is_evaluated(c: dict) -> bool:
-    """Whether rows are held out: by the run itself, its eval_command, or somebody later on, for
-    whom an eval_dataset is named."""
-    return (
-        c["eval_steps"] > 0 or c["eval_command"] != "" or entries(c, "eval_dataset")["name"] != ""
-    )
+    """Whether rows are held out: for the run itself, or for somebody later on, for whom an
+    eval_dataset is named (allow_leakage: who does not care need not have it at hand)."""
+    named = entries(c, "eval_dataset")["name"] != ""
+    return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
 
 
 def values_of(value) -> list:
@@ -532,11 +531,6 @@ def data_claims(c: dict):
             f"{key}.more={source['more']} must be a list of names",
         )
     yield (c["dataset"] != [], "dataset=[] names no source of rows")
-    yield (
-        not c["rollout_server"] or c["rollout_engine"] == "server",
-        f"rollout_server={c['rollout_server']!r} is asked under rollout_engine='server' only, not "
-        f"{c['rollout_engine']!r}",
-    )
     for name in c["chat_template_kwargs"]:
         yield (
             type(name) is str and name.isidentifier() and name not in TEMPLATE_SET_HERE,
@@ -600,8 +594,8 @@ def objective_claims(c: dict):
     yield (
         # in the other objectives beta * KL is in the loss already
         not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
-        f"maxent_kl=True needs objective={names(lambda o: o.beta == 'weights')} and beta > 0, not "
-        f"objective={c['objective']!r} "
+        f"maxent_kl=True needs one of {names(lambda o: o.beta == 'weights')} as objective and "
+        f"beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )
     yield (

@@ -404,7 +404,7 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
             raise UserError(
                 f"{sentence}, and without them nothing is left of {source['name']!r}: set "
                 f"eval_dataset.name to other rows (without it those of dataset.name are evaluated "
-                f"too), --eval_steps=0 for none, or --allow_leakage=True"
+                f"too), --eval_steps=0 without an eval_dataset for none, or --allow_leakage=True"
             )
     say_once(f"{sentence} and are left out of training")
     return left

@@ -287,7 +287,6 @@ def check_weights(model: str) -> None:
         )
     except Exception as error:  # as in load_part
         raise unusable(model, "its weights", damaged_file(folder) or error) from None
-    refuse_buffers(model, lm)
     refuse_other_weights(model, lm, report)
     # the cache has a hub model's files in one folder
     for path in weight_files(Path(cached_file(model, "config.json")).parent):
@@ -426,6 +425,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     if end.startswith("warning") and not dry_run:  # which has a line for it
         say_once(end)
     check_context(files.config, c)
+    refuse_buffers(c["model"], empty_model(c["model"], files.config))
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
     make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # only its options can be wrong
@@ -464,7 +464,7 @@ def held_out_rows(c: dict, tokenizer) -> list[dict]:
     if source is None:
         raise UserError(
             "dataset is a mixture, which has no evaluation split of its own: name an "
-            "eval_dataset, or set eval_steps=0 and no eval_command"
+            "eval_dataset, or set eval_steps=0"
         )
     # the same rows for every seed of a run: their scores are compared
     rows = data.load_rows(source, seed=0, also=data.more_columns(c))

@@ -553,7 +553,7 @@ def load(function: str, say) -> bool:
     try:
         imported(function)
     except ValueError as error:
-        say(["refused", function, str(error)[:LONGEST_REASON]])
+        say(["refused", function, str(error)[:300]])
         return False
     announce("")
     say(["trying", function])

@@ -219,10 +219,10 @@ def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that no completion could match: numbers as texts, say."""
     numbers = answer["numbers"]
-    known = isinstance(numbers, list) and all(type(number) is int for number in numbers)
-    if not known or type(answer["target"]) is not int:
+    known = isinstance(numbers, (list, tuple))
+    if not known or any(type(value) not in (int, float) for value in (*numbers, answer["target"])):
         raise ValueError(
-            f"countdown: the answer must be whole numbers and a whole target, not {answer!r:.100}"
+            f"countdown: the answer must be a list of numbers and a target, not {answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 

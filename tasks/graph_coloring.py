@@ -103,7 +103,7 @@ def reward(completion: str, answer: dict, **row) -> float:
     ValueError for an answer that is no graph."""
     n = answer["n"]
     named = {vertex for edge in answer["edges"] for vertex in edge}
-    if type(n) is not int or not named <= set(range(n)):
+    if type(n) not in (int, float) or not named <= set(range(int(n))):
         raise ValueError(
             "graph_coloring: the answer must have a whole n and edges of vertices from 0 to n - 1, "
             f"not {answer!r:.100}"

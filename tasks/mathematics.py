@@ -100,7 +100,7 @@ def gold_text(answer) -> str:
     if isinstance(answer, float):
         if not math.isfinite(answer):
             raise ValueError(f"the right answer must be a finite number, not {answer}")
-        return format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05
+        return format(Decimal(repr(float(answer))), "f")  # 0.00001, not 1e-05
     return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
 
 
@@ -115,7 +115,7 @@ PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
 BASE = re.compile("[0-9]_")
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
 # the end of a sentence, which is none of its answer; in 5\, the comma belongs to the backslash
-FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]+$")
+FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]$")
 
 
 @lru_cache(maxsize=4096)  # a group shares its gold answer
@@ -201,9 +201,11 @@ def canonical_base(text: str) -> str:
 def canonical_math(text: str) -> str:
     r"""One spelling for answers that differ in how they are written, not in what they say: no
     spaces, $, \left, \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for
-    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different; so do 12 and 12."""
+    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different, and a
+    full stop counts."""
     text = text.translate(SYMBOLS)
-    text = re.sub(r"(?<=[0-9])\s+(?=[0-9]+/[0-9])", "+", text)  # 1 1/2 is not 11/2
+    # 1 1/2 is not 11/2
+    text = re.sub(r"(?<=[0-9])(?:\s|\\[,;:! ]|\$)+(?=[0-9]+/[0-9])", "+", text)
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12

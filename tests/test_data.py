@@ -366,7 +366,8 @@ def test_a_run_trains_on_no_prompt_that_it_is_evaluated_on(sums, capsys):
 
 
 def test_nor_on_one_that_somebody_evaluates_later(sums):
-    """Named in the config, for evaluate.py and eval_command to read; the run itself does not."""
+    """Named in the config, for evaluate.py to read; the run itself does not."""
+    assert len(sums("first", "--eval_steps=0", "--allow_leakage=True").sources[0]) == 3
     inputs = sums("first", "--eval_steps=0")
     assert inputs.eval_rows == []
     assert prompts_of(inputs.sources[0]) == ["1+1", "2+1"]
@@ -412,7 +413,6 @@ def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
         (["--easy_dataset.share={0: 0.5}"], ["easy_dataset={'share': {0: 0.5}}", "name"]),
         (["--easy_dataset.name=countdown"], ["easy_dataset={'name': 'countdown'}", "share"]),
         (["--easy_dataset.config=3"], ["easy_dataset={'config': '3'}", "name"]),
-        (["--rollout_server=http://h:1"], ["rollout_engine='server'", "'vllm'"]),
         (["--optimizer_options.lr=0.5"], ["optimizer_options.lr", "learning_rate"]),
         (["--easy_dataset.share={0: 1.5}"], ["easy_dataset.share={0: 1.5}", "at most 1"]),
         (["--easy_dataset.share={-1: 0.5}"], ["easy_dataset.share", "{-1: 0.5}"]),

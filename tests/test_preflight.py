@@ -340,7 +340,7 @@ def test_a_tokenizer_of_mistrals_own_kind_beside_it_is_not_taken(folder):
     assert tokenizer.chat_template and tokenizer.convert_tokens_to_ids("7") < 101
 
 
-def test_a_model_that_keeps_weights_beside_its_parameters_is_refused(folder):
+def test_a_model_that_keeps_weights_beside_its_parameters_is_not_trained(folder):
     config = DeepseekV3Config(
         **SMALL,
         num_key_value_heads=2,
@@ -359,7 +359,8 @@ def test_a_model_that_keeps_weights_beside_its_parameters_is_refused(folder):
         v_head_dim=8,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    said = refusal(load_model_files, str(folder))
+    lm = preflight.empty_model(str(folder), load_model_files(str(folder)).config)
+    said = refusal(preflight.refuse_buffers, str(folder), lm)
     check_words(said, "1 of its tensors", "layers.1.mlp.gate.e_score_correction_bias")
 
 
@@ -441,6 +442,8 @@ def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, 
     flags = [f"--model={folder}", f"--dataset.name={rows}", "--reward_funcs=['math']"]
     flags += ["--reward_workers=0"]
     preflight.load_inputs(load_config(flags), 1)
+    spaced = template.replace("<|user|>", "\n<|end|>\n")  # as some end it
+    preflight.load_inputs(load_config([*flags, f"--chat_template={spaced}"]), 1)
     assert "warning" not in capsys.readouterr().out
     preflight.load_inputs(load_config([*flags, f"--chat_template={template}"]), 1)
     words = (

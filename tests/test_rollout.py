@@ -206,7 +206,7 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
 @pytest.mark.parametrize(
     "reason, words",
     [
-        ("To serve at least one request, 1 GiB. Try", "=9 is too little for vLLM's cache"),
+        ("To serve one request, 1 GiB of cache. Try", "=9 is too little for vLLM's cache"),
         ("Available memory on node 0 (1/23 GiB) on kv cache", "=9 is more than is free: lower it"),
         ("Free memory on device cuda:0 (1/79 GiB) on startup", "=9 is more than is free: lower it"),
     ],
@@ -214,7 +214,7 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
 def test_a_cache_that_vllm_refuses_is_one_sentence_with_our_key(reason, words, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     settings = {"model": "m", "max_model_len": 64, "kv_cache_memory_bytes": 9}
-    said = rollout.start_refused(settings, ValueError(reason + " cache"))
+    said = rollout.start_refused(settings, ValueError(reason))
     assert f"vllm_options.kv_cache_memory_bytes{words}" in said
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     sentence = rollout.cache_refused(settings, reason)
