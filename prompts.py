@@ -189,7 +189,7 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
     if not found:
         return "the chat template leaves the assistant's message out"
     # only the first token: Qwen's writes a newline behind its own
-    end = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"][:1]
+    end = tokenizer(rest.lstrip() or rest, add_special_tokens=False)["input_ids"][:1]
     if not end:
         return "the chat template ends a turn with nothing"
     sentence = f"the chat template ends a turn with {tokenizer.decode(end)!r}"
