@@ -144,6 +144,7 @@ TEMPLATE_SET_HERE = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
+TILDE = "no shell has replaced the ~; write $HOME or the whole path"
 
 
 def entries(c: dict, key: str) -> dict:
@@ -167,8 +168,7 @@ def eval_source(c: dict) -> dict | None:
     if isinstance(c["dataset"], list):
         return None
     source = sources(c)[0]
-    own = c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
-    return source | own
+    return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
 
 
 def is_evaluated(c: dict) -> bool:
@@ -416,7 +416,7 @@ def value_claims(c: dict):
     for key, path in paths(c):
         yield (
             not path.startswith("~"),
-            f"{key}={path!r}: no shell has replaced the ~; write $HOME or the whole path",
+            f"{key}={path!r}: {TILDE}",
         )
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (

@@ -607,7 +607,7 @@ def check_writable(key: str, path, folder: bool) -> None:
     where = f"{key}={quoted(str(path))} can't be written"
     check_characters(str(path), where)
     if str(path).startswith("~"):
-        raise UserError(f"{where}: no shell has replaced the ~; write $HOME or the whole path")
+        raise UserError(f"{where}: {checks.TILDE}")
     absolute = Path(path).absolute()
     check_lengths(absolute, where)
     there = absolute

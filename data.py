@@ -220,7 +220,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             splits = ", ".join(dataset)
             raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
         dataset = dataset[split]
-    elif os.path.isdir(name) and is_saved_to_disk(Path(name)):
+    elif is_saved_to_disk(Path(name)):
         check_single(source)
 
     wanted = []

@@ -37,7 +37,6 @@ from common import (
     check_writable,
     load_config,
     progress,
-    quoted,
     read_settings,
     scheduled,
 )
@@ -148,10 +147,9 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
     rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
     values, failed = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
     if failed:
-        first = failed[0]
         tqdm.write(
             f"warning: {len(failed)} reward(s) failed, their lines have null; the first: "
-            f"{quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}"
+            f"{scoring.describe_failure(failed[0])}"
         )
     totals, _ = scoring.combine(values, columns)  # (p, G)
     lines = {}

@@ -24,14 +24,7 @@ import data
 import packing
 import rewards
 import scoring
-from checks import (
-    OPTIMIZERS,
-    entries,
-    eval_source,
-    is_evaluated,
-    rows_of_a_group,
-    warn_config,
-)
+from checks import OPTIMIZERS, entries, eval_source, is_evaluated, rows_of_a_group, warn_config
 from common import (
     UserError,
     check_writable,
@@ -293,9 +286,10 @@ def check_weights(model: str) -> None:
         refuse_nan(model, path)
 
 
-def refuse_buffers(model: str, lm) -> None:
+def refuse_buffers(model: str, config) -> None:
     """UserError if a part of the model is in its files but is no parameter: checkpoints and the
     rollout engine take parameters alone (the routing bias of DeepSeek-V3 is none)."""
+    lm = empty_model(model, config)
     buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()
     if buffers:
         raise UserError(
@@ -425,7 +419,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     if end.startswith("warning") and not dry_run:  # which has a line for it
         say_once(end)
     check_context(files.config, c)
-    refuse_buffers(c["model"], empty_model(c["model"], files.config))
+    refuse_buffers(c["model"], files.config)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
     make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # only its options can be wrong
@@ -460,6 +454,7 @@ def load_eval_rows(c: dict, tokenizer) -> list[dict]:
 
 
 def held_out_rows(c: dict, tokenizer) -> list[dict]:
+    """The same, whatever their answers are."""
     source = eval_source(c)
     if source is None:
         raise UserError(

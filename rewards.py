@@ -36,8 +36,6 @@ LAST_NUMBER = re.compile(
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
-# the minus sign of typography, the en dash, the full-width hyphen
-MINUS = dict.fromkeys((0x2212, 0x2013, 0xFF0D), "-")
 # in the order in which format_reward wants them
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -57,7 +55,7 @@ def last_number(completion: str, answer, **row) -> float:
 
 
 def plain_number(text: str) -> str:
-    return text.translate(MINUS).replace("{,}", ",")
+    return text.translate(mathematics.MINUS).replace("{,}", ",")
 
 
 def digits_of(number: re.Match) -> tuple[bool, str, str]:

@@ -229,11 +229,14 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
                 file.write(json.dumps({"step": step, **record, "completion": text}) + "\n")
     except FileNotFoundError:  # output_dir is gone, as all ranks hear together at the step's end
         where = f"{path} could not be written"
-    first = failed[0]
     return (
         f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: "
-        f"{quoted(first['reward'])} on row {quoted(first['id'])}: {first['reason']}; {where}"
+        f"{describe_failure(failed[0])}; {where}"
     )
+
+
+def describe_failure(record: dict) -> str:
+    return f"{quoted(record['reward'])} on row {quoted(record['id'])}: {record['reason']}"
 
 
 # --- which completions are right, and whether they differ

@@ -52,6 +52,7 @@ CHUNK = 64  # jobs that are handed to a worker at a time, at most
 BIGGEST = 1e38  # of a number, so that it is finite in float32 too
 LONGEST_TEXT = 1000  # of a function's answer
 LONGEST_REASON = 200  # characters of an error, without its place
+LONGEST_REFUSAL = 300  # of why a function can't be had
 LONGEST_LINE = 20_000  # bytes that may come without a newline before a worker is given up
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
@@ -275,7 +276,7 @@ class Pool:
             case ["trying", name]:
                 worker.doing = f"when {quoted(name)} was called for the first time"
             case ["refused", name, reason]:
-                raise UserError(f"reward_funcs: {quoted(name)}: {quoted(reason, 300)}")
+                raise UserError(f"reward_funcs: {quoted(name)}: {quoted(reason, LONGEST_REFUSAL)}")
             case _:
                 worker.fault = SAID_TOO_MUCH
 
@@ -553,7 +554,7 @@ def load(function: str, say) -> bool:
     try:
         imported(function)
     except ValueError as error:
-        say(["refused", function, str(error)[:300]])
+        say(["refused", function, str(error)[:LONGEST_REFUSAL]])
         return False
     announce("")
     say(["trying", function])

@@ -20,11 +20,10 @@ NAMES = ("math", "math_exact")
 MAX_CHARACTERS = 1000  # of an answer; a longer one is none, so no work below grows beyond that
 TAIL = 10_000  # characters in which the answer is looked for: it comes last
 
-SYMBOLS = str.maketrans(
+# the minus sign of typography, the en dash, the full-width hyphen
+MINUS = dict.fromkeys((0x2212, 0x2013, 0xFF0D), "-")
+SYMBOLS = MINUS | str.maketrans(
     {
-        "\u2212": "-",  # minus sign
-        "\u2013": "-",  # en dash
-        "\uff0d": "-",  # full-width hyphen
         "π": "\\pi",
         "∞": "\\infty",
         "×": "\\times",
@@ -201,8 +200,8 @@ def canonical_base(text: str) -> str:
 def canonical_math(text: str) -> str:
     r"""One spelling for answers that differ in how they are written, not in what they say: no
     spaces, $, \left, \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for
-    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different, and a
-    full stop counts."""
+    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different, and a full stop
+    counts."""
     text = text.translate(SYMBOLS)
     # 1 1/2 is not 11/2
     text = re.sub(r"(?<=[0-9])(?:\s|\\[,;:! ]|\$)+(?=[0-9]+/[0-9])", "+", text)

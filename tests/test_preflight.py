@@ -359,8 +359,8 @@ def test_a_model_that_keeps_weights_beside_its_parameters_is_not_trained(folder)
         v_head_dim=8,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    lm = preflight.empty_model(str(folder), load_model_files(str(folder)).config)
-    said = refusal(preflight.refuse_buffers, str(folder), lm)
+    load_model_files(str(folder))  # to score it, or to sample from it, it will do
+    said = refusal(preflight.load_inputs, load_config([f"--model={folder}"]), 1)
     check_words(said, "1 of its tensors", "layers.1.mlp.gate.e_score_correction_bias")
 
 
@@ -488,15 +488,16 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
     # 2 layers of 18 numbers per hidden unit (128) and 4 per inner unit (384), 4 bytes each
     activations = 20_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
     assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
-    # 800 rows of 512 + 99 tokens
-    # 32 of them fit into 20,000 tokens
+    # 800 rows of 512 + 99 tokens, of which 32 fit into 20,000
     assert "learning: 20000 tokens in a micro-batch at most; 25 of them" in out
-    # one row is more than that, and is not cut
-    out = shown("--max_tokens_per_micro_batch=600", "--prompts_per_step=100")
-    assert "learning: 611 tokens in a micro-batch at most; 800 of them" in out
     assert "warning: that is more" not in out
     given(2**28)
     assert "warning: that is more" in shown("--max_tokens_per_micro_batch=20000")
+
+
+def test_a_dry_run_cuts_no_row_into_micro_batches(shown, given):
+    out = shown("--max_tokens_per_micro_batch=600", "--prompts_per_step=100")
+    assert "learning: 611 tokens in a micro-batch at most; 800 of them" in out
 
 
 def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):

@@ -168,10 +168,17 @@ def test_a_text_whose_last_number_is_another_is_wrong(text):
     assert rewards.last_number(text, 12) == rewards.last_number(text, 12.0) == 0.0
 
 
-@pytest.mark.parametrize("answer", ["1/2", "ten", "", "12 apples", True, math.nan])
+@pytest.mark.parametrize("answer", ["1/2", "ten", "", "12 apples", True, "1e-7"])
 def test_an_answer_that_is_no_number_is_no_answer_for_it(answer):
-    with pytest.raises(ValueError, match=r"must be a (finite )?number"):
+    with pytest.raises(ValueError, match="must be a number"):
         rewards.last_number("12", answer)
+    with pytest.raises(ValueError, match="must be a finite number"):
+        rewards.last_number("12", math.nan)
+
+
+def test_a_small_number_is_read_without_an_exponent():
+    assert rewards.last_number("0.0000001", 1e-7) == 1.0
+    assert rewards.last_number("12", 1e-7) == 0.0
 
 
 # --- names in a config

@@ -206,7 +206,7 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
 @pytest.mark.parametrize(
     "reason, words",
     [
-        ("To serve one request, 1 GiB of cache. Try", "=9 is too little for vLLM's cache"),
+        ("To serve at least one request, 1 GiB KV cache", "=9 is too little for vLLM's cache"),
         ("Available memory on node 0 (1/23 GiB) on kv cache", "=9 is more than is free: lower it"),
         ("Free memory on device cuda:0 (1/79 GiB) on startup", "=9 is more than is free: lower it"),
     ],

@@ -21,12 +21,12 @@ def results(tiny_model_dir, tmp_path_factory):
     def learn(ranks: int, stage: int) -> dict:
         out = tmp_path_factory.mktemp(f"zero_{ranks}_{stage}")
         log = out / "log"
-        work = (zero_worker.all_cases, tiny_model_dir, out, [stage])
+        work = (zero_worker.all_cases, tiny_model_dir, out, stage)
         started = child.start_ranks(ranks, *work, logs=[log] * ranks)
         assert child.statuses(started) == [0] * ranks, log.read_text()[-3000:]
         return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 
-    return lambda case, ranks, stage: learn(ranks, stage)[f"{case}_{ranks}_{stage}"]
+    return lambda case, ranks, stage: learn(ranks, stage)[case]
 
 
 def assert_same_weights(ours: dict, theirs: dict) -> None:

@@ -160,7 +160,7 @@ def poisoned_update(run, batch: dict, targets: dict, norm: dict) -> dict:
     }
 
 
-def all_cases(model: Path, out: Path, stages: list[int]) -> None:
+def all_cases(model: Path, out: Path, stage: int) -> None:
     world = start_distributed()
     common = [
         f"--model={model}",
@@ -172,14 +172,13 @@ def all_cases(model: Path, out: Path, stages: list[int]) -> None:
         "--dataset.name=countdown",
         "--max_tokens_per_micro_batch=16384",  # unless a case has less
     ]
-    for stage in stages:
-        for name, flags in CASES.items():
-            c = load_config([*common, *flags, f"--zero_stage={stage}"])
-            result = three_updates(c, world)
-            if world.rank == 0:
-                torch.save(result, out / f"{name}_{world.size}_{stage}.pt")
+    for name, flags in CASES.items():
+        c = load_config([*common, *flags, f"--zero_stage={stage}"])
+        result = three_updates(c, world)
+        if world.rank == 0:
+            torch.save(result, out / f"{name}.pt")
     torch.distributed.barrier()
     sys.stdout.flush()
-    # no farewell: 27 engines and two process groups taken apart beside gloo's threads are not what
-    # is tested, and may abort the process
+    # no farewell: an engine for each case and two process groups taken apart beside gloo's threads
+    # are not what is tested, and may abort the process
     os._exit(0)
