@@ -117,6 +117,17 @@ def with_choices(make, count: int | None = None):
 usual = with_choices(choice)  # what a healthy server sends
 
 
+def together(count: int) -> list:
+    """A plan for the first `count` requests: each is answered when all of them are there."""
+    all_there = threading.Barrier(count, timeout=PATIENCE)
+
+    def answer(request):
+        all_there.wait()
+        return usual(request)
+
+    return [answer] * count
+
+
 class StandIn(Listening):
     """`plan`: answers to the first completions that are asked for, as functions of the request;
     then `completion` for all others, each after `seconds`. `other`: {path: function of the request}
