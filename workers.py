@@ -13,9 +13,9 @@ first job of that function. Every job ends within `timeout`, the import not coun
                  then kills all that has come of the worker, whatever session it hides in
 
 The worker gets jobs as pickles and answers in lines of JSON, which is all that is believed of it.
-One that gives no answer for `timeout` seconds, or dies, loses the job it was at; another one takes
-its place and the rest of its jobs. What it prints is printed by its keeper, quoted. Nothing here
-waits for another rank.
+One that gives no answer for `timeout` seconds, dies, or is out of memory loses the job it was at;
+another one takes its place and the rest of its jobs. What it prints is printed by its keeper,
+quoted. Nothing here waits for another rank.
 
 A worker's environment is its own: ENVIRONMENT and what begins with one of PREFIXES. Tokens and keys
 of the run (HF_TOKEN, WANDB_API_KEY, ...) are not in it. A reward that needs a key of its own gets
@@ -258,8 +258,14 @@ class Pool:
             if not worker.ready:
                 self.take_start(worker, message)
                 continue
-            self.found[worker.jobs.popleft()] = believed(message)
+            found = believed(message)
+            self.found[worker.jobs.popleft()] = found
             worker.since = self.clock()
+            if isinstance(found, Failure) and "MemoryError" in found.reason:
+                # earlier jobs may have filled it, and then it would fail on all that come
+                self.take_back(worker)
+                worker.fault = "is out of memory"
+                return
 
     def take_start(self, worker: Worker, message) -> None:
         """What a worker says until it is ready: what it is about to do, or that it can't."""

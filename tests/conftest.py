@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",  # before the libraries that read them once
-    PYTHONFAULTHANDLER="1",
-)  # a process that a library aborts says where
+    PYTHONFAULTHANDLER="1",  # a process that a library aborts says where
+    WANDB__SERVICE_WAIT="600",  # seconds for its own process to start, 30 otherwise
+)
 torch.set_num_threads(1)
+# the same examples every time, and a slow machine is no error
+settings.register_profile(
+    "here", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
 
 
 LONG = [

@@ -17,7 +17,7 @@ import sft
 from common import load_config
 from policy import Policy, completion_mask
 
-examples = settings(derandomize=True, deadline=None, max_examples=60)
+examples = settings(max_examples=60)
 packed_or_not = pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
 EOS = 0  # also what pad() fills with
 

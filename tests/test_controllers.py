@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import controllers
 import loss
 
-examples = settings(derandomize=True, deadline=None, max_examples=100)
+examples = settings(max_examples=100)
 NOT_MEASURED = [None, math.nan, math.inf, -math.inf]
 
 

@@ -266,7 +266,7 @@ def test_random_text_never_raises():
         assert countdown.reward(text, TEN) in (0.0, 1.0)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::SyntaxWarning")
 def test_nothing_warns_about_odd_expressions():
     for text in ("2(3)+4", "2 (3) (4)", "(2)(3)(4)", "2*3+(4)()"):
         assert countdown.reward(text, TEN) == 0.0

@@ -27,6 +27,7 @@ FLAGS = [
     "--prompts_per_step=2",
     "--max_completion_length=8",
     "--rollout_engine=hf",
+    "--reward_timeout=300",
     "--reward_funcs=['countdown','length']",
     "--reward_weights=[1.0,0.5]",
 ]

@@ -57,7 +57,7 @@ def work(main, argv: list[str], calls: Path) -> None:
 def done(main, argv: list[str], folder: Path) -> list[str]:
     """What was asked of the fake."""
     log = folder / "log"
-    status = child.status(child.start(work, main, argv, folder / "calls", log=log), 300)
+    status = child.status(child.start(work, main, argv, folder / "calls", log=log))
     assert status == 0, log.read_text()[-3000:]
     return (folder / "calls").read_text().splitlines()
 

@@ -26,7 +26,7 @@ import sft
 from common import UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-examples = settings(derandomize=True, deadline=None, max_examples=25)
+examples = settings(max_examples=25)
 sizes = dict(P=st.integers(2, 4), S=st.integers(2, 4), seed=st.integers(0, 999))
 
 

@@ -1,19 +1,15 @@
 """Log-probs of tokens from a vocabulary head in chunks, against the full softmax in float64."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from deadlines import PATIENCE
 from loss_steps import close, randn, value_and_grad
 from torch._dynamo.testing import CompileCounter
 
 import loss
+from bench import arms as bench_arms
 
 
 def full_logps(hidden, weight, targets, temperature):
@@ -321,40 +317,17 @@ def test_kept_probabilities_take_a_quarter_of_what_is_free_on_a_gpu(monkeypatch)
     assert loss.room_for_softmaxes(torch.zeros(1)) == loss.KEPT_BYTES
 
 
-MEMORY = """
-import sys, torch, loss
-torch.set_num_threads(1)
-def peak():
-    # MiB; of this program alone, unlike ru_maxrss, which starts at the parent's
-    for line in open("/proc/self/status"):
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) / 1024
-def learn(n, V=16384, H=8, chunk=32):
-    hidden = torch.randn(n, H, requires_grad=True)
-    weight = torch.randn(V, H, requires_grad=True)
-    logps, entropy = loss.token_logps(hidden, weight, torch.arange(n), 1.0, chunk)
+def learn(tokens: int, vocabulary: int = 16384) -> None:
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    logps, entropy = loss.token_logps(hidden, weight, torch.arange(tokens), 1.0, chunk=32)
     (logps.sum() + entropy.sum()).backward()
-loss.KEPT_BYTES = 0
-learn(96)       # three chunks: in the backward of one, tensors of the last are still alive
-before = peak()
-loss.KEPT_BYTES = int(sys.argv[1]) * 2**20
-learn(2048)
-print(peak() - before)
-"""
 
 
 @pytest.mark.parametrize("kept", [0, 40])
-def test_memory_does_not_grow_with_tokens_times_vocabulary(kept):
-    """2,048 tokens need at most 16 MiB and the softmaxes kept more than 3 chunks of 32; keeping
-    their logits even once would take 128 MiB. glibc is told to give freed buffers back at once:
-    holes between those that are kept are not what is measured."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(kept)],
-        capture_output=True,
-        text=True,
-        cwd=Path(loss.__file__).parent,
-        timeout=PATIENCE,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
-    )
-    assert run.returncode == 0, run.stderr
-    assert kept / 2 < float(run.stdout) < 16 + kept
+def test_memory_does_not_grow_with_tokens_times_vocabulary(kept, monkeypatch):
+    """2,048 tokens hold at most 16 MiB and the softmaxes kept at once; keeping their logits even
+    once would take 128 MiB."""
+    monkeypatch.setattr(loss, "KEPT_BYTES", kept * 2**20)
+    _, gib = bench_arms.weighed(lambda: learn(2048))
+    assert kept / 2 < 1024 * gib < 16 + kept

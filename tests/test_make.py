@@ -85,7 +85,8 @@ def test_tests_run_in_an_environment_made_for_cpus(target, tmp_path):
 
 def test_what_is_compiled_under_slurm_stays_on_its_node(tmp_path):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
-    env = {key: value for key, value in os.environ.items() if key not in names}
+    unset = {*names, "SLURM_TMPDIR", "TMPDIR"}
+    env = {key: value for key, value in os.environ.items() if key not in unset}
     asked = f"source slurm/common.sh; echo {' '.join('$' + name for name in names)}"
     command = ["bash", "-c", asked]
 

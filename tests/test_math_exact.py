@@ -196,7 +196,7 @@ PARTS = ["1", "0", ".", ".0", "-", "x", "\\pi", "\\frac{1}{2}", "\\frac", "{", "
 PARTS += ["\\left", "\\right", "$", " ", "+", "\u03c0", "\u2212", "\\", "a", "\ud800", "\0"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join))
 def test_canonical_math_takes_any_text(text):
     canonical = canonical_math(text)
@@ -215,7 +215,7 @@ def larger(terms):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.recursive(st.sampled_from(ATOMS), larger, max_leaves=8))
 def test_a_canonical_form_is_its_own_but_for_the_one_outer_pair(text):
     """Of outer pairs one is taken each time: ((5)) is (5), as the rule says. So there is none."""

@@ -41,7 +41,7 @@ def slow_block(text: str) -> str | None:
 PARTS = ["\\boxed{", "\\boxed", "{", "}", "<answer>", "</answer>", "1", "2"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(PARTS), max_size=14).map("".join))
 def test_boxes_and_answers_are_those_that_a_slow_search_finds(text):
     assert last_boxed(text) == slow_box(text)

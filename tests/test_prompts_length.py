@@ -106,7 +106,7 @@ class AnyLength(prompts.Encoder):
         return self.last_size
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 9999))
 def test_cutting_ends_whatever_the_tokenizer_makes_of_the_shorter_text(count, limit, seed):
     encoder = AnyLength(limit, seed)
@@ -116,7 +116,7 @@ def test_cutting_ends_whatever_the_tokenizer_makes_of_the_shorter_text(count, li
     assert len(encoder.lengths) <= count
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.text(sft.CHARACTERS, min_size=1, max_size=50),
     st.integers(1, 60),
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_cut_keeps_its_end_its_system_prompt_and_the_assistants
     assert row == {**ROW, "prompt": text}
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.text("abü\N{PILE OF POO}1+ ?\n\N{SNOWMAN}e", min_size=1, max_size=50),
     st.integers(4, 40),
@@ -244,7 +244,7 @@ def shrinking_tokenizers() -> dict:
 SHRINKING = shrinking_tokenizers()
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.text("ab1 \n\u00fc\u0301\N{SNOWMAN}\N{PILE OF POO}", min_size=1, max_size=6),
     st.integers(50, 2000),
@@ -259,7 +259,7 @@ def test_a_prompt_that_fits_is_never_said_to_be_too_long(part, size, limit, kind
         assert tokens > limit
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.lists(st.text("abü1+ ?\n\N{SNOWMAN}", min_size=1, max_size=9), min_size=1, max_size=9),
     st.integers(6, 20),

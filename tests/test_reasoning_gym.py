@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import reasoning_gym
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 from reasoning_gym.factory import DATASETS
 from reward_tools import LEGS, columns_for, config, measured, row_of
@@ -255,7 +256,7 @@ def test_a_row_is_scored_by_its_task_under_auto_and_other_answers_are_refused():
 def test_the_library_is_not_imported_before_it_is_asked_for():
     code = "import sys, data, rewards; rewards.check_names(['reasoning_gym'])\n"
     code += "assert 'tasks.reasoning_gym' in sys.modules and 'reasoning_gym' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE)
 
 
 # --- all of its tasks

@@ -1,6 +1,7 @@
 """Nothing is lost: checkpoints under kill -9, full disks and damage; runs that are stopped, killed,
 resumed, on another number of ranks."""
 
+import itertools
 import json
 import os
 import pickle
@@ -234,10 +235,20 @@ def save(folder: Path, step: int, engine, **changes) -> Path:
 def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:
     vars(torch.distributed).update(GROUP_OF_ONE)
     engine = FakeEngine(model)
-    for step in range(1, 100):
+    for step in itertools.count(1):  # until it is killed
         save(folder, step, engine)
         with open(notes, "a") as file:
             file.write(f"{step}\n")
+
+
+def quickest_save(folder: Path, engine) -> float:
+    """Seconds: of three, because the first one of all is slower and any may be disturbed."""
+    seconds = []
+    for step in range(1, 4):
+        begin = time.monotonic()
+        save(folder, step, engine)
+        seconds.append(time.monotonic() - begin)
+    return min(seconds)
 
 
 def finished(notes: Path) -> int:
@@ -249,14 +260,12 @@ def finished(notes: Path) -> int:
 def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
     alone, tiny_model_dir, tmp_path
 ):
-    """25 times: a process saves step after step and notes each one that is done; it is killed
+    """12 times: a process saves step after step and notes each one that is done; it is killed
     somewhere; what it noted is there and whole."""
     rng = random.Random(0)
-    begin = time.monotonic()
-    save(tmp_path, 1, FakeEngine(tiny_model_dir))
-    usual = time.monotonic() - begin
+    usual = quickest_save(tmp_path, FakeEngine(tiny_model_dir))
     interrupted = 0
-    for trial in range(25):
+    for trial in range(12):
         folder = tmp_path / str(trial)
         notes = tmp_path / f"{trial}.notes"
         folder.mkdir()
@@ -277,7 +286,7 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
         checkpoint.tidy(folder)
         assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
         shutil.rmtree(folder)
-    assert interrupted > 5  # the instants were not all between two saves
+    assert interrupted > 2  # the instants were not all between two saves
 
 
 def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:

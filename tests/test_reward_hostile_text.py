@@ -333,7 +333,7 @@ FRAGMENTS += ["\\pi", "x", ","]
 LENGTHS = {"tokens": 10, "max_completion_length": 100, "soft_overlong_buffer": 20}
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join))
 def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
     for name in WORTHLESS:

@@ -27,23 +27,23 @@ CONFIG = [
     "--learning_rate=1e-3",
     "--max_steps=6",
     "--reward_funcs=['patient_reward:parity']",
-    "--reward_timeout=60",
+    "--reward_timeout=300",
     "--zero_stage=2",
     "--checkpoint_mode=shallow",
 ]
 HF = "--rollout_engine=hf"
 SECRET = "hf_of_nobody"
 
-# In a job's first start, where HOLD names its run folder, rewards are slow until the run is asked
-# to stop: its time is over before its steps are.
+# In a job's first start, where HOLD names its run folder, no reward comes before the run is asked
+# to stop: its time is over before its steps are, on the fastest machine.
 REWARD = """
-import os, time
+import os
+import time
 from pathlib import Path
 
 def parity(completion, answer, **row):
     if "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
-        end = time.monotonic() + 3
-        while not (Path(os.environ["HOLD"]) / "stop").exists() and time.monotonic() < end:
+        while not (Path(os.environ["HOLD"]) / "stop").exists():
             time.sleep(0.05)
     return float(len(completion) % 2)
 """

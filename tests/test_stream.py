@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import stream
 
-few_examples = settings(derandomize=True, deadline=None, max_examples=40)
-fewer_examples = settings(derandomize=True, deadline=None, max_examples=25)
+few_examples = settings(max_examples=40)
+fewer_examples = settings(max_examples=25)
 
 
 def sources_of(*sizes) -> list[list[dict]]:

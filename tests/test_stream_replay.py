@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prompts import prompt_key
 from stream import Replay, promise
 
-examples = settings(derandomize=True, deadline=None, max_examples=40)
+examples = settings(max_examples=40)
 ROWS = [{"id": str(i), "prompt": f"Prompt {i}"} for i in range(12)]
 KEYS = [prompt_key(row) for row in ROWS]
 

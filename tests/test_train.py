@@ -40,6 +40,7 @@ SMALL = [
     "--eval_max_prompts=6",
     "--eval_num_generations=4",
     "--learning_rate=1e-3",
+    "--reward_timeout=300",
     "--reward_funcs=['parity_reward:parity']",
 ]
 

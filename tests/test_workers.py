@@ -135,6 +135,16 @@ def test_failures_are_recorded_with_reward_row_kind_reason_and_text(battle):
         assert word in battle["failed"][text]["reason"]
 
 
+def test_a_worker_that_a_leak_has_filled_is_replaced(reward_folder):
+    """Three leaks fit into it: at most every third one fails, and not all from the third on."""
+    pool = Pool(1, PATIENCE, 0.125)
+    found = pool.answers({i: job("hostile:act", "leak") for i in range(12)})
+    pool.close()
+    failed = [answer for answer in found.values() if answer != 1.0]
+    assert 0 < len(failed) <= 4
+    assert all("MemoryError" in answer.reason for answer in failed)
+
+
 def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     """Or this test would run into its time limit."""
     pool = Pool(2, 100_000.0, 1.0)

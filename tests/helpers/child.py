@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 from deadlines import PATIENCE
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = iter(range(20_000 + 1000 * (WORKER % 10), 21_000 + 1000 * (WORKER % 10)))
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["test_resume", "test_experience", "test_server_weights", "test_faults"]
@@ -47,10 +50,17 @@ def logged(work, args: tuple, log: str) -> None:
 
 
 def free_port() -> int:
-    """Where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Where nobody listens. Below those that a connection or a server that asks for any is given,
+    and of another thousand in each of pytest's processes: nobody takes it before it is used."""
+    while True:
+        port = next(PORTS)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def start_ranks(size: int, work, *args, logs: list) -> list[multiprocessing.Process]:

@@ -39,6 +39,7 @@ FLAGS = [
     "--eval_steps=0",
     "--learning_rate=1e-3",
     "--max_steps=4",
+    "--reward_timeout=300",
     "--reward_funcs=['parity_reward:parity']",
     "--num_iterations=2",
     "--save_steps=2",

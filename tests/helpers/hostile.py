@@ -266,6 +266,16 @@ def grow():
         held.append(bytearray(1 << 20))
 
 
+LEAKED = []
+
+
+@known_as("leak")
+def leak():
+    """Does no harm until a few of them have been called."""
+    LEAKED.append(bytearray(40 << 20))
+    return 1.0
+
+
 # --- what is no reward
 
 VALUES = {

@@ -17,10 +17,11 @@ SLACK = 60.0
 
 
 def config(*funcs: str, weights=None, **settings) -> dict:
-    """Two workers; rewards may take 15 s and 1 GiB; completions have up to 100 tokens."""
+    """Two workers; rewards may take 1 GiB, and long on a busy machine: a test of what hangs sets a
+    limit of its own. Completions have up to 100 tokens."""
     settings = {
         "reward_workers": 2,
-        "reward_timeout": 15.0,
+        "reward_timeout": 300.0,
         "reward_memory_gib": 1.0,
         "max_completion_length": 100,
         "soft_overlong_buffer": 20,

@@ -17,13 +17,13 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
+import child
 import psutil
 from deadlines import PATIENCE
 
@@ -113,7 +113,7 @@ def start(folder) -> dict:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     host = platform.node().partition(".")[0]
-    config = CONFIG.format(folder=folder, host=host, ports=free_ports(3))
+    config = CONFIG.format(folder=folder, host=host, ports=[child.free_port() for _ in range(3)])
     (folder / "slurm.conf").write_text(config)
     env = environment(folder)
     try:
@@ -245,14 +245,6 @@ def cluster(folder):
         yield start(folder)
     finally:
         stop(folder)
-
-
-def free_ports(n: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(n)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def wait_until(true, seconds: float, sentence) -> None:
