@@ -2,7 +2,7 @@
 each.
 
 for holds, sentence in claims(config): ...  # common.load_config raises the first that does not
-for sentence in warn_config(config, vocabulary): ...
+for sentence in warn_config(config, vocabulary, default_config()): ...
 """
 
 import math
@@ -55,6 +55,35 @@ OPTIMIZERS = {
     "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),  # two rows a matrix
     "sgd": Optimizer("SGD", state_bytes=0),
 }
+
+
+# Whether a key does anything, by the objective and the config: one that is set for nothing is
+# warned about.
+USED = {
+    "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
+    "epsilon": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "epsilon_high": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "delta": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "cispo_epsilon_max": lambda o, c: o.ratio == "cispo",
+    "token_entropy_coef": lambda o, c: o.term == "token_entropy",
+    "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
+    "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
+    "maxent_q_temperature": lambda o, c: o.group_loss != "",
+    "maxent_q_epsilon": lambda o, c: o.group_loss != "",
+    "maxent_score_norm": lambda o, c: o.group_loss != "" or c["xdr_ref_tilt"],
+    "maxent_score_scale": lambda o, c: o.group_loss != "" or c["xdr_ref_tilt"],
+    "maxent_group_weight": lambda o, c: o.group_loss != "",
+    "maxent_loss": lambda o, c: o.group_loss == "listwise",
+    "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
+    "xdr_utility": lambda o, c: o.weights == "rows",
+}
+
+
+def policy_gradient(c: dict) -> bool:
+    """Whether advantages act on the log-probs of tokens, a policy gradient; otherwise the whole
+    loss is over the scores of groups."""
+    group_loss = OBJECTIVES[c["objective"]].group_loss
+    return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
 
 
 def names(wanted) -> str:
@@ -695,7 +724,9 @@ def tau_limit(c: dict, vocabulary: int) -> float:
 def default_tau(c: dict, vocabulary: int) -> float:
     """What maxent_tau=-1 stands for: the largest that is not warned about, or the nearest where
     it may start, if it is steered."""
-    tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
+    tau = 1 / math.log(vocabulary)  # xdr compares advantages, not scores
+    if OBJECTIVES[c["objective"]].group_loss:
+        tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
     if steers_tau(c) or c["controller_meta_method"]:
         tau = min(max(tau, c["maxent_tau_min"]), c["maxent_tau_max"])
     return tau
@@ -746,10 +777,26 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     return warnings
 
 
-def warn_config(c: dict, vocabulary: int) -> list[str]:
-    """Settings that run but are known to hurt, a sentence each, once maxent_tau is known."""
+def unused(c: dict, defaults: dict) -> list[str]:
+    """A sentence on the settings that the objective does not read, if there are any."""
     objective = OBJECTIVES[c["objective"]]
-    warnings = tau_warnings(c, vocabulary) if objective.group_loss else []
+    found = [
+        f"{key}={c[key]!r}"
+        for key, is_used in USED.items()
+        if c[key] != defaults[key] and not is_used(objective, c)
+    ]
+    if not found:
+        return []
+    return [f"{', '.join(found)}: not used by objective={c['objective']!r}"]
+
+
+def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
+    """Settings that run but do nothing or are known to hurt, a sentence each, once maxent_tau is
+    known."""
+    objective = OBJECTIVES[c["objective"]]
+    warnings = unused(c, defaults)
+    if objective.group_loss:
+        warnings += tau_warnings(c, vocabulary)
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:
         warnings.append(
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
@@ -773,11 +820,6 @@ def warn_config(c: dict, vocabulary: int) -> list[str]:
             "maxent_target_weight_entropy counts every active group, and here those whose "
             "answers are all equally good are active, with flat weights at "
             "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
-        )
-    if c["scale_rewards"] and (objective.group_loss or objective.advantage == "pass_at_k"):
-        warnings.append(
-            f"scale_rewards={c['scale_rewards']!r} is not used: objective={c['objective']!r} has a "
-            f"formula of its own"
         )
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:

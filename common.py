@@ -557,12 +557,16 @@ def load_with_flags(argv, defaults: dict) -> tuple[dict, dict]:
     return own, load_config(rest)
 
 
+def default_config() -> dict:
+    """config/default.py by its own place: a command may be started from any folder."""
+    return read_config_file(ROOT / "config" / "default.py")
+
+
 def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its
     --key=value, whatever their order."""
     refuse_two_words(argv)  # before the files are read: in "--seed 3" the 3 is none
-    # by its own place: a command may be started from any folder
-    defaults = read_config_file(ROOT / "config" / "default.py")
+    defaults = default_config()
     config = dict(defaults)
     flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
     for path in [a for a in argv if not a.startswith("-")]:

@@ -22,7 +22,7 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES
+from checks import OBJECTIVES, policy_gradient
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_groups
@@ -383,13 +383,6 @@ def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
 def couples_rows(c: dict) -> bool:
     """Whether part of the loss is a function of a whole group's scores."""
     return not policy_gradient(c) or c["mode_entropy_coef"] > 0
-
-
-def policy_gradient(c: dict) -> bool:
-    """Whether advantages act on the log-probs of tokens; otherwise the whole loss is over the
-    scores of groups."""
-    group_loss = OBJECTIVES[c["objective"]].group_loss
-    return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
 
 
 def scores_of(logps, lengths, c: dict):

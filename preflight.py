@@ -28,6 +28,7 @@ from checks import OPTIMIZERS, entries, eval_source, is_evaluated, rows_of_a_gro
 from common import (
     UserError,
     check_writable,
+    default_config,
     in_one_line,
     memory_text,
     quoted,
@@ -499,7 +500,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     known = with_tau(c, inputs.model.vocab_size)
     if known != c:
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
-    for warning in warn_config(known, inputs.model.vocab_size):
+    for warning in warn_config(known, inputs.model.vocab_size, default_config()):
         print(f"warning: {warning}")
 
 

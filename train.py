@@ -57,6 +57,7 @@ from common import (
     RolloutsLost,
     RunStopped,
     Stop,
+    default_config,
     in_one_line,
     out_of_memory,
     progress,
@@ -251,7 +252,7 @@ def start(c: dict) -> Run:
         checkpoint.check_model(resume_path, inputs.model)
     header = run_header(world.size)
     say_once(" ".join(f"{key}={value!r}" for key, value in header.items()))
-    for warning in warn_config(c, inputs.model.vocab_size):
+    for warning in warn_config(c, inputs.model.vocab_size, default_config()):
         say_once(f"warning: {warning}")
 
     # The sampler first: on a GPU vLLM measures what is free. Policy and reference start from the

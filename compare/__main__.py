@@ -33,6 +33,7 @@ from common import (
     UserError,
     as_read_back,
     check_writable,
+    default_config,
     listen,
     load_config,
     merge,
@@ -58,7 +59,7 @@ OWN = {
 }
 TAIL = 2**16  # bytes; a line of metrics.jsonl has about 2,000
 # their types are what an arm's values are checked against
-DEFAULTS = read_config_file(ROOT / "config" / "default.py")
+DEFAULTS = default_config()
 
 
 def read_own(argv) -> tuple[dict, list[str]]:

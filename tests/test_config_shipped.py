@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from configs import DEFAULTS
 
-from checks import OBJECTIVES, steers_beta, steers_tau, tau_of_excess, warn_config
+from checks import OBJECTIVES, USED, steers_beta, steers_tau, tau_of_excess, warn_config
 from common import ROOT, load_config, with_tau
 
 
@@ -191,7 +191,7 @@ def test_a_resolved_config_survives_json(name):
 
 def warnings_of(vocabulary: int, *argv) -> str:
     c = with_tau(load_config(list(argv)), vocabulary)
-    return " ".join(warn_config(c, vocabulary))
+    return " ".join(warn_config(c, vocabulary, DEFAULTS))
 
 
 def tau_for(vocabulary: int, *argv) -> float:
@@ -232,12 +232,50 @@ def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
 
 
-def test_a_scale_that_an_objective_does_not_use_is_warned_about():
-    for objective in ("maxent", "flow", "pkpo"):
-        words = warnings_of(100, "--scale_rewards=group", f"--objective={objective}")
-        assert f"scale_rewards='group' is not used: objective='{objective}'" in words
-    for objective in ("grpo", "xdr", "maxrl"):
-        assert warnings_of(100, "--scale_rewards=group", f"--objective={objective}") == ""
+# key: a value that is not its default, and the objectives that read it
+READERS = {
+    "scale_rewards": (
+        "batch",
+        "xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl",
+    ),
+    "epsilon": (0.001, "xdr grpo dr_grpo dapo gspo seed_grpo token_entropy maxrl pkpo"),
+    "epsilon_high": (0.28, "xdr grpo dr_grpo dapo gspo seed_grpo token_entropy maxrl pkpo"),
+    "delta": (5.0, "xdr grpo dr_grpo dapo gspo seed_grpo token_entropy maxrl pkpo"),
+    "cispo_epsilon_max": (3.0, "cispo"),
+    "token_entropy_coef": (0.1, "token_entropy"),
+    "seed_grpo_alpha": (0.5, "seed_grpo"),
+    "pkpo_k": (2, "pkpo"),
+    "maxent_q_temperature": (0.5, "maxent flow"),
+    "maxent_q_epsilon": (0.01, "maxent flow"),
+    "maxent_score_norm": ("constant", "maxent flow"),
+    "maxent_score_scale": (0.5, "maxent flow"),
+    "maxent_group_weight": ("spread", "maxent flow"),
+    "maxent_loss": ("mle", "maxent"),
+    "maxent_skip_equal_groups": ("wrong", "maxent flow"),
+    "xdr_utility": ("surrogate", "xdr"),
+}
+
+
+@pytest.mark.parametrize("key", USED)
+def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
+    value, readers = READERS[key]
+    for objective in OBJECTIVES:
+        said = warnings_of(100, f"--{key}={value}", f"--objective={objective}")
+        words = f"{key}={value!r}: not used by objective={objective!r}"
+        assert (words in said) == (objective not in readers.split()), objective
+
+
+def test_settings_of_policy_gradients_are_used_by_maxent_as_one():
+    assert "epsilon=0.1, delta=5.0: not used" in warnings_of(100, "--epsilon=0.1", "--delta=5")
+    gradient = ["--maxent_loss=policy_gradient", "--epsilon=0.1", "--delta=5"]
+    assert warnings_of(100, *gradient) == ""
+    tilted = ["--objective=xdr", "--xdr_ref_tilt=True", "--beta=0.1", "--maxent_score_norm=sum"]
+    assert warnings_of(100, *tilted) == ""
+
+
+def test_what_the_scores_are_scaled_by_does_not_move_the_temperature_of_xdr():
+    scale = ["--objective=xdr", "--maxent_q_temperature=2", "--maxent_score_scale=4"]
+    assert tau_for(100, *scale) == 1 / math.log(100)
 
 
 def test_the_limit_of_tau_follows_the_scale_of_the_scores():

@@ -7,7 +7,7 @@ from controlled import Plant, setting
 import controllers
 import loss
 from checks import warn_config
-from common import UserError, load_config
+from common import UserError, default_config, load_config
 
 ENTROPY = "--maxent_target_weight_entropy=1.0"
 EXCESS = "--maxent_target_excess_entropy=0.5"
@@ -93,7 +93,7 @@ WARM = [
 
 
 def warns(word: str, *flags: str) -> bool:
-    warnings = warn_config(load_config([*WARM, *flags]), 100)
+    warnings = warn_config(load_config([*WARM, *flags]), 100, default_config())
     return any(word in warning for warning in warnings)
 
 
