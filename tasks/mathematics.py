@@ -40,21 +40,24 @@ SYMBOLS = MINUS | str.maketrans(
         "β": "\\beta",
     }
 )
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # behind a backslash a brace is no brace
 
 
 # --- finding the answer
 
 
 def last_box(text: str) -> tuple[int, int] | None:
-    r"""Where the content of the last complete \boxed{...} begins and ends, braces matched."""
+    r"""Where the content of the last complete \boxed{...} begins and ends, braces matched; those
+    that are printed, \{ and \}, need no other one."""
     open_braces = []
     start = -1
     end = -1
     # one pass: a completion may be nothing but boxes that never close
-    for i, character in enumerate(text):
-        if character == "{":
+    for found in BRACES.finditer(text):
+        i = found.start()
+        if found[0] == "{":
             open_braces.append(i)
-        elif character == "}" and open_braces:
+        elif found[0] == "}" and open_braces:
             brace = open_braces.pop()  # the one that this brace closes
             if brace > start and text.endswith("\\boxed", 0, brace):
                 start = brace

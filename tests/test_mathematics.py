@@ -24,7 +24,10 @@ def slow_box(text: str) -> str | None:
     for start in reversed(starts):
         depth = 1
         for i in range(start + 7, len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
+            before = text[:i]
+            backslashes = len(before) - len(before.rstrip("\\"))
+            if backslashes % 2 == 0:  # an odd one is the brace's own
+                depth += (text[i] == "{") - (text[i] == "}")
             if depth == 0:
                 return text[start + 7 : i]
     return None
@@ -38,7 +41,7 @@ def slow_block(text: str) -> str | None:
     return None
 
 
-PARTS = ["\\boxed{", "\\boxed", "{", "}", "<answer>", "</answer>", "1", "2"]
+PARTS = ["\\boxed{", "\\boxed", "{", "}", "\\{", "\\}", "\\\\", "<answer>", "</answer>", "1", "2"]
 
 
 @settings(max_examples=500)
@@ -86,6 +89,8 @@ def test_the_stated_answer_is_the_box_or_block_that_closes_last(text, answer):
         ("4", None),
         (r"\boxed 4", None),
         (r"\boxed{}", ""),
+        (r"\boxed{\left\{ x > 1 \right.}", r"\left\{ x > 1 \right."),
+        (r"\boxed{1 \\}", r"1 \\"),
         (r"\boxed{\boxed{3}}", "3"),
         ("", None),
     ],
