@@ -488,7 +488,10 @@ def read_flag(argument: str, defaults: dict) -> dict:
     if (default is None or isinstance(default, bool)) and text.lower() in ("true", "false"):
         return {name: text.lower() == "true"}
     try:
-        return {name: parse(ast.literal_eval, text, f"command line: {name}")}
+        value = parse(ast.literal_eval, text, f"command line: {name}")
+        if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
+            value = list(value)
+        return {name: value}
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):

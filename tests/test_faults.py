@@ -251,7 +251,7 @@ def rough(own_rewards, tiny_model_dir, tmp_path_factory):
     script = patched(folder.parent, ROUGH)
     try:
         process = start(tiny_model_dir, folder, *flags, script=script, **env)
-        assert finish(process, 120) == 0, log_of(folder)[-3000:]
+        assert finish(process) == 0, log_of(folder)[-3000:]
     finally:
         server.shutdown()
         thread.join()
@@ -299,7 +299,7 @@ def test_a_clock_that_runs_backwards_changes_neither_limits_nor_timings(rough):
     for line in lines:
         for key, value in line.items():
             if key.startswith("time/"):
-                assert 0 <= value < 120, key
+                assert 0 <= value < PATIENCE, key
         assert 0 < line["tokens_per_second"] < math.inf
     assert sum(line["time/reward"] for line in lines) > 0.5
 

@@ -34,17 +34,19 @@ CONFIG = [
 HF = "--rollout_engine=hf"
 SECRET = "hf_of_nobody"
 
-# In a job's first start, where HOLD names its run folder, no reward comes before the run is asked
-# to stop: its time is over before its steps are, on the fastest machine.
+# Where REWARD_HOLD names its run folder (rewards see no other name of ours), no reward comes before
+# the run is asked to stop or has saved: the time of its first start is over before its steps are,
+# on the fastest machine. What comes before the run or with a new worker is a trial, and not held.
 REWARD = """
 import os
 import time
 from pathlib import Path
 
 def parity(completion, answer, **row):
-    if "HOLD" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
-        while not (Path(os.environ["HOLD"]) / "stop").exists():
-            time.sleep(0.05)
+    run = Path(os.environ.get("REWARD_HOLD", "/nowhere"))
+    trial = completion in ("1", "\\\\boxed{1}") or not (run / "config.json").exists()
+    while not trial and not (run / "stop").exists() and not any(run.glob("step_*")):
+        time.sleep(0.05)
     return float(len(completion) % 2)
 """
 
@@ -106,7 +108,7 @@ def is_over(env: dict, number: str) -> bool:
     return job(env, number).get("JobState") in ENDS
 
 
-def ended(env: dict, number: str, folder: Path, seconds: float = 300) -> str:
+def ended(env: dict, number: str, folder: Path, seconds: float = PATIENCE) -> str:
     """The state in which a job has ended."""
     slurm_cluster.wait_until(lambda: is_over(env, number), seconds, lambda: words_of(folder))
     return job(env, number)["JobState"]
@@ -165,7 +167,7 @@ def all_gone(env: dict, number: str, there: list[psutil.Process]) -> None:
     def left():
         return [p for p in {*there, *processes(env, number)} if slurm_cluster.alive(p)]
 
-    slurm_cluster.wait_until(lambda: not left(), 60, lambda: f"still there: {left()}")
+    slurm_cluster.wait_until(lambda: not left(), PATIENCE, lambda: f"still there: {left()}")
 
 
 def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
@@ -173,7 +175,7 @@ def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
         assert not is_over(env, number), words_of(folder)
         return len(steps_in(folder)) >= step
 
-    slurm_cluster.wait_until(reached, 240, lambda: words_of(folder))
+    slurm_cluster.wait_until(reached, PATIENCE, lambda: words_of(folder))
 
 
 # --- whole runs
@@ -181,20 +183,20 @@ def wait_for_step(env: dict, number: str, folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def short_of_time(slurm, tiny_model_dir, tmp_path_factory):
-    """(job, run folder): two ranks on one node; 10 to 40 seconds after its start, 80 to 110
+    """(job, run folder): two ranks on one node; 10 to 40 seconds after its start, half an hour
     before its limit, Slurm tells it that time is nearly over. The second start gets more time.
     First of all, because it mostly waits."""
     folder = tmp_path_factory.mktemp("short") / "run"
-    limits = ("--nodes=1", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@80")
+    limits = ("--nodes=1", "--ntasks-per-node=2", "--time=30", "--signal=B:USR1@1760")
     words = small_run(tiny_model_dir)
-    number = submit(slurm, folder, *words, sbatch=limits, HOLD=str(folder))
+    number = submit(slurm, folder, *words, sbatch=limits, REWARD_HOLD=str(folder))
 
     def is_second_start():
         return job(slurm, number).get("Restarts") == "1"
 
     def more_time():
-        slurm_cluster.wait_until(is_second_start, 240, lambda: words_of(folder))
-        slurm_cluster.query(slurm, "scontrol", "update", f"JobId={number}", "TimeLimit=30")
+        slurm_cluster.wait_until(is_second_start, PATIENCE, lambda: words_of(folder))
+        slurm_cluster.query(slurm, "scontrol", "update", f"JobId={number}", "TimeLimit=600")
 
     threading.Thread(target=more_time, daemon=True).start()
     return number, folder
@@ -223,7 +225,7 @@ def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
 def test_a_checkpoint_is_evaluated_by_a_job_of_its_own_and_no_secret_is_written(two_nodes):
     result = two_nodes / "evaluations" / "step_000006.json"
     said = Path(f"{two_nodes}_evaluation.out")
-    slurm_cluster.wait_until(result.exists, 120, lambda: slurm_cluster.tail(said))
+    slurm_cluster.wait_until(result.exists, PATIENCE, lambda: slurm_cluster.tail(said))
     assert json.loads(result.read_text())["problems"] == 2
     assert len(result.with_suffix(".jsonl").read_text().splitlines()) == 2
     written = [Path(f"{two_nodes}.out"), said]
@@ -265,7 +267,7 @@ def test_a_server_node_and_a_trainer_node_train_and_nothing_is_left_of_the_serve
     def has_begun():
         return (folder / "config.json").exists() or is_over(slurm, number)
 
-    slurm_cluster.wait_until(has_begun, 300, lambda: words_of(folder))
+    slurm_cluster.wait_until(has_begun, PATIENCE, lambda: words_of(folder))
     there = processes(slurm, number)
     opened = sockets(there)
     shared = shared_memory(there)
@@ -313,7 +315,7 @@ def test_a_server_that_dies_at_its_start_ends_the_job_with_a_sentence_and_its_la
     folder = tmp_path / "run"
     words = ["train.sh", "--server-nodes", "1", *CONFIG, "--model="]
     number = submit(slurm, folder, *words, sbatch=["--nodes=2"])
-    assert ended(slurm, number, folder, 120) == "FAILED"
+    assert ended(slurm, number, folder) == "FAILED"
     said = Path(f"{folder}.out").read_text()
     for words in ("has died", "logs/server_0.log", "model is empty"):
         assert words in said
@@ -338,7 +340,7 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
     words = ["seeds.sh", *CONFIG, HF, f"--model={tiny_model_dir}", "--dry_run"]
     number = submit(slurm, tmp_path / "run", *words, sbatch=["--array=3"])
     folder = tmp_path / "run_seed_3"
-    assert ended(slurm, f"{number}_3", folder, 120) == "COMPLETED", words_of(tmp_path / "run")
+    assert ended(slurm, f"{number}_3", folder) == "COMPLETED", words_of(tmp_path / "run")
     printed = (folder / "logs" / "trainer_0.log").read_text()
     assert "seed = 3\n" in printed and f"output_dir = '{folder}'" in printed
 

@@ -167,7 +167,8 @@ def daemon():
             forever()
         os._exit(0)
     os.waitpid(pid, 0)
-    while not (FOLDER / "daemons").exists():
+    written = FOLDER / "daemons"
+    while not (written.exists() and written.read_text()):
         time.sleep(0.01)
     return 1.0
 

@@ -152,6 +152,7 @@ FLAGS = [
     "--max_steps=3",
     "--max_logp_difference=2e-5",
     "--reward_funcs=['parity_reward:parity']",
+    "--reward_timeout=300",
     "--rollout_timeout=120",
     "--report_to=",
 ]
@@ -170,7 +171,7 @@ def words_of(folder: Path) -> Path:
     return Path(f"{folder}.log")
 
 
-def finish(process: subprocess.Popen, folder: Path, seconds: float = 200) -> tuple[int, str]:
+def finish(process: subprocess.Popen, folder: Path, seconds: float = PATIENCE) -> tuple[int, str]:
     """(exit status, all that the run has said)."""
     try:
         return process.wait(seconds), words_of(folder).read_text()
