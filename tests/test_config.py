@@ -54,6 +54,12 @@ def test_flags_are_read_in_the_type_of_the_default(flag, key, value):
     assert found == value and type(found) is type(value)
 
 
+def test_a_list_needs_no_brackets():
+    found = load_config(["--reward_funcs=math,length", "--reward_weights=1,0.1"])
+    assert found["reward_funcs"] == ["math", "length"]
+    assert found["reward_weights"] == [1.0, 0.1]
+
+
 def test_tau_takes_inf_and_nothing_else_does(tmp_path):
     assert load_config(["--maxent_tau=inf"])["maxent_tau"] == math.inf
     assert load_config([write(tmp_path, "maxent_tau = 'inf'")])["maxent_tau"] == math.inf
