@@ -260,12 +260,12 @@ def finished(notes: Path) -> int:
 def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
     alone, tiny_model_dir, tmp_path
 ):
-    """12 times: a process saves step after step and notes each one that is done; it is killed
+    """25 times: a process saves step after step and notes each one that is done; it is killed
     somewhere; what it noted is there and whole."""
     rng = random.Random(0)
     usual = quickest_save(tmp_path, FakeEngine(tiny_model_dir))
     interrupted = 0
-    for trial in range(12):
+    for trial in range(25):
         folder = tmp_path / str(trial)
         notes = tmp_path / f"{trial}.notes"
         folder.mkdir()
@@ -286,7 +286,7 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
         checkpoint.tidy(folder)
         assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
         shutil.rmtree(folder)
-    assert interrupted > 2  # the instants were not all between two saves
+    assert interrupted > 5  # the instants were not all between two saves
 
 
 def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:

@@ -6,6 +6,7 @@ thread. A fork of pytest's own process would be as quick, but may inherit a lock
 thread (a progress bar's, an HTTP server's) held at that instant, and then waits for it for ever.
 """
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -18,7 +19,7 @@ import pytest
 from deadlines import PATIENCE
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-PORTS = iter(range(20_000 + 1000 * (WORKER % 10), 21_000 + 1000 * (WORKER % 10)))
+PORTS = itertools.count(20_000 + 1000 * (WORKER % 10))
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(

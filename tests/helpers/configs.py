@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common import ROOT, UserError, load_config, read_config_file
+from common import UserError, default_config, load_config
 
-DEFAULTS = read_config_file(ROOT / "config" / "default.py")
+DEFAULTS = default_config()
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> str:
