@@ -262,7 +262,8 @@ class Heartbeat:
     def listen(self, seconds: float) -> str:
         """Hears the others for so long. What another rank says of a dead one, else ""."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        left = seconds
+        while left > 0:
             awake = {peer.connection.fileno(): peer for peer in self.peers if not peer.ended}
             poll = select.poll()
             for number in awake:
@@ -275,6 +276,7 @@ class Heartbeat:
                         self.peers.remove(peer)
                     elif line:
                         return line.decode()
+            left = end - time.monotonic()
         return ""
 
     def beat(self) -> str:
@@ -299,7 +301,15 @@ class Heartbeat:
         for peer in self.peers:
             peer.send(verdict.encode())
         say(f"error: {verdict}; this rank leaves too (its own words, if any, are above or below)")
+        self.see_off()
         os._exit(1)
+
+    def see_off(self) -> None:
+        """Rank 0 leaves last: where its end broke their collective first, others would blame it."""
+        end = time.monotonic() + GRACE
+        # of the one that the verdict is about no end may come
+        while sum(not peer.ended for peer in self.peers) > 1 and time.monotonic() < end:
+            self.listen(0.1)
 
     def part(self) -> None:
         """Before a rank that has done its work goes."""

@@ -516,7 +516,10 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
     places = run.experience.places  # as many as there were, dealt or not
     own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
-        rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
+        try:
+            rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
+        except FileNotFoundError:  # since check_folder()
+            raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
         run.say(rollout.show(run.inputs.tokenizer, lived.unseeded, own_rewards[:, :G]))
 

@@ -15,10 +15,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import child
 import in_child
 import pytest
+import torch
 from deadlines import PATIENCE
 from exact_matrix import ROOT, finish, log_of, start, steps_in
 
@@ -29,7 +31,7 @@ import journal
 import ranks
 import scoring
 import train
-from common import UserError
+from common import RunStopped, UserError
 from policy import Parameters
 
 HF = [
@@ -447,6 +449,19 @@ def test_a_run_whose_folder_is_renamed_ends_on_all_ranks_with_a_sentence(tiny_mo
     assert f"error: output_dir='{folder}' is gone" in said
     assert "train.py" not in "".join(re.findall(r'File "(.*)", line', said)), said[-3000:]
     assert checkpoint.latest(moved)
+
+
+def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alike(tmp_path):
+    run = SimpleNamespace(
+        config={"num_generations": 4, "log_rollouts_steps": 1, "max_steps": 9},
+        log=None,
+        experience=SimpleNamespace(places=range(2)),
+        folder=tmp_path / "gone",
+        step=5,
+        world=SimpleNamespace(rank=1),
+    )
+    with pytest.raises(RunStopped, match="gone' is gone or another folder now"):
+        train.show(run, SimpleNamespace(rewards=torch.zeros(2, 4)), {}, None)
 
 
 # --- Weights & Biases

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import child
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import PATIENCE
 
 import ranks
 
@@ -88,7 +90,8 @@ def test_a_run_that_is_suspended_as_a_whole_has_missed_no_beat(monkeypatch):
 
 
 def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
-    dead, _ = pair(1)
+    dead, its_end = pair(1)
+    its_end.close()
     alive, theirs = pair(2)
     said = []
     ended = []
@@ -103,6 +106,33 @@ def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
     heart.part()  # one that has parted is not ended any more
     heart.leave("rank 2 is gone")
     assert ended == [1]
+
+
+def test_rank_0_leaves_after_the_others_have(monkeypatch):
+    """Of the one that is stopped no end comes."""
+    pairs = [pair(rank) for rank in (1, 2, 3)]
+    heart = ranks.Heartbeat([peer for peer, _ in pairs], 45)
+    heard = []
+
+    def go(theirs):
+        other = ranks.Heartbeat([ranks.Peer(0, theirs, "")], 45)
+        heard.append(listen(other))
+        theirs.close()
+
+    there = []
+
+    def leave(status):
+        there.extend(peer.rank for peer, _ in pairs if not peer.ended)
+
+    monkeypatch.setattr(ranks, "say", str)
+    monkeypatch.setattr(ranks, "GRACE", PATIENCE)
+    monkeypatch.setattr(os, "_exit", leave)
+    threads = [threading.Thread(target=go, args=(theirs,)) for _, theirs in pairs[1:]]
+    for thread in threads:
+        thread.start()
+    heart.leave("rank 1 has not been heard")
+    assert there == [1]
+    assert heard == ["rank 1 has not been heard"] * 2
 
 
 @pytest.mark.parametrize("beats", range(4))  # TCP acknowledges the first ones sooner

@@ -185,7 +185,8 @@ def test_a_server_is_left_out_when_somebody_else_changes_its_weights(survivor, f
     fleet.ready(0, 1)
     survivor.sync(named_weights(lm, 0))
     theirs = {"new_version": "theirs"}
-    httpx.post(fleet.urls[0] + "/update_weight_version", json=theirs).raise_for_status()
+    url = fleet.urls[0] + "/update_weight_version"
+    httpx.post(url, json=theirs, timeout=PATIENCE, trust_env=False).raise_for_status()
     assert difference(lm, survivor.generate(PROMPTS, 8, sampling(4, 3))) < 2e-5
     assert [server.url for server in survivor.live] == [fleet.urls[1]]
 
@@ -331,7 +332,7 @@ def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on
         time.sleep(0.05)
     fleet.signal(0, signal.SIGKILL)
     fleet.signal(1, signal.SIGKILL)
-    status, words = finish(process, folder, 60)
+    status, words = finish(process, folder)
     assert status == 1, words[-3000:]
     (error,) = re.findall("error: .*", words)
     assert "no rollout server is left" in error
@@ -344,7 +345,7 @@ def test_a_run_whose_servers_all_die_saves_and_exits_with_a_sentence_and_goes_on
 
     others = [StandIn(port) for port in fleet.ports]
     goes_on = [f"--max_steps={step + 1}", "--resume_from_checkpoint=latest"]
-    status, words = finish(train(tiny_model_dir, folder, *flags, *goes_on), folder, 60)
+    status, words = finish(train(tiny_model_dir, folder, *flags, *goes_on), folder)
     for each in others:
         each.close()
     assert status == 0, words[-3000:]

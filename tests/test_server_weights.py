@@ -122,7 +122,8 @@ def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sam
     one = stand_in()
     two = stand_in()
     engine = make(one, two)
-    httpx.post(one.url + "/update_weight_version", json={"new_version": "theirs"})
+    path = "/update_weight_version"
+    httpx.post(one.url + path, json={"new_version": "theirs"}, timeout=PATIENCE, trust_env=False)
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()
     assert not one.completions()
     told = f"{one.url} holds weights 'theirs', not .*another run uses it"

@@ -110,8 +110,14 @@ def is_over(env: dict, number: str) -> bool:
 
 def ended(env: dict, number: str, folder: Path, seconds: float = PATIENCE) -> str:
     """The state in which a job has ended."""
-    slurm_cluster.wait_until(lambda: is_over(env, number), seconds, lambda: words_of(folder))
-    return job(env, number)["JobState"]
+    states = []
+
+    def over() -> bool:
+        states.append(job(env, number).get("JobState"))
+        return states[-1] in ENDS
+
+    slurm_cluster.wait_until(over, seconds, lambda: words_of(folder))
+    return states[-1]
 
 
 def processes(env: dict, number: str) -> list[psutil.Process]:

@@ -231,15 +231,17 @@ def test_an_answer_that_comes_while_another_worker_is_replaced_is_in_time(
 
     def cause_of_death(dead) -> str:
         """Takes 5.5 seconds, in which the other one answers."""
+        (reward_folder / "buried").touch()
         (other,) = (worker for worker in pool.workers if worker is not dead)
         assert select.select([other.socket], [], [], PATIENCE)[0]
         pool.clock.seconds += 5.5
         return "died slowly"
 
     monkeypatch.setattr(pool, "cause_of_death", cause_of_death)
-    found = pool.answers({text: job("hostile:act", text) for text in ("kill", "nap 1")})
+    texts = ("kill", "wait for a death")
+    found = pool.answers({text: job("hostile:act", text) for text in texts})
     pool.close()
-    assert found == {"kill": Failure("error", "the worker died slowly"), "nap 1": 1.0}
+    assert found == {texts[0]: Failure("error", "the worker died slowly"), texts[1]: 1.0}
 
 
 def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_and_nobody_is_blamed(battle):

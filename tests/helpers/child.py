@@ -19,7 +19,7 @@ import pytest
 from deadlines import PATIENCE
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-PORTS = itertools.count(20_000 + 1000 * (WORKER % 10))
+PORTS = itertools.count(20_000 + 1000 * (WORKER % 10) + os.getpid() % 500)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -52,7 +52,8 @@ def logged(work, args: tuple, log: str) -> None:
 
 def free_port() -> int:
     """Where nobody listens. Below those that a connection or a server that asks for any is given,
-    and of another thousand in each of pytest's processes: nobody takes it before it is used."""
+    and of another thousand in each of pytest's processes (from another one on in each suite):
+    nobody takes it before it is used."""
     while True:
         port = next(PORTS)
         with socket.socket() as probe:

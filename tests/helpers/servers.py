@@ -126,7 +126,8 @@ class Fleet:
 
     def answers(self, i: int) -> bool:
         try:
-            return httpx.get(self.urls[i] + "/health", timeout=10).status_code == 200
+            answer = httpx.get(self.urls[i] + "/health", timeout=10, trust_env=False)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -54,7 +54,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=20
+KillWait=300
 MinJobAge=86400
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
@@ -122,7 +122,7 @@ def start(folder) -> dict:
         daemon(env, folder, "slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             daemon(env, folder, "slurmd", "-D", "-N", node)
-        wait_until(lambda: nodes(env) == "idle\nidle", 60, lambda: logs(folder))
+        wait_until(lambda: nodes(env) == "idle\nidle", PATIENCE, lambda: logs(folder))
     except BaseException:
         stop(folder)
         raise
@@ -138,7 +138,7 @@ def start_munged(env: dict, folder: Path) -> None:
     daemon(env, folder, "munged", *flags)
     wait_until(
         (folder / "munge.socket").exists,
-        20,
+        PATIENCE,
         lambda: f"munged has made no socket: {tail(folder / 'munged.out')}",
     )
 

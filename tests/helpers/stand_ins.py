@@ -82,7 +82,7 @@ class Listening:
         """As if it was killed: open connections break too."""
         self.http.shutdown()
         self.http.server_close()
-        for connection in self.http.connections:
+        for connection in list(self.http.connections):  # a thread may add one
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -197,8 +197,10 @@ class StandIn(Listening):
 
 class Proxy(Listening):
     """Passes everything on to `targets` in turn. `mixes`: two requests that are under way at the
-    same time get each other's answers; a request that stays alone for half a second gets its
+    same time get each other's answers; a request that stays alone for `patience` seconds gets its
     own."""
+
+    patience = 0.5
 
     PASSED_ON = ("content-type", "x-request-id", "x-vllm-client-tag")
 
@@ -241,7 +243,7 @@ class Proxy(Listening):
                 partner["met"].set()
                 return theirs
             self.waiting = mine
-        mine["met"].wait(0.5)
+        mine["met"].wait(self.patience)
         with self.lock:
             if self.waiting is mine:
                 self.waiting = None
