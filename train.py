@@ -6,28 +6,28 @@
     python train.py config/math_maxent.py --dry_run          check everything, run nothing
 
 A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group ->
-loss -> DeepSpeed -> controllers. `train` below is that step, read it first.
+loss -> DeepSpeed -> controllers. The function `train` below is that step: read it first.
 
 Where this departs from the papers:
 1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so
-   micro-batches and ranks never change it (in bfloat16 but for rounding: DeepSpeed adds up the
-   gradients of micro-batches in the model's type).
-2. Rows of a group with equal rewards have advantage exactly 0, not 0 / 1e-4 noise.
-3. One update per batch by default: then the old log-probs are the current ones, and the first
-   gradient is plain REINFORCE. With more updates the first one's log-probs serve as the old ones.
-4. Sampler and trainer compute slightly different log-probs. The ratio is measured every step and
-   corrected, capped at 3 (policy-gradient objectives; the fixed point of maxent does not depend
-   on the sampling distribution).
+   the split into micro-batches and ranks never changes it. In bfloat16 it changes the rounding:
+   DeepSpeed adds up the gradients of micro-batches in the model's type.
+2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
+3. One update per batch by default: the old log-probs are then the current ones, and the gradient
+   is plain REINFORCE. With more updates, the log-probs of the first one serve as the old ones.
+4. Sampler and trainer compute slightly different log-probs. Their ratio is measured every step.
+   Policy-gradient objectives correct for it, capped at 3; maxent does not need to, because its
+   fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
-   xdr_ref_tilt beta is in these weights and no longer in the loss: beta enters once.
-6. InfoSeed's class means leave out the whole prompt of the row that they judge, else chance would
-   not be 1 / seeds.
+   xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
+6. InfoSeed judges a row by the mean hidden state of each seed. These means leave out all rows of
+   the row's own prompt; otherwise chance would not be 1 / seeds.
 """
 
 from checks import FLAGS
 from common import load_with_flags, script
 
-# A wrong config is told here, at once: the imports that follow take ten seconds.
+# Report a wrong config at once: the imports below take ten seconds.
 if __name__ == "__main__":
     flags, config = script(lambda argv: load_with_flags(argv, FLAGS["train"]))
 
@@ -102,12 +102,13 @@ from ranks import (
     wait_for_ranks,
 )
 
-# of the distance that changed weights make, how much may be left when they have arrived: rounding
+# prove_sync(): changing the weights moves log-probs by some distance; after a sync at most this
+# share of it may remain between sampler and policy, for rounding
 TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
-TRIAL_PROMPTS = 4  # of the check of the sync: 2 completions each, of so many tokens
-TRIAL_TOKENS = 16
-MAX_SKIPPED_STEPS = 5  # non-finite steps in a row, after which a run stops
-EQUAL_STEPS = 5  # steps in a row without a group of different rewards, after which a run says so
+TRIAL_PROMPTS = 4  # prove_sync() samples 2 completions of each,
+TRIAL_TOKENS = 16  # of at most so many tokens
+MAX_SKIPPED_STEPS = 5  # a run stops after so many steps in a row with a non-finite update
+EQUAL_STEPS = 5  # a run warns after so many steps in a row in which all groups had equal rewards
 
 
 @dataclass
@@ -118,16 +119,16 @@ class Run:
     world: World  # rank, size, device
     inputs: Inputs  # tokenizer, rows, reward columns
     sampler: object  # the rollout engine
-    engine: object  # DeepSpeed's, around the policy
+    engine: object  # the DeepSpeed engine around the policy
     reference: object  # the frozen reference model; None at beta = 0
     experience: Experience
     timer: Timer
     stop: Stop
-    log: MetricsLog | None  # on rank 0 only, as is hub
-    hub: checkpoint.Hub | None
+    log: MetricsLog | None  # None on all ranks but 0
+    hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
     state: dict  # tau, beta and what their controllers remember
-    saved_step: int  # the step of the newest checkpoint: nothing to save yet
+    saved_step: int  # the step of the newest checkpoint, which needs no other
     skipped: int = 0  # steps in a row with an update that was not applied
     equal: int = 0  # steps in a row in which every group had equal rewards
     stopping: bool = False
@@ -137,7 +138,7 @@ class Run:
         return Path(self.config["output_dir"])
 
     def say(self, sentence: str) -> None:
-        """A line on the console, above the progress bar, of rank 0 only."""
+        """Prints a line above the progress bar, on rank 0 only."""
         if self.world.rank == 0:
             tqdm.write(sentence)
 
@@ -149,24 +150,25 @@ def deepspeed_config(c: dict) -> dict:
     """DeepSpeed's own settings for a resolved config."""
     zero = {
         "stage": c["zero_stage"],
-        "overlap_comm": False,  # not with unmanaged accumulation, except at stage 2
+        "overlap_comm": False,  # unsupported with unmanaged accumulation, except at stage 2
     }
     if c["offload_optimizer"]:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # it asks for one; ours have as many rows as fit
+        "train_micro_batch_size_per_gpu": 1,  # required, though ours have as many rows as fit
         "managed_gradient_accumulation": False,  # any number of backward() per step()
         "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],  # 0 off
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS
-        "zero_force_ds_cpu_optimizer": False,  # also offloaded, without compiling DeepSpeed's own
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for offloading must be compiled
         "steps_per_print": sys.maxsize,  # never: the progress bar is ours
     }
 
 
 def load_lm(c: dict, trains: bool, device) -> Policy:
-    """The language model of config["model"] in a Policy, which tries it on a few tokens."""
+    """Loads config["model"] into a Policy, which checks it on a few tokens. trains: False for the
+    frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -185,30 +187,30 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
 def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
     policy = load_lm(c, trains=True, device=device)
-    trained = [p for p in policy.parameters() if p.requires_grad]  # beside adapters all else rests
+    trained = [p for p in policy.parameters() if p.requires_grad]  # with lora_rank: adapters only
     optimizer = make_optimizer(trained, c, device)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
-        # it then steps on the CPU, where torchrun and vLLM leave one thread
+        # the optimizer then steps on the CPU, where torchrun and vLLM leave it one thread
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     return engine
 
 
 def load_reference(c: dict, engine, device):
-    """The frozen reference model, None at beta = 0. engine: of the policy, whose adapters leave its
-    model as it was."""
+    """The frozen reference model; None at beta = 0. engine: the policy's. If that trains adapters,
+    the reference is the same model with its adapters switched off."""
     if c["beta"] == 0:
         return None
     if c["lora_rank"]:
         return WithoutAdapters(engine)
     reference = load_lm(c, trains=False, device=device)
     if c["reference_placement"] == "cpu":
-        return reference.to("cpu")  # comes to the device for its forward passes only
+        return reference.to("cpu")  # moves to the device for its forward passes only
     if c["reference_placement"] == "device":
         return reference
     sharded = {
-        "train_micro_batch_size_per_gpu": 1,  # it asks for one, as above
+        "train_micro_batch_size_per_gpu": 1,  # required, as above
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
@@ -218,9 +220,9 @@ def load_reference(c: dict, engine, device):
 
 
 def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
-    """max_tokens_per_micro_batch, the same on all ranks; where it is 0 what the checkpoint was made
-    with, for a run that goes on to the bit, or else what fits into memory. All ranks call it
-    together."""
+    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0), it is
+    the value that the checkpoint was made with, so that a run resumed on as many ranks goes on to
+    the bit; otherwise as many tokens as fit into memory. All ranks call it together."""
     tokens = c["max_tokens_per_micro_batch"]
     if tokens:
         return tokens
@@ -234,15 +236,15 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
 
 
 def start(c: dict) -> Run:
-    """Everything that a run needs, loaded; its folder is made, or taken up again."""
-    # False too for a run that starts from another's checkpoint
+    """Loads everything that a run needs; makes the run's folder, or takes it up again."""
+    # also False for a run that starts from another run's checkpoint
     resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
-    # before ranks meet: whatever is wrong is told by each, without a collective to leave
+    # before ranks meet: each can report what is wrong and exit, and leaves no collective
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     c = with_tau(c, inputs.model.vocab_size)
     hub = None
-    # early: a token that may not write is told before weights load
+    # early: a token without the right to write is reported before weights load
     if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
 
@@ -255,8 +257,8 @@ def start(c: dict) -> Run:
     for warning in warn_config(c, inputs.model.vocab_size, default_config()):
         say_once(f"warning: {warning}")
 
-    # The sampler first: on a GPU vLLM measures what is free. Policy and reference start from the
-    # same weights.
+    # The sampler loads first, because on a GPU vLLM measures the free memory. Policy and reference
+    # start from the same weights.
     torch.manual_seed(c["seed"])
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
@@ -270,7 +272,7 @@ def start(c: dict) -> Run:
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
-    if world.rank == 0:  # everything has loaded: only now does the run leave a trace
+    if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, resuming)
         print(checkpoint.take_over(c, step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, step)
@@ -298,12 +300,12 @@ def start(c: dict) -> Run:
 
 @contextmanager
 def enough_memory(phase: str, c: dict):
-    """Where memory runs out inside: RunStopped, with the key to lower. phase: "rollout", "learn"
-    or "sync"."""
+    """If memory runs out inside this context: RunStopped, which names the key to lower. phase:
+    "rollout", "learn" or "sync"."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        # a RunStopped has its sentence, in which a server may speak of its own memory
+        # a RunStopped has its own sentence already, which may quote a server on its memory
         if isinstance(error, RunStopped) or not out_of_memory(error):
             raise
         raise RunStopped(
@@ -313,13 +315,13 @@ def enough_memory(phase: str, c: dict):
 
 
 def less_memory(phase: str, c: dict) -> str:
-    """What makes a phase take less."""
+    """What to change so that a phase takes less memory, as part of a sentence."""
     if phase == "rollout":
         return (
             f"lower num_generations={c['num_generations']} or "
             f"max_completion_length={c['max_completion_length']}"
         )
-    if phase == "sync":  # vLLM takes its cache back
+    if phase == "sync":  # vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
     cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
@@ -329,7 +331,7 @@ def less_memory(phase: str, c: dict) -> str:
 
 
 def learning_rate_at(step: int, c: dict) -> float:
-    """Linear warm-up over warmup_steps, then constant, or down to 0 at max_steps; `step` counts
+    """Linear warm-up over warmup_steps, then constant, or falling to 0 at max_steps. `step` counts
     finished steps."""
     peak = c["learning_rate"]
     if step < c["warmup_steps"]:
@@ -343,26 +345,26 @@ def learning_rate_at(step: int, c: dict) -> float:
 
 
 def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.Seeds) -> dict:
-    """Updates the policy num_iterations times on this rank's rows, and returns metrics.
+    """Updates the policy num_iterations times on this rank's rows; returns metrics.
 
-    Loss, entropy and KL are those of the first update, whose policy is the one that sampled. The
-    shares of clipped tokens are of the last: before any update nothing is clipped; seconds add
-    up."""
+    Loss, entropy and KL are those of the first update, when the policy is the one that sampled.
+    The shares of clipped tokens are those of the last update, because in the first none are
+    clipped. Seconds add up."""
     c, engine = run.config, run.engine
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate_at(run.step, c)
-    own = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
+    local_targets = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
     metrics, applied = {}, True
     of_last = ("clip_ratio/low", "clip_ratio/high")
-    of_all = ("time/learn_slowest", "time/learn_mean")
+    summed = ("time/learn_slowest", "time/learn_mean")
     for i in range(c["num_iterations"]):
-        found = learner.accumulate_gradients(engine, batch, own, run.state["beta"], c, norm)
-        found |= seeds.accumulate_gradients(update=i)
-        run.timer.add("wait", found.pop("time/wait"))  # it is no part of "learn", around it
+        new = learner.accumulate_gradients(engine, batch, local_targets, run.state["beta"], c, norm)
+        new |= seeds.accumulate_gradients(update=i)
+        run.timer.add("wait", new.pop("time/wait"))  # and does not count as "learn", around it
         if i > 0:
-            later = {name: found[name] for name in of_last}
-            found = later | {name: found[name] + metrics[name] for name in of_all}
-        metrics |= found
+            later = {name: new[name] for name in of_last}
+            new = later | {name: new[name] + metrics[name] for name in summed}
+        metrics |= new
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
     run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
@@ -373,10 +375,11 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
 
 
 def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> dict:
-    """Moves tau and beta for the next step, and returns what is logged of it. Two rules move them,
-    by the entropy of the weights and the KL in `metrics`, or the meta-controller does."""
+    """Moves tau and beta for the next step; returns what is logged about it. Either two separate
+    rules move them, by the entropy of the weights and the KL in `metrics`, or the meta-controller
+    moves both."""
     c, old = run.config, run.state
-    found = {}
+    meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.group_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
         scores = gather_groups(scores.view(-1, group["rewards"].shape[1]))  # (P, G)
@@ -385,12 +388,12 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
             "ref_scores": group["ref_scores"][targets["active"]],
             "scores": scores[targets["active"]],
         }
-        new, found = controllers.meta_step(old, measured, c)
+        new, meta_metrics = controllers.meta_step(old, measured, c)
     else:
         new = controllers.update_tau(old, metrics.get(controllers.steering_entropy(c)), c)
         new = controllers.update_beta(new, metrics.get("kl"), c)
     run.state = new
-    return found | {
+    return meta_metrics | {
         "tau": old["tau"],
         "delta_tau": new["tau"] - old["tau"],
         "beta": old["beta"],
@@ -400,22 +403,24 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
 
 
 def sync_weights(run: Run) -> None:
-    """The policy's weights into the sampler, in place. Where both have one GPU, weights that are
-    not trained wait in CPU memory until the sampler sleeps."""
+    """Copies the policy's weights into the sampler, in place. Where the two share a GPU, weights
+    that are not trained wait in CPU memory until the sampler sleeps again."""
     lm, stage = run.engine.module.lm, run.config["zero_stage"]
-    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has shared them out
+    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has sharded them over the ranks
         place_frozen(lm, "cpu")
     with enough_memory("sync", run.config):
         run.sampler.wake()
         run.sampler.sync(named_weights(lm, stage))
 
 
-@torch.random.fork_rng(devices=[])  # what a run draws later knows nothing of the trial
+@torch.random.fork_rng(devices=[])  # the trial changes nothing that the run draws later
 def prove_sync(run: Run) -> None:
-    """Leaves the policy's weights in the sampler, after a proof that its log-probs follow a sync:
-    first it gets changed ones. RunStopped, on all ranks alike, where they do not follow: at a small
-    learning rate weights that never arrive would hardly show. A step's own check,
-    learner.sampler_mismatch, then tells whether the policy's came back."""
+    """Syncs the policy's weights into the sampler, after a proof that a sync works at all: at a
+    small learning rate, weights that never arrive would hardly show.
+
+    For the proof the sampler gets changed weights first. RunStopped, on all ranks alike, if its
+    log-probs do not follow. Whether the policy's own weights came back afterwards is left to the
+    check of every step, learner.sampler_mismatch."""
     c, lm = run.config, run.engine.module.lm
     if c["max_logp_difference"] < 0:  # off
         return sync_weights(run)
@@ -430,7 +435,7 @@ def prove_sync(run: Run) -> None:
         "names": [f"trial-{i}" for i in range(len(prompts))],
     }
     rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
-    run.sampler.take_counts()  # of no step
+    run.sampler.take_counts()  # dropped: the trial is no part of a step
     run.sampler.sleep()
     with enough_memory("learn", c):
         place_frozen(lm, run.world.device)
@@ -455,7 +460,7 @@ def prove_sync(run: Run) -> None:
 
 
 def save_now(run: Run) -> None:
-    """A checkpoint of this step, unless there is one."""
+    """Saves a checkpoint of this step, unless there is one."""
     c = run.config
     if c["save_steps"] < 0 or run.saved_step == run.step:
         return
@@ -471,13 +476,13 @@ def save_now(run: Run) -> None:
 
 
 def evaluate_now(run: Run) -> None:
-    """mean@k, pass@k and the others on the held-out problems, into the log."""
+    """Evaluates on the held-out problems and logs mean@k, pass@k and the other metrics."""
     if not run.inputs.eval_rows:
         return
     try:
         with run.timer("evaluate"):
             metrics = evaluate.evaluate(run.sampler, run.inputs, run.config, run.world)
-    except RolloutsLost as error:  # the next step finds out too, and saves
+    except RolloutsLost as error:  # the next step will fail too, and saves before it stops
         run.say(f"step {run.step}: not evaluated: {error}")
         return
     if run.log:
@@ -487,7 +492,7 @@ def evaluate_now(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """The last words and files of a run that is done, or was asked to stop."""
+    """Ends a run that is done or was asked to stop: its last files and lines, ranks leave."""
     c = run.config
     if run.log:
         if run.step == c["max_steps"]:
@@ -504,7 +509,8 @@ def finish(run: Run) -> None:
 
 
 def show(run: Run, lived, metrics: dict, bar) -> None:
-    """A line of metrics.jsonl and the progress bar; now and then rollouts, for a person to read."""
+    """Writes a line of metrics.jsonl and updates the progress bar; now and then also writes or
+    prints rollouts, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if run.log:
         run.log.write(run.step, metrics)
@@ -513,12 +519,13 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    places = run.experience.places  # as many as there were, dealt or not
+    # these places are still this rank's after deal(), which has reordered lived.rewards
+    places = run.experience.places
     own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
             rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
-        except FileNotFoundError:  # since check_folder()
+        except FileNotFoundError:  # deleted since check_folder()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
         run.say(rollout.show(run.inputs.tokenizer, lived.unseeded, own_rewards[:, :G]))
@@ -531,7 +538,7 @@ def check_folder(run: Run) -> None:
 
 
 def check_rewards(run: Run, metrics: dict) -> None:
-    """Says so where step after step no reward tells one completion of a group from another."""
+    """Warns when for EQUAL_STEPS steps in a row the rewards of every group were all equal."""
     run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
     if run.equal == EQUAL_STEPS:
         run.say(
@@ -542,9 +549,10 @@ def check_rewards(run: Run, metrics: dict) -> None:
 
 
 def check_updates(run: Run) -> None:
-    """RunStopped where update after update is not applied: going on would change nothing."""
+    """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
+    would change nothing."""
     if run.skipped >= MAX_SKIPPED_STEPS:
-        save_now(run)  # what was applied of them is in it
+        save_now(run)  # some updates of these steps may have been applied
         raise RunStopped(
             f"{run.skipped} steps in a row had a non-finite loss or gradient, which was not "
             f"applied; lower learning_rate={run.config['learning_rate']} or look into "
@@ -556,26 +564,27 @@ def check_updates(run: Run) -> None:
 
 
 def main(c: dict, only_look: bool = False) -> None:
-    """Reads what it needs and trains, in a folder that nobody else writes to."""
+    """Loads everything and trains, in a folder that is locked against other runs. only_look: just
+    check and print what would run (--dry_run)."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if only_look:
         if rank == 0:
             dry_run(c, size, dtype_of(c), deepspeed_config(c))
-            # last: what was shown holds for another folder too
+            # last: everything shown above holds for any other folder too
             check_run_folder(c, checkpoint.check_request(c))
         return
     with hold_folder(c["output_dir"], rank):
         run = start(c)
         train(run)
     if run.hub:
-        run.hub.leave()  # asked to stop: without waiting for an upload
+        run.hub.leave()  # does not wait for an upload, which matters if the run was asked to stop
 
 
 def train(run: Run) -> None:
     """The nine steps of the README, over and over."""
     c, timer = run.config, run.timer
     G = c["num_generations"]
-    # with rollout_ahead they were sampled by weights a step older, and may differ
+    # with rollout_ahead the sampler's weights were a step older: its log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
     if run.step == 0:
@@ -587,11 +596,11 @@ def train(run: Run) -> None:
         try:
             with enough_memory("rollout", c):
                 lived = run.experience.collect(run.step, timer)
-        except (RolloutsLost, RewardsFailed):  # on all ranks alike: they can save together
+        except (RolloutsLost, RewardsFailed):  # raised on all ranks alike: they can save together
             save_now(run)
             raise
         with timer("deal"):
-            lived = deal(lived, run.world, c)  # ranks get as much to learn from as each other
+            lived = deal(lived, run.world, c)  # moves groups so that all ranks have as much to do
         with enough_memory("learn", c):
             place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
@@ -603,7 +612,7 @@ def train(run: Run) -> None:
             group = learner.measure_groups(
                 run.engine, run.reference, batch, lived, seeds.rewards, c
             )
-            group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # of pkpo
+            group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
             targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
             norm = learner.step_counts(targets, group["lengths"])
 
@@ -624,7 +633,7 @@ def train(run: Run) -> None:
         with timer("sync"):
             sync_weights(run)
 
-        # what happened
+        # log what happened, then evaluate and save if it is time
         wait_for_ranks(timer)
         metrics |= lived.metrics
         metrics |= seeds.metrics(targets)
