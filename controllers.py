@@ -6,8 +6,8 @@ round trip.
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
     state, metrics = meta_step(state, batch, config)    # instead of both: controller_meta_method
 
-tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). More tau, flatter
-weights, more entropy: negative feedback.
+tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). A larger tau makes the
+weights flatter and their entropy larger, so the feedback is negative.
 
 beta: multiplied by 1 + clip(kl / target - 1, +-kl_ctl_step_size) / kl_horizon, the adaptive
 controller of Ziegler et al. 2019 (arXiv:1909.08593).
@@ -22,25 +22,23 @@ from typing import NamedTuple
 from checks import is_on, steers_beta, steers_tau
 from common import scheduled
 
-# so the average remembers about ten steps
-EMA = 0.9  # share of the past in the smoothed entropy
-# of the meta-optimizer "adam", as in its paper and in torch
+EMA = 0.9  # share of the past in the smoothed entropy: it remembers about ten steps
+# for controller_meta_optimizer="adam"; the values of its paper and of torch
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999
 ADAM_EPSILON = 1e-8
-# One step moves log tau or log beta by at most this much: exp() of more overflows.
-LARGEST_MOVE = 50
+LARGEST_MOVE = 50  # of log tau or log beta in one step: exp() of much more would overflow
 
 
 def steering_entropy(config: dict) -> str:
-    """The metric that update_tau is to be given: the one that has a target."""
+    """The metric that steers tau: the one whose target is on."""
     if is_on(config["maxent_target_excess_entropy"]):
         return "weights/excess_entropy"
     return "weights/entropy"
 
 
 def entropy_target(step: int, config: dict) -> float:
-    """H* at a step: of the one of the two targets that is on."""
+    """H* at a step, from whichever of the two targets is on."""
     target = config["maxent_target_weight_entropy"]
     if is_on(config["maxent_target_excess_entropy"]):
         target = config["maxent_target_excess_entropy"]
@@ -56,10 +54,10 @@ def init_state(config: dict) -> dict:
         "step": 0,
         "tau": config["maxent_tau"],
         "beta": config["beta"],
-        "entropy": None,  # the average, None until the first finite entropy
-        "steering": steering_entropy(config),  # the metric that it is the average of
+        "entropy": None,  # its moving average (EMA), None until the first finite entropy
+        "steering": steering_entropy(config),  # the metric that "entropy" averages
         "skipped": 0,  # steps without a measurement
-        # the meta-optimizer: updates, and two moments of the gradient by (log tau, log beta)
+        # the meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
         "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
     }
 
@@ -67,22 +65,23 @@ def init_state(config: dict) -> dict:
 def resume_state(state: dict, config: dict) -> dict:
     """A checkpoint's state under the config of the run that goes on from it.
 
-    tau and beta: what is steered goes on where the checkpoint was, within its bounds, but for 0
-    and infinity, where nothing can have steered it; what is not is as the config says now. The
-    average of the entropy is kept if it is of the entropy that steers."""
+    If tau or beta is steered, it goes on from the checkpoint's value, clipped to its bounds;
+    otherwise it is what the config says now. A checkpoint's value of 0 or infinity is not taken:
+    no controller can have led there. The average of the entropy is kept if the same metric still
+    steers."""
     meta = config["controller_meta_method"] != ""
-    # what a run of this config begins with; below, what is taken from the checkpoint instead
+    # the values of a fresh run, some of which are then replaced by the checkpoint's
     new = init_state(config)
-    # a step of the logarithm leads neither to 0 or infinity nor away from there
+    # steps in the logarithm never reach 0 or infinity, and never leave them
     if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if (meta or steers_beta(config)) and 0 < state["beta"] < math.inf:
         new["beta"] = clip(state["beta"], config["beta_min"], config["beta_max"])
-    # checkpoints of earlier versions do not say what steered
+    # checkpoints of earlier versions have no "steering"
     if state.get("steering", new["steering"]) == new["steering"]:
         new["entropy"] = state["entropy"]
     steered = {key: new[key] for key in ("tau", "beta", "entropy", "steering")}
-    # the rest is the checkpoint's: step, counts, Adam's moments
+    # the rest (step, counts, Adam's moments) stays the checkpoint's
     return {**state, **steered}
 
 
@@ -95,12 +94,12 @@ def is_measured(value: float | None) -> bool:
 
 
 def counted(state: dict) -> dict:
-    """One more step, with nothing changed."""
+    """The state one step later, nothing else changed."""
     return {**state, "step": state["step"] + 1}
 
 
 def skipped(state: dict) -> dict:
-    """One more step, without a measurement."""
+    """The state one step later, after a step without a measurement."""
     return {**counted(state), "skipped": state["skipped"] + 1}
 
 
@@ -108,17 +107,17 @@ def skipped(state: dict) -> dict:
 
 
 def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
-    """One step towards entropy_target(). `entropy`: the step's mean over active groups of what
-    steering_entropy() names, None without any.
+    """Moves tau one step towards entropy_target(). `entropy`: this step's value of the metric that
+    steering_entropy() names, a mean over active groups; None without an active group.
 
     The EMA runs from the first step; tau moves only after maxent_tau_warmup_steps. A missing or
-    non-finite entropy changes nothing but the counts. Off (no target): the step counts all the
-    same, for a run that is resumed with a target which changes over the steps."""
+    non-finite entropy changes nothing but the counts. Without a target the step is counted all the
+    same: the run may be resumed with a target that depends on the step."""
     if not steers_tau(config):
         return counted(state)
     if not is_measured(entropy):
         return skipped(state)
-    # the first one is the average: from 0 it would take ten steps to get there
+    # the average starts at the first entropy: from 0 it would need ten steps to get there
     smooth = entropy
     if state["entropy"] is not None:
         smooth = EMA * state["entropy"] + (1 - EMA) * entropy
@@ -134,49 +133,50 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
 
 
 def moved(x: float, move: float) -> float:
-    """x after a step of its logarithm."""
+    """x after its logarithm has moved by `move`."""
     return x * math.exp(clip(move, -LARGEST_MOVE, LARGEST_MOVE))
 
 
 def update_beta(state: dict, kl: float | None, config: dict) -> dict:
-    """One step of beta towards kl_target (nats per token). `kl`: sum of k3 over the step's
-    completion tokens / their number.
+    """Moves beta so that the KL nears kl_target (nats per token). `kl`: the mean of k3 over the
+    step's completion tokens.
 
-    Moves by at most kl_ctl_step_size / kl_horizon of itself; a missing or non-finite KL changes
-    nothing but `skipped`."""
+    beta changes by at most the share kl_ctl_step_size / kl_horizon of itself. A missing or
+    non-finite KL changes nothing but `skipped`."""
     if not steers_beta(config):
         return dict(state)
     if not is_measured(kl):
         return {**state, "skipped": state["skipped"] + 1}
-    # relative to the target, so that an outlier of the KL moves beta no further than this
+    # the error is relative to the target and clipped, so that an outlier moves beta little
     most = config["kl_ctl_step_size"]
     error = clip(kl / config["kl_target"] - 1, -most, most)
     beta = state["beta"] * (1 + error / config["kl_horizon"])
     return {**state, "beta": clip(beta, config["beta_min"], config["beta_max"])}
 
 
-# --- the meta-controller, alone in needing torch: checks.py asks the rest, before torch is loaded
+# --- the meta-controller; only its functions need torch, and import it
 
 
 class Virtual(NamedTuple):
-    """Steps that a policy given by its group scores would take towards the weights."""
+    """Virtual training steps: how far potential() looks ahead. The policy is reduced to its group
+    scores s, which move towards the weights."""
 
     steps: int
     lr: float
-    use_hessian: bool  # False: its softmax counts as a constant in the gradient
+    use_hessian: bool  # False: softmax(s) counts as a constant in the gradient
 
 
 def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) -> tuple:
     """(Phi, H, K), differentiable by log_tau and log_beta. batch: "utilities" u, "scores" s,
     "ref_scores" l, each (groups, G); targets (H*, KL*).
 
-    H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)), K the mean
-    KL(softmax(s) || softmax(l)) after virtual.steps steps s <- s + virtual.lr * (w - softmax(s)):
-    what training on w would make of the policy. Without any, the policy is as it was measured and
-    does not depend on tau and beta."""
+    H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)). K is the mean
+    KL(softmax(s) || softmax(l)) after virtual.steps steps s <- s + virtual.lr * (w - softmax(s)),
+    which stand for training on w. With 0 steps K is that of the measured policy and does not
+    depend on tau and beta."""
     import torch
 
-    u = batch["utilities"].double()  # (groups, G), as are all below
+    u = batch["utilities"].double()  # (groups, G), like s, ref and w below
     s = batch["scores"].double()
     ref = batch["ref_scores"].double()
     tau = log_tau.exp()
@@ -185,19 +185,18 @@ def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) 
     for _ in range(virtual.steps):
         p = s.softmax(1)
         if not virtual.use_hessian:
-            # the softmax is a constant then; no derivative of it, the Hessian, enters
+            # then the derivative of softmax(s), which is the Hessian, does not enter
             p = p.detach()
         s = s + virtual.lr * (w - p)
-    # nats; entr(0) is 0, where w * log w would be NaN
+    # entr(w) = -w * log w, nats; entr(0) is 0, where the formula gives NaN
     H = torch.special.entr(w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
     return 0.5 * (H - targets[0]) ** 2 + 0.5 * (K - targets[1]) ** 2, H, K
 
 
 def virtual_policy(config: dict) -> Virtual:
-    """What controller_meta_method looks ahead."""
+    """The virtual steps that controller_meta_method takes."""
     steps = {
-        # virtual steps
         "analytic": 0,
         "first_order": 1,
         "truncated_backprop": config["controller_meta_truncation_steps"],
@@ -210,8 +209,8 @@ def virtual_policy(config: dict) -> Virtual:
 
 
 def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[float]]:
-    """((Phi, H, K), what descends Phi in (log tau, log beta)): its gradient through one or
-    controller_meta_truncation_steps virtual steps, or for "analytic" the residuals themselves,
+    """((Phi, H, K), the direction by (log tau, log beta) against which Phi descends). The direction
+    is the gradient of Phi through the virtual steps; for "analytic", the residuals
     (H - H*, KL* - K), which need no differentiation."""
     import torch
 
@@ -220,11 +219,11 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[f
     differentiates = virtual.steps > 0
     logs = []
     for name in ("tau", "beta"):
-        # steps are taken in the logarithm: neither can become negative
+        # steps are taken in the logarithm, so that neither can become negative
         log = math.log(state[name])
         logs.append(torch.tensor(log, dtype=torch.float64, requires_grad=differentiates))
     phi, H, K = potential(*logs, batch, targets, virtual)
-    # more tau, more entropy; more beta, less KL: hence the signs
+    # signs: a larger tau means more entropy, a larger beta less KL
     gradient = (H - targets[0], targets[1] - K)
     if differentiates:
         gradient = torch.autograd.grad(phi, logs)
@@ -232,13 +231,13 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[f
 
 
 def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
-    """One step of tau and beta by controller_meta_method, every controller_meta_update_interval
-    steps, then clipped to their bounds; and meta/* metrics (tau_projected, beta_projected: 1
-    where a bound acted).
+    """Moves tau and beta by controller_meta_method, every controller_meta_update_interval steps,
+    and clips them to their bounds. Returns (state, meta/* metrics); tau_projected and
+    beta_projected are 1 where a bound acted.
 
-    batch: see potential(), the active groups of the step, before the update; without any, or with
-    a non-finite gradient, nothing changes but the counts."""
-    # not its turn
+    batch: see potential(); the active groups of the step, measured before the update. Without an
+    active group, or with a non-finite gradient, nothing changes but the counts."""
+    # no update in this step
     if state["step"] % config["controller_meta_update_interval"]:
         return counted(state), {}
     if len(batch["utilities"]) == 0:
@@ -272,20 +271,20 @@ def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
 
 
 def rate(own: float, config: dict) -> float:
-    """The learning rate of log tau or log beta: its own, or else the common one."""
+    """The learning rate of log tau or log beta: `own`, or the common one where that is -1."""
     return own if own >= 0 else config["controller_meta_lr"]
 
 
 def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, list[float]]:
-    """The optimizer's new state and what to subtract, before the learning rate: the gradient
-    ("sgd"), or Adam's step (arXiv:1412.6980)."""
+    """(the optimizer's new state, what to subtract once multiplied by the learning rate): the
+    gradient itself ("sgd"), or Adam's step (arXiv:1412.6980)."""
     updates = meta["updates"] + 1
     if optimizer == "sgd":
         return {**meta, "updates": updates}, gradient
-    # both moments start at 0: divided by this they are as if they had always run
+    # Adam's bias correction: both moments start at 0, and dividing by this makes up for it
     m_share = 1 - ADAM_BETA1**updates
     v_share = 1 - ADAM_BETA2**updates
-    # a new dict: states are never changed in place, so that a checkpoint's stays what it was
+    # a new dict: states are never changed in place, because a checkpoint may still hold the old one
     new = {"updates": updates, "m": [], "v": []}
     moves = []
     for g, old_m, old_v in zip(gradient, meta["m"], meta["v"]):
