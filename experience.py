@@ -1,12 +1,13 @@
-"""The experience of a step: which prompts it takes, G completions of each by the policy as it is,
-what they are worth.
+"""The experience of a step: its prompts, G completions of each by the current policy, and the
+rewards of these.
 
     experience = Experience(sampler, inputs, config, world, replay_state)
     lived = experience.collect(step, timer)       # all ranks together
-    lived = deal(lived, world, config)            # each with as much to learn from
+    lived = deal(lived, world, config)            # now each rank has about as much to compute
 
 P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
-with an InfoSeed seed (0 without). A place is a prompt's index in the step, 0..P-1.
+with an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a prompt's index in
+the step, 0..P-1.
 """
 
 from typing import NamedTuple
@@ -28,19 +29,19 @@ from stream import Replay, step_rows
 
 
 class Lived(NamedTuple):
-    """A step's completions and what they are worth."""
+    """A step's completions and their rewards."""
 
     rows: list[dict]  # this rank's p prompts
     rollouts: list[dict]  # their p * (G + S) completions, prompt-major
-    values: torch.Tensor  # (p, G + S, F) what each reward function says of them
-    right: torch.Tensor  # (p, G + S) bool: which are correct
+    values: torch.Tensor  # (p, G + S, F) the value that each reward function gives each completion
+    right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
     metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
-    temperature: float  # that they were sampled at
+    temperature: float  # at which the completions were sampled
 
     @property
     def unseeded_rows(self) -> torch.Tensor:
-        """(p * G,) places in rollouts of those that were asked without an InfoSeed seed."""
+        """(p * G,) indices in `rollouts` of the completions asked without an InfoSeed seed."""
         return torch.tensor([i for i, r in enumerate(self.rollouts) if "seed_id" not in r])
 
     @property
@@ -56,7 +57,7 @@ class Experience:
         self.rank = world.rank
         share = config["prompts_per_step"] // world.size
         self.places = range(world.rank * share, (world.rank + 1) * share)  # this rank's
-        self.replay_state = replay_state  # as of the last whole step: what a checkpoint keeps
+        self.replay_state = replay_state  # after the last whole step, for checkpoints
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
@@ -64,22 +65,22 @@ class Experience:
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Lived:
-        """All ranks together: they agree on which groups are sampled again, and on whether too many
-        rewards failed (RunStopped)."""
+        """Samples and scores a step. All ranks together: they agree on which groups are sampled
+        again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
         G = c["num_generations"]
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
         groups, values, failed = self.sample(rows, self.places, step, 0, timer)
         wait_for_ranks(timer)
         rewards, metrics = self.combine(values)  # (P, G + S)
-        worst = metrics  # of all attempts, the one in which most rewards failed
+        worst = metrics  # those of the attempt in which most rewards failed
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             stale = L.equal_groups(rewards[:, :G])  # (P,) bool
             if not stale.any():
                 break
             places = self.replace_rows(rows, stale, rewards, step, attempt)
-            # also by a rank without places: all must come to the collectives in combine
+            # even with no places: ranks that share an engine sample together
             new_groups, new_values, new_failed = self.sample(rows, places, step, attempt, timer)
             groups |= new_groups
             values |= new_values
@@ -87,8 +88,8 @@ class Experience:
             resampled += int(stale.sum())
             wait_for_ranks(timer)
             rewards, metrics = self.combine(values)
-            # a group that failed and was replaced counts all the same
-            worst = max(worst, metrics, key=lambda found: found["reward/failures"])
+            # a failed reward counts even if its group has been replaced since
+            worst = max(worst, metrics, key=lambda m: m["reward/failures"])
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
             tqdm.write(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
@@ -116,14 +117,14 @@ class Experience:
         return scheduled(self.config["temperature"], step)
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple:
-        """Completions {place: group}, reward values {place: (G + S, F)}, and which rewards
-        failed."""
+        """Samples and scores the prompts at `places`: (completions {place: group}, reward values
+        {place: (G + S, F)}, records of failed rewards)."""
         asked = [rows[place] for place in places]
         tokenizer = self.inputs.tokenizer
         with timer("rollout"):
             request = self.request(asked, places, step, attempt)
             rollouts = rollout.generate(self.sampler, tokenizer, *request)
-            # also without rows: ranks that share an engine ask it together
+            # even without rows: ranks that share an engine ask it together
             rollouts = infoseed.add_completions(
                 self.sampler, tokenizer, asked, rollouts, request[2], self.config
             )
@@ -136,14 +137,14 @@ class Experience:
         return groups, dict(zip(places, values)), failed
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
-        """What a rollout engine is asked for these rows, and what is done with a prompt's
-        completions as soon as they are there: (prompts, G, sampling, group_done)."""
+        """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
+        group_done is called with a prompt's completions as soon as they are there."""
         c = self.config
         suffix = f"-r{attempt}" if attempt else ""
         seeds = []
         names = []
         for place in places:
-            # of the place and not of the rank: any number of ranks samples the same
+            # from the place, not the rank, so that any number of ranks samples the same
             parts = (c["seed"], step, place, attempt) if attempt else (c["seed"], step, place)
             seeds.append(rollout.prompt_seed(*parts))
             names.append(f"s{step + 1}-p{place}{suffix}")
@@ -152,7 +153,7 @@ class Experience:
             "max_tokens": c["max_completion_length"],
             "stop_token_ids": self.inputs.stop_ids,
             "seeds": seeds,
-            "names": names,  # as a server's log calls them
+            "names": names,  # what a server's log calls the requests
         }
 
         def group_done(i: int, group: list[dict]) -> None:
@@ -163,16 +164,17 @@ class Experience:
 
     def combine(self, values: dict) -> tuple[torch.Tensor, dict]:
         """Rewards (P, G + S) of the whole step and their metrics."""
-        own = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
-        return scoring.combine(gather_groups(own), self.inputs.columns)
+        local_values = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
+        return scoring.combine(gather_groups(local_values), self.inputs.columns)
 
     def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
-        """Other rows, in place, for the groups (P,) that taught nothing; which places of this rank
-        are to be sampled again."""
+        """Replaces, in place, the rows of the groups that taught nothing, stale (P,) bool. Returns
+        this rank's places that have to be sampled again."""
         G = self.config["num_generations"]
-        replaced = stale.nonzero().flatten().tolist()  # of all ranks
+        replaced = stale.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
-            # or a remembered prompt that has nothing left to teach would be chosen again and again
+            # otherwise a remembered prompt with nothing left to teach would be chosen again and
+            # again
             self.replay.update([rows[place] for place in replaced], rewards[stale, :G])
         fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
         for place in replaced:
@@ -180,11 +182,11 @@ class Experience:
         return [place for place in replaced if place in self.places]
 
     def ask_ahead(self, step: int) -> None:
-        """Has a coming step's completions made in the background, by the weights that the servers
-        hold now; the engine keeps them for the call that asks for the same."""
+        """Starts to sample a later step in the background, with the weights that the servers hold
+        now. The engine keeps the completions until generate() asks for the same."""
         rows = step_rows(self.inputs, self.replay, step, self.config)
-        own = [rows[place] for place in self.places]
-        request = self.request(own, self.places, step, 0)
+        local_rows = [rows[place] for place in self.places]
+        request = self.request(local_rows, self.places, step, 0)
         rollout.begin(self.sampler, self.inputs.tokenizer, *request)
 
 
@@ -192,7 +194,7 @@ class Experience:
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes: packed its prompt is there once."""
+    """Tokens that a forward over a group computes. Packed, the prompt is there only once."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:
@@ -201,11 +203,13 @@ def group_tokens(rollouts: list[dict], packed: bool) -> int:
 
 
 def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[int]]:
-    """Places of each rank's groups, as many on each, by tokens and by whether a group needs a
-    backward: the largest first, to the rank that has least to do; the groups without gradient then
-    fill up. All stay where they were sampled, unless the busiest rank gets less to do."""
+    """The places of the groups that each rank gets, the same number on every rank.
+
+    Greedy: the largest group first, each to the rank with the least work so far; groups that need
+    no backward come last and fill up. If that does not relieve the busiest rank, all groups stay
+    where they were sampled."""
     share = len(tokens) // world
-    # a backward costs twice a forward
+    # a backward costs twice as much as a forward, so the two together cost three
     work = [n * 3 if learning else n for n, learning in zip(tokens, learns)]
     dealt = [[] for _ in range(world)]
     load = [0] * world
@@ -224,8 +228,8 @@ def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[in
 
 
 def deal(lived: Lived, world: World, c: dict) -> Lived:
-    """The same step with its groups moved between ranks, so that none waits long for another. The
-    step's order is then that of the ranks, of `rewards` (P, G + S) too. All ranks together."""
+    """The same step with its groups moved between ranks, so that no rank waits long for another.
+    Groups are then in rank order, and so is `rewards` (P, G + S). All ranks together."""
     if world.size == 1:
         return lived
     size = lived.rewards.shape[1]  # G + S
