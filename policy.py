@@ -1,10 +1,11 @@
-"""The policy: a language model that answers with log-probs of its completions, its optimizer, its
+"""The policy: a language model whose forward returns log-probs of completions; its optimizer, its
 weights by name, its adapters.
 
     policy = Policy(lm, temperature=1.0, chunk=256)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
-n rows; T tokens of the longest completion; S of the longest row; M of all of them; H hidden size.
+n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,
+M of all rows; H hidden size, V vocabulary.
 """
 
 import inspect
@@ -20,28 +21,29 @@ import packing
 from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
 
-GATHERED_BYTES = 2**30  # of ZeRO-3 parameters that are put together at once, for a sync or a save
-# a prime that divides no usual width: flipped signs of a norm and of the columns behind it would
-# otherwise cancel
+GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a save
+# flip_signs() flips every 53rd number. A prime that divides no usual width: otherwise the flipped
+# signs of a norm and of the matrix columns that it feeds would cancel.
 FLIPPED = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
 
 class Plan(NamedTuple):
-    """Where the k completion tokens of n rows stand among the hidden states of a forward."""
+    """Where the k completion tokens of n rows stand among the hidden states of a forward. A place
+    is an index into these hidden states."""
 
-    row: torch.Tensor  # (k,)
-    t: torch.Tensor  # (k,) the index in its completion
-    targets: torch.Tensor  # (k,) token ids
-    before: torch.Tensor  # (k,) the place of what predicts it
+    row: torch.Tensor  # (k,) each token's row
+    t: torch.Tensor  # (k,) its index in its completion
+    targets: torch.Tensor  # (k,) its id
+    before: torch.Tensor  # (k,) the place of the token that predicts it
     own: torch.Tensor  # (k,) its own place
     ends: torch.Tensor  # (n,) places of the completions' last tokens
-    packed: packing.Packed | None
+    packed: packing.Packed | None  # None without packing
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward answers with log-probs of the completion's tokens,
-    never with logits."""
+    """A causal language model whose forward returns log-probs of completion tokens, never
+    logits. seeds: classes of InfoSeed's linear head, 0 for none; pack: see packing.py."""
 
     def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
         super().__init__()
@@ -49,7 +51,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         self.chunk = chunk
         self.pack = pack
-        # a model whose attention is packed is in a Policy already, which has looked at its head
+        # packed attention means that the model is in a Policy already, which has checked its head
         if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
         self.seed_head = None
@@ -60,14 +62,14 @@ class Policy(torch.nn.Module):
             packing.prepare(lm)
 
     def plan(self, ids, prompt_lengths, lengths) -> Plan:
-        """What forward needs to know of where tokens stand. On the host."""
+        """The Plan of a forward; all tensors in CPU memory."""
         row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
         packed = None
         if self.pack:
             packed = packing.pack(ids, prompt_lengths, lengths, packing.uses_varlen(self.lm))
             before, own = packing.completion_places(packed, row, t)
         else:
-            # rows of S tokens one behind the other, their padding included
+            # rows of S tokens one after the other, padding included
             own = row * ids.shape[1] + prompt_lengths[row] + t
             before = own - 1
         targets = ids[row, prompt_lengths[row] + t]
@@ -75,11 +77,11 @@ class Policy(torch.nn.Module):
         return Plan(row, t, targets, before, own, ends, packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
-        """(logps, entropy) of the completions, (n, T) float32, 0 outside; entropy None if not
-        wanted. ids (n, S), lengths (n,).
-        With pool "mean" or "last": (final hidden states of the completion (n, H) float32, the seed
-        head's logits on them or None)."""
-        # planned on the host: every size that depends on data would make the host wait for a GPU
+        """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
+        not wanted. ids (n, S), right-padded; prompt_lengths, lengths (n,).
+        With pool "mean" or "last" instead: (the completions' final hidden states pooled so, (n, H)
+        float32; the seed head's logits on them or None)."""
+        # planned on the host: on a GPU every size that depends on data would make the host wait
         host = packing.on_host(ids, prompt_lengths, lengths)
         longest = int(host[2].max())  # T
         plan = packing.to_device(self.plan(*host), ids.device)
@@ -99,8 +101,8 @@ class Policy(torch.nn.Module):
             want_entropy,
         )
         if self.seed_head is not None:
-            # a gradient of zero: without any in a step's first backward, ZeRO-3 keeps that of the
-            # last step
+            # gives the seed head a gradient of zero: if a step's first backward brings it none,
+            # ZeRO-3 keeps the one of the step before
             logps = logps + 0.0 * self.seed_head(hidden[:1]).sum()
 
         def table(x):  # (k,) to (n, T)
@@ -111,8 +113,8 @@ class Policy(torch.nn.Module):
         return table(logps), table(entropy)
 
     def pooled(self, hidden, plan: Plan, lengths, pool: str) -> tuple:
-        """forward's results with pool."""
-        pooled = hidden[plan.ends].float()  # (n, H); float32, for it will be summed and compared
+        """What forward returns with `pool`."""
+        pooled = hidden[plan.ends].float()  # (n, H); float32, as it will be summed and compared
         if pool == "mean":
             # (k, H) to (n, H)
             sums = torch.zeros_like(pooled).index_add(0, plan.row, hidden[plan.own].float())
@@ -125,9 +127,9 @@ class Policy(torch.nn.Module):
 
 @torch.no_grad()
 def check_head(lm) -> None:
-    """Tries the model on eight tokens. UserError if its logits are not finite, change while it
-    trains, or are more than its hidden states times its vocabulary head: biased, capped or scaled,
-    as the log-probs here are not."""
+    """Tries the model on eight tokens. UserError if its logits are not finite, differ in training
+    mode, or are not just hidden states times vocabulary head: the log-probs here know no bias, cap
+    or scale."""
     name = lm.config.model_type
     head = lm.get_output_embeddings()
     ids = torch.arange(5, 13, device=lm.device)[None]  # (1, 8)
@@ -145,7 +147,7 @@ def check_head(lm) -> None:
             f"model {name!r} answers with logits that are no numbers (NaN or "
             f"infinite): its weights are broken; take an earlier checkpoint"
         )
-    # rounding of the model's type, far below what dropout, a cap or a scale would do
+    # allows for rounding in the model's type, which is far below what dropout, a cap or a scale do
     tolerance = 1e-3 if lm.dtype == torch.float32 else 0.02
     if was_training:
         training_logits = lm(input_ids=ids, use_cache=False).logits.float()
@@ -155,8 +157,7 @@ def check_head(lm) -> None:
                 f"routing) than while it samples, which is not supported"
             )
     gap = (logits - plain).abs().max() / plain.abs().max()
-    # these two are looked up besides: a small bias does not show among eight tokens, nor does a cap
-    # at small logits
+    # looked up as well, because eight tokens may not show a small bias, or a cap on small logits
     has_bias = getattr(head, "bias", None) is not None
     has_cap = bool(getattr(lm.config, "final_logit_softcapping", None))
     if gap > tolerance or has_bias or has_cap:
@@ -167,8 +168,8 @@ def check_head(lm) -> None:
 
 
 def turn_off_dropout(lm) -> float:
-    """Sets every dropout of a model to 0; returns the largest there was. Completions were sampled
-    without it, and with it the ratios of probabilities would be noise. The config keeps its own."""
+    """Sets every dropout of a model to 0; returns the largest there was. Completions are sampled
+    without dropout; with it, ratios of probabilities would be noise. lm.config stays as it is."""
     largest = 0.0
     for module in lm.modules():
         for name, value in vars(module).items():
@@ -181,8 +182,8 @@ def turn_off_dropout(lm) -> float:
 
 class Checked:
     """Mixed into an optimizer for ZeRO stage 0 in float32, where DeepSpeed neither measures the
-    gradient nor refuses a NaN as its own stages do. DeepSpeed reads the two attributes back in
-    get_global_grad_norm() and was_step_applied()."""
+    gradient nor refuses a NaN, as it does at its other stages. DeepSpeed's
+    get_global_grad_norm() and was_step_applied() read the last two attributes."""
 
     max_grad_norm = 0.0  # 0: the gradient is measured, not clipped
     _global_grad_norm = 0.0
@@ -212,7 +213,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     """The optimizer that the config names. UserError for options that it does not take."""
     cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
     arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
-    # one kernel, where the default is a dozen passes; torch takes one of these alone
+    # fused: one kernel, where the default takes a dozen passes. torch refuses it beside these.
     others = arguments.get("foreach") or arguments.get("differentiable")
     if "fused" in inspect.signature(cls).parameters and not others:
         arguments.setdefault("fused", device.type == "cuda")
@@ -229,7 +230,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
 
 
 def seed_classes(c: dict) -> int:
-    """Classes of the head that InfoSeed's "ce" trains with the policy; 0: there is none."""
+    """Number of classes of the head that InfoSeed's "ce" trains with the policy; 0: no head."""
     return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
 
 
@@ -248,7 +249,7 @@ def completion_mask(lengths):
 
 
 class Parameters(NamedTuple):
-    """How many a model has, and how many of them are trained."""
+    """How many parameters a model has, and how many of them are trained."""
 
     all: int
     trained: int
@@ -265,9 +266,9 @@ def count_parameters(module) -> Parameters:
 
 
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, as an engine's sync takes them: those
-    of model_weights, tied embeddings under both names. A vLLM reload without lm_head.weight is
-    silently wrong."""
+    """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: as
+    model_weights has them, but tied embeddings under both of their names. A vLLM reload without
+    lm_head.weight is silently wrong."""
     head = lm.get_output_embeddings().weight
     tied = head is lm.get_input_embeddings().weight
     name_of_head = next(name for name, p in lm.named_parameters() if p is head)
@@ -278,22 +279,22 @@ def named_weights(lm, zero_stage: int):
 
 
 class Weight(NamedTuple):
-    """A weight as the outside knows it, and the parameters that it is made of."""
+    """A weight as checkpoints and vLLM know it, and the parameters that it is made of."""
 
     name: str
-    parameters: list  # itself; of an adapted layer W, A and B
-    layer: object  # the adapted layer, else None
+    parameters: list  # [the weight]; of an adapted layer [W, A, B]
+    layer: object  # the adapted layer, otherwise None
 
 
 def model_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight once, whole on every rank, as a checkpoint takes them: names
-    and values of a model without adapters, which are merged. ZeRO-3 parameters are gathered
+    """(name, tensor) of every weight, once, whole on every rank, for a checkpoint. Adapters are
+    merged, so names and values are those of a plain model. ZeRO-3 parameters are gathered
     GATHERED_BYTES at a time, by all ranks together."""
     weights = []
     for name, parameter in lm.named_parameters():
-        if ".lora_" in name:  # part of the weight that it adapts
+        if ".lora_" in name:  # comes with the weight that it adapts
             continue
-        path, _, kind = name.rpartition(".base_layer.")  # peft's word for what it has wrapped
+        path, _, kind = name.rpartition(".base_layer.")  # peft's name for a layer it has wrapped
         layer = lm.get_submodule(path) if kind == "weight" and path else None
         parameters = [parameter]
         if layer is not None:
@@ -311,36 +312,37 @@ def model_weights(lm, zero_stage: int):
 
 
 def portions(weights: list[Weight]) -> list[list[Weight]]:
-    """The same in order, as many together as GATHERED_BYTES, one at least."""
-    found = []
-    size = 0  # bytes of the last of them
+    """The weights in order, in lists of at most GATHERED_BYTES, or of a single larger weight."""
+    lists = []
+    size = 0  # bytes in the last list
     for weight in weights:
-        own = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weight.parameters)
-        if not found or size + own > GATHERED_BYTES:
-            found.append([])
+        added = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weight.parameters)
+        if not lists or size + added > GATHERED_BYTES:
+            lists.append([])
             size = 0
-        found[-1].append(weight)
-        size += own
-    return found
+        lists[-1].append(weight)
+        size += added
+    return lists
 
 
 def whole(parameters: list, zero_stage: int) -> list:
-    """The tensors of parameters, which ZeRO-3 has to gather."""
+    """The whole tensors of parameters; under ZeRO-3 all ranks gather them together."""
     if zero_stage < 3:
         return [p.detach() for p in parameters]
     with deepspeed.zero.GatheredParameters(parameters):
-        # copies: what is gathered is gone again when the context ends
+        # copies, because the gathered tensors are freed when the context ends
         return [p.detach().clone() for p in parameters]
 
 
 @torch.no_grad()
 def flip_signs(lm, zero_stage: int) -> None:
-    """Turns the sign of every 53rd number of each parameter, in place: another model of the same
-    size. Done twice it is the old one, to the bit, without a copy of it. All ranks together."""
+    """Flips the sign of every 53rd number of each parameter, in place, which makes it a different
+    model. A second call restores the old one to the bit, without a copy of it. All ranks
+    together."""
     for portion in portions([Weight("", [p], None) for p in lm.parameters()]):
         parameters = [weight.parameters[0] for weight in portion]
         gathered = nullcontext()
-        if zero_stage == 3:  # by all ranks alike, but one must say so
+        if zero_stage == 3:  # all ranks change them alike; DeepSpeed keeps the changes of one
             gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         with gathered:
             for p in parameters:
@@ -352,9 +354,10 @@ def flip_signs(lm, zero_stage: int) -> None:
 
 
 def add_adapters(lm, rank: int, base: str) -> str:
-    """Gives every linear layer but the vocabulary head an adapter, which alone is trained from then
-    on. B begins at 0, so nothing changes yet. base: where the model comes from, for peft's files.
-    Returns a sentence; UserError where peft is not there or can't do it."""
+    """Gives every linear layer but the vocabulary head an adapter; from then on only adapters are
+    trained. B starts at 0, so the model's outputs do not change yet. base: where the model comes
+    from, for peft's files. Returns a sentence to print. UserError if peft is missing or can't adapt
+    this model."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -363,7 +366,7 @@ def add_adapters(lm, rank: int, base: str) -> str:
         ) from None
     adapter = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank,  # B A counts twice, at any rank
+        lora_alpha=2 * rank,  # scales B A by alpha / rank = 2, at any rank
         target_modules="all-linear",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -388,8 +391,8 @@ def adapted_layers(lm) -> list:
 
 @torch.no_grad()
 def merged(layer, weight, a, b):
-    """W + 2 B A of an adapted layer, in the type of W and rounded once."""
-    weight = weight.to(b.device)  # it may wait in CPU memory, see train.sync_weights
+    """W + 2 B A of an adapted layer, in the type of W, rounded only once."""
+    weight = weight.to(b.device)  # it may be in CPU memory, see train.sync_weights
     change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
     if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)
         change = change.T
@@ -397,13 +400,13 @@ def merged(layer, weight, a, b):
 
 
 def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
-    """peft's own files, for PeftModel.from_pretrained(base model, folder). All ranks gather the
-    weights together, rank 0 writes. Without adapters there is nothing to write."""
+    """Writes the adapters as peft's own files, for PeftModel.from_pretrained(base model, folder).
+    All ranks gather the weights together, rank 0 writes. Without adapters it writes nothing."""
     weights = {}
     for name, parameter in lm.named_parameters():
         if ".lora_" in name:
             (tensor,) = whole([parameter], zero_stage)
-            # as peft has them: inside its own two models, without the name of the adapter
+            # peft's names: under its two wrapper modules, without the adapter's own name
             weights["base_model.model." + name.replace(".default.", ".")] = tensor.cpu()
     if weights and rank == 0:
         folder.mkdir()
@@ -412,18 +415,18 @@ def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
 
 
 def place_frozen(lm, device) -> None:
-    """Moves what is not trained to a device: beside adapters, nearly all."""
+    """Moves the weights that are not trained to a device. With adapters that is nearly all."""
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(device)
 
 
 class WithoutAdapters:
-    """The reference of a policy that trains adapters: the same model, called with them off."""
+    """The reference for a policy that trains adapters: the same model with its adapters off."""
 
     def __init__(self, engine):
         self.engine = engine
-        self.module = engine.module  # set_temperature looks for the policy there
+        self.module = engine.module  # where set_temperature finds the policy
 
     def __call__(self, *args, **kwargs):
         layers = adapted_layers(self.module.lm)
@@ -437,9 +440,9 @@ class WithoutAdapters:
 
 
 def set_temperature(models, temperature: float) -> None:
-    """Log-probs are taken at the temperature that rollouts are sampled at. models: policies,
-    engines around them, or None."""
+    """Sets the temperature at which models compute log-probs: that of the rollouts. models:
+    policies, engines around them, or None."""
     for model in models:
         if model is not None:
-            policy = getattr(model, "module", model)  # DeepSpeed's engine has it inside
+            policy = getattr(model, "module", model)  # a DeepSpeed engine has it inside
             policy.temperature = temperature
