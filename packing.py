@@ -1,18 +1,21 @@
-"""Rows of tokens side by side without padding, and a prompt that neighbouring rows begin with
-only once.
+"""Packing: the rows of a micro-batch as one long row, without padding, in which a prompt that
+neighbouring rows share stands only once.
 
     prepare(lm)                                               # once
     packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
     hidden = states(lm, to_device(packed, device))            # (M, H), for M tokens
 
-All layers but attention treat every token alike, so the M tokens may stand in one long row.
-Attention gets them back in segments: a prompt that several rows share, what follows it in each of
-them, or a whole row. What follows a shared prompt sees that prompt's keys before its own. G
-completions of a prompt save the forward and the backward of G - 1 prompts.
+All layers but attention work on each token by itself, so the M tokens may stand in one long row.
+Attention works on segments of it: a prompt that several rows share; the completion that follows
+it in one of these rows; or a whole row that shares nothing. A completion that follows a shared
+prompt sees the keys of that prompt before its own. So G completions of one prompt save the forward
+and backward of G - 1 prompts.
 
-On a GPU in 16 bits one varlen_attn per layer takes all segments (Varlen); elsewhere segments of
-about one length are padded to a block (Block). The plan of either is made on the host and sent to
-the device once: no layer and no block makes the host wait for the device.
+On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Elsewhere, segments of
+about the same length are padded to a block (Block). Either plan is made on the host and sent to
+the device once, so that no layer and no block makes the host wait for the device.
+
+n rows, s segments, M tokens. A place is an index into the M tokens.
 """
 
 from typing import NamedTuple
@@ -25,12 +28,13 @@ from transformers import AttentionInterface
 
 from common import UserError
 
-# cuDNN makes a plan for every new shape, 23-37 ms each; here every micro-batch has its own shapes
+# cuDNN makes a plan for every new shape, 23-37 ms each, and here every micro-batch has new shapes
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-NAME = "packed"  # of this attention among those of transformers
+NAME = "packed"  # how transformers knows this attention
 
-# What models hand to attention besides; anything else is more than causal order.
+# Arguments that models pass to attention and that change nothing here. Any other argument asks for
+# more than causal order.
 HARMLESS = {
     "is_causal",
     "use_cache",
@@ -42,39 +46,41 @@ HARMLESS = {
 
 
 class Block(NamedTuple):
-    """b segments of at most Q tokens, which see at most K."""
+    """b segments with at most Q tokens each, which see at most K tokens. They have m tokens."""
 
-    tokens: slice  # theirs, among all M
+    tokens: slice  # the places of these m tokens
     count: int  # b
-    queries: Tensor | None  # (b, Q) places in the slice, padded; None if all have one length
+    queries: Tensor | None  # (b, Q) indices into the slice, padded; None if all have one length
     real: Tensor | None  # (m,) which of the b * Q are not padding; None if all are
-    keys: Tensor | None  # (b, K) places among all M, the prompt's and their own; None: no prompt
-    before: Tensor | None  # (b or 1,) tokens of the prompt, with keys; else plain causal order
-    seen: Tensor | None = None  # (b or 1, 1, Q, K) bool, with keys: made from them on the device
+    # the next three are None if no prompt stands before the segments: plain causal order
+    keys: Tensor | None  # (b, K) places of the prompt's tokens, then of the segment's own, padded
+    before: Tensor | None  # (b or 1,) tokens of the prompt
+    seen: Tensor | None = None  # (b or 1, 1, Q, K) bool: seen_keys(), set on the device
 
 
 class Varlen(NamedTuple):
-    """All s segments for one varlen_attn: queries as they stand, each one's keys in a row."""
+    """All s segments for one varlen_attn. Queries are the M tokens in order; the keys of all
+    segments stand one after the other."""
 
-    keys: Tensor | None  # (sum of K,) places among all M, a prompt's before its follower's own
-    ends_q: Tensor  # (s + 1,) int32, where a segment's queries begin, and the last ones end
-    ends_k: Tensor  # (s + 1,) int32, and its keys
-    longest_q: int
-    longest_k: int
+    keys: Tensor | None  # places of each segment's keys, its prompt's first; None: those of queries
+    ends_q: Tensor  # (s + 1,) int32: where each segment's queries begin, and where the last end
+    ends_k: Tensor  # (s + 1,) int32: the same for keys
+    longest_q: int  # most queries of a segment
+    longest_k: int  # most keys of a segment
 
 
 class Packed(NamedTuple):
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M)
-    last: Tensor  # (n,) the place of each row's last prompt token
-    first: Tensor  # (n,) and of its first completion token
+    last: Tensor  # (n,) place of each row's last prompt token
+    first: Tensor  # (n,) place of each row's first completion token
     longest: int  # tokens of the longest row
     blocks: list[Block]
-    varlen: Varlen | None  # instead of blocks
+    varlen: Varlen | None  # used instead of blocks
 
 
 def uses_varlen(lm) -> bool:
-    """Whether this model's attention is varlen_attn, which wants 16 bits and an Ampere or later."""
+    """Whether this model can use varlen_attn, which needs 16 bits and a GPU from Ampere on."""
     if lm.device.type != "cuda" or lm.dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(lm.device) >= (8, 0)
@@ -84,7 +90,7 @@ def uses_varlen(lm) -> bool:
 
 
 def on_host(*tensors: Tensor) -> list[Tensor]:
-    """The integers of these tensors in CPU memory: one wait for the device, or none on a CPU."""
+    """These integer tensors in CPU memory, with a single wait for the device."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     flat = torch.cat([x.flatten() for x in tensors]).cpu()
@@ -93,25 +99,25 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def map_tensors(change, plan):
-    """The plan (tuples, lists, tensors in them) with change(x) for every tensor x, in order."""
+    """The plan (nested tuples and lists of tensors) with every tensor x replaced by change(x)."""
     if isinstance(plan, Tensor):
         return change(plan)
     if not isinstance(plan, (list, tuple)):
         return plan
     parts = [map_tensors(change, part) for part in plan]
-    # a NamedTuple takes its fields one by one
+    # a NamedTuple takes its fields as separate arguments
     return type(plan)(*parts) if hasattr(plan, "_fields") else type(plan)(parts)
 
 
 def to_device(plan, device: torch.device):
-    """The plan, made of integers on the host, on the device: one copy, and nobody waits for it."""
+    """A plan of integers on the host, moved to the device in one copy that nobody waits for."""
     if device.type == "cpu":
         return plan
     tensors = []
     map_tensors(tensors.append, plan)
     flat = torch.cat([x.flatten().long() for x in tensors])
     if device.type == "cuda":
-        flat = flat.pin_memory()  # else the copy makes the host wait
+        flat = flat.pin_memory()  # without this the host waits for the copy
     flat = flat.to(device, non_blocking=True)
     pieces = iter(flat.split([x.numel() for x in tensors]))
     return map_tensors(lambda x: next(pieces).view(x.shape).to(x.dtype), plan)
@@ -121,60 +127,63 @@ def to_device(plan, device: torch.device):
 
 
 def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
-    """(n,) bool: whether a row's prompt is that of the row before it. ids (n, S), prompt_lengths
-    (n,)."""
+    """(n,) bool: whether each row has the same prompt as the row before it. ids (n, S),
+    prompt_lengths (n,)."""
     longest = int(prompt_lengths.max())
     steps = torch.arange(longest, device=ids.device)
     outside = steps >= prompt_lengths[1:, None]  # (n - 1, longest)
     same_tokens = ((ids[1:, :longest] == ids[:-1, :longest]) | outside).all(1)
     same = same_tokens & (prompt_lengths[1:] == prompt_lengths[:-1])  # (n - 1,)
-    return torch.cat([same.new_zeros(1), same])  # the first row has none before it
+    return torch.cat([same.new_zeros(1), same])  # no row stands before the first
 
 
 def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
-    """(lead (n,), row, begin, size (s,)): the row that brings each row's prompt; and of every
-    segment its row, the index of its first token in it (above 0: a shared prompt stands before)
-    and its number of tokens. Neighbours are of one kind."""
+    """Cuts the rows into segments: (lead (n,), row (s,), begin (s,), size (s,)).
+
+    lead: for each row, the row that brings its prompt. row, begin, size: for each segment, its row,
+    the index of its first token in that row (above 0 if a shared prompt stands before it), and its
+    number of tokens. Segments of one kind are neighbours."""
     rows = torch.arange(len(ids))
     repeats = continues(ids, prompt_lengths)
-    lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row that did not repeat
+    lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row with a new prompt
     shared = lead.bincount(minlength=len(ids))[lead] > 1  # (n,)
-    leads = rows[shared & (lead == rows)]  # their prompts are segments of their own,
-    follow = rows[shared]  # and so are the completions of all that share them
-    alone = rows[~shared]  # whole rows
+    leads = rows[shared & (lead == rows)]  # rows whose prompt becomes a segment
+    follow = rows[shared]  # rows whose completion becomes a segment
+    alone = rows[~shared]  # rows that are a segment as a whole
     row = torch.cat([leads, alone, follow])
     begin = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
     whole = prompt_lengths + lengths
     size = torch.cat([prompt_lengths[leads], whole[alone], lengths[follow]])
     kind = kind_of(begin, size)
-    order = kind.argsort(stable=True)  # blocks are slices
+    order = kind.argsort(stable=True)  # a block has to be a slice
     return lead, row[order], begin[order], size[order]
 
 
 def kind_of(begin: Tensor, size: Tensor) -> Tensor:
-    """Segments of one kind are padded to one block: the longest is less than twice as long as the
-    shortest, and all have a prompt before them or none has."""
+    """(s,) a number for each segment's kind. Segments of one kind are padded to one block: the
+    longest is less than twice as long as the shortest, and either all of them follow a shared
+    prompt or none does."""
     return size.log2().ceil().long() + 64 * (begin > 0)  # no segment has 2^64 tokens
 
 
 def each(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(i, t) of every t in 0 .. counts[i] - 1, for every i, in order."""
+    """All pairs (i, t) with 0 <= t < counts[i], in order, as two tensors."""
     return (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
 
 
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> Packed:
-    """ids (n, S): prompt and completion, right-padded; prompt_lengths, lengths (n,). On the host.
-    varlen: for one varlen_attn a layer, else for blocks."""
+    """The plan for these rows; all tensors on the host. ids (n, S): prompt and completion,
+    right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks."""
     lead, row, begin, size = segments(ids, prompt_lengths, lengths)
-    place = size.cumsum(0) - size  # (s,) of a segment's first token, among all M
-    segment, t = each(size)  # (M,) each token's segment, and its index there
+    place = size.cumsum(0) - size  # (s,) place of each segment's first token
+    segment, t = each(size)  # (M,) each token's segment, and its index in it
     at = begin[segment] + t  # (M,) its index in its row
-    starts = begin == 0  # (s,) segments that bring a prompt
+    starts = begin == 0  # (s,) segments that begin with a prompt
     last = torch.zeros_like(lengths)
     last[row[starts]] = (place + prompt_lengths[row] - 1)[starts]
-    last = last[lead]  # (n,) also for rows whose prompt another row brings
-    first = last + 1  # right behind the prompt, or
-    first[row[~starts]] = place[~starts]  # at the beginning of a segment of its own
+    last = last[lead]  # (n,) now also for rows whose prompt another row brings
+    first = last + 1  # in a whole row the completion follows its prompt;
+    first[row[~starts]] = place[~starts]  # otherwise it is a segment of its own
     made = (place, size, begin, last[row])
     return Packed(
         ids=ids[row[segment], at][None],
@@ -188,18 +197,18 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
 
 
 def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varlen:
-    """place, size (s,) of the segments; before (s,): tokens of the prompt that stands before each,
-    0 for none; last (s,): where it ends."""
-    width = before + size  # (s,) keys of each
-    i, s = each(width)  # of every key its segment, and its index there
-    of_prompt = (last - before + 1)[i] + s
-    own = place[i] + s - before[i]
+    """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
+    shared prompt before it, 0 for none; last (s,): the place of that prompt's last token."""
+    width = before + size  # (s,) number of keys
+    i, s = each(width)  # each key's segment, and its index in it
+    of_prompt = (last - before + 1)[i] + s  # its place, if it is one of the prompt's
+    own = place[i] + s - before[i]  # its place, if it is one of the segment's own
     keys = torch.where(s < before[i], of_prompt, own)
 
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
-    shares_prompts = bool(before.any())  # if none does, the keys stand where the queries do
+    shares_prompts = bool(before.any())  # otherwise keys have the same places as queries
     return Varlen(
         keys=keys if shares_prompts else None,
         ends_q=ends(size),
@@ -210,7 +219,7 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varl
 
 
 def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list[Block]:
-    """The segments of varlen_of, those of one kind together."""
+    """A block for each kind of segment. Arguments: see varlen_of."""
     blocks = []
     i = 0
     counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
@@ -222,23 +231,23 @@ def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list
 
 
 def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
-    """One block of neighbouring segments of one kind."""
+    """The block of these segments, neighbours of one kind. Arguments: see varlen_of."""
     longest = int(size.max())  # Q
     start = int(place[0])
     m = int(size.sum())  # tokens of the block without padding
     steps = torch.arange(longest)
     real = steps < size[:, None]  # (b, Q)
     queries = keys = None
-    even = m == real.numel()  # all segments are as long: nothing to pad
-    if not even:  # padding is the segment's first token again
+    even = m == real.numel()  # all segments have the same length: nothing to pad
+    if not even:  # pads with the segment's first token
         queries = (place - start)[:, None] + steps * real
     if before.any():
         s = torch.arange(int(before.max()) + longest)  # (K,)
         own = (s - before[:, None]).clamp(min=0)  # (b, K)
-        own = place[:, None] + own * (own < size[:, None])  # padding: its first token again
+        own = place[:, None] + own * (own < size[:, None])  # pads with the first token, as above
         of_prompt = (last - before + 1)[:, None] + s  # (b, K)
         keys = torch.where(s < before[:, None], of_prompt, own)
-        if (before == before[0]).all():  # one mask serves all
+        if (before == before[0]).all():  # then one mask serves all segments
             before = before[:1]
     return Block(
         tokens=slice(start, start + m),
@@ -254,12 +263,12 @@ def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
 
 
 def with_masks(packed: Packed) -> Packed:
-    """Its blocks with what their queries see: once, not in every layer."""
+    """The same with `seen` set in all blocks: computed once, not in every layer."""
     return packed._replace(blocks=[b._replace(seen=seen_keys(b)) for b in packed.blocks])
 
 
 def seen_keys(b: Block) -> Tensor | None:
-    """(b or 1, 1, Q, K) bool: which keys the queries of a block see; None: causal order."""
+    """(b or 1, 1, Q, K) bool: which keys the queries of a block see; None: plain causal order."""
     if b.keys is None:
         return None
     longest = (b.tokens.stop - b.tokens.start) // b.count  # Q
@@ -279,8 +288,9 @@ def attention(
     packed: Packed | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' AttentionInterface: query (1, heads, M, d), key and value (1, kv heads, M, d);
-    (1, M, heads, d) out. A model whose attention wants more than causal order is a UserError."""
+    """An attention function as transformers' AttentionInterface wants it: query (1, heads, M, d),
+    key and value (1, kv heads, M, d), result (1, M, heads, d). UserError if the model's attention
+    asks for more than causal order."""
     if packed is None:
         raise ValueError(
             f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or "
@@ -301,8 +311,8 @@ def attention(
 
 
 def beyond_causal(attention_mask, longest: int, kwargs: dict) -> list[str]:
-    """What a model's attention asks for that packing does not do, in words. longest: tokens of
-    the longest row, which a sliding window may hold."""
+    """What a model's attention asks for that packing does not do, in words. longest: tokens of the
+    longest row; a sliding window at least as long does no harm."""
     kwargs = dict(kwargs)
     dropout = kwargs.pop("dropout", 0.0)
     window = kwargs.pop("sliding_window", None)
@@ -320,8 +330,9 @@ def beyond_causal(attention_mask, longest: int, kwargs: dict) -> list[str]:
 
 
 def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Tensor:
-    """(M, heads, d). The causal order of varlen_attn is aligned at the ends of queries and keys
-    (bottom right), which is "the prompt, then its own": bench/gpu.py proves it on a GPU."""
+    """Attention of all segments, (M, heads, d). varlen_attn aligns its causal mask at the ends of
+    queries and keys (bottom right), so a query sees the whole prompt, then its own segment up to
+    itself. bench/gpu.py proves it on a GPU."""
     if plan.keys is not None:
         k = k.index_select(0, plan.keys)
         v = v.index_select(0, plan.keys)
@@ -340,7 +351,7 @@ def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Te
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
-    """(m, heads, d), of the tokens of one block."""
+    """Attention of one block, (m, heads, d)."""
     queries = fold(q, b)  # (b, heads, Q, d)
     if b.keys is None:
         keys = fold(k, b)
@@ -349,7 +360,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
         keys = spread(k, b.keys)  # (b, kv heads, K, d)
         values = spread(v, b.keys)
     groups = queries.shape[1] // keys.shape[1]
-    if b.seen is not None and groups > 1:  # no fast kernel takes a mask and fewer heads of keys
+    if b.seen is not None and groups > 1:  # no fast kernel takes both a mask and fewer key heads
         keys = keys.repeat_interleave(groups, 1)
         values = values.repeat_interleave(groups, 1)
     out = scaled_dot_product_attention(
@@ -366,23 +377,23 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
 
 
 def spread(x: Tensor, places: Tensor) -> Tensor:
-    """What of x (m, heads, d) is at places (b, K), as (b, heads, K, d)."""
+    """The entries of x (tokens, heads, d) at places (b, K), as (b, heads, K, d)."""
     return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 def fold(x: Tensor, b: Block) -> Tensor:
-    """The segments of a block, from all tokens (M, heads, d), as (b, heads, Q, d)."""
-    own = x[b.tokens]
+    """The segments of a block, taken from all tokens x (M, heads, d), as (b, heads, Q, d)."""
+    part = x[b.tokens]  # (m, heads, d)
     if b.queries is None:
-        return own.unflatten(0, (b.count, -1)).transpose(1, 2)
-    return spread(own, b.queries)
+        return part.unflatten(0, (b.count, -1)).transpose(1, 2)
+    return spread(part, b.queries)
 
 
 AttentionInterface.register(NAME, attention)
 
 
 def states(lm, packed: Packed) -> Tensor:
-    """Final hidden states (M, H) of the packed tokens; `packed` is on the model's device."""
+    """Final hidden states (M, H) of the packed tokens. `packed` must be on the model's device."""
     out = lm.base_model(
         input_ids=packed.ids,
         position_ids=packed.positions,
@@ -393,7 +404,8 @@ def states(lm, packed: Packed) -> Tensor:
 
 
 def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Of completion tokens t of `row` (k,): places of what predicts each, and its own."""
+    """(k,) each: the place of the token that predicts completion token t of row `row`, and the
+    place of that completion token itself. row, t (k,)."""
     own = packed.first[row] + t
     return torch.where(t == 0, packed.last[row], own - 1), own
 
@@ -402,8 +414,8 @@ def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, T
 
 
 def check_window(config, longest: int) -> None:
-    """Rows of `longest` tokens must fit into whatever window the model's attention has: some
-    models have it in their masks only, which nobody asks for here."""
+    """UserError if rows of `longest` tokens exceed a window of the model's attention. Some models
+    apply their window in the mask only, which packing does not use."""
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
         if window is not None and window < longest:
@@ -415,7 +427,7 @@ def check_window(config, longest: int) -> None:
 
 
 def small_rows(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Four rows (ids, prompt lengths, lengths), two of them with one prompt, to try a model on."""
+    """Four rows (ids, prompt lengths, lengths) to try a model on; the first two share a prompt."""
     ids = torch.arange(28).view(4, 7) * 5 % vocabulary
     ids[1, :3] = ids[0, :3]
     return ids, torch.tensor([3, 3, 3, 2]), torch.tensor([3, 3, 2, 4])
@@ -423,9 +435,9 @@ def small_rows(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def prepare(lm) -> None:
-    """Sets the model's attention, and tries it on a few tokens: a model whose layers hand on more
-    than attention does (convolutions, recurrent states), or whose attention is not plain causal, is
-    a UserError. Its files do not tell."""
+    """Sets the model's attention to this one and tries it on a few tokens, because a model's files
+    do not tell whether it can be packed. UserError if tokens meet outside attention too
+    (convolutions, recurrent states), or if its attention is not plain causal."""
     usual = lm.config._attn_implementation
     if usual == NAME:
         return
@@ -433,7 +445,8 @@ def prepare(lm) -> None:
     lm.eval()
     try:
         leak, gap = try_packing(lm)
-        # rounding of the model's type: padded rows add up in another order, one text's do not
+        # The limits allow for rounding in the model's type. gap's is larger: packed and padded rows
+        # add up in different orders.
         exact = lm.dtype == torch.float32
         if leak > (2e-5 if exact else 0.02) or gap > (1e-3 if exact else 0.1):
             raise UserError(
@@ -444,7 +457,7 @@ def prepare(lm) -> None:
     except UserError:
         lm.set_attn_implementation(usual)
         raise
-    # its layers do not hand `packed` on to attention
+    # the model's layers do not pass `packed` on to attention
     except (TypeError, ValueError, AttributeError) as error:
         lm.set_attn_implementation(usual)
         raise UserError(
@@ -456,11 +469,12 @@ def prepare(lm) -> None:
 
 
 def try_packing(lm) -> tuple[float, float]:
-    """(leak, gap), relative to the largest hidden state: how much a row's states change with the
-    text of another row, and how far they are from those of padded rows. Sets the attention."""
+    """(leak, gap), both relative to the largest hidden state. leak: how much a row's states change
+    when another row's text changes; gap: how far they are from those of padded rows. Sets the
+    attention."""
     ids, prompt_lengths, lengths = small_rows(lm.config.vocab_size)  # on the host
     changed_ids = ids.clone()
-    changed_ids[2, :5] += 1  # a row in the middle says something else
+    changed_ids[2, :5] += 1  # changes a row in the middle
     changed_ids %= lm.config.vocab_size
     row, t = each(lengths)
     others = (row != 2).nonzero()[:, 0].to(lm.device)
@@ -477,7 +491,7 @@ def try_packing(lm) -> tuple[float, float]:
     packed = packed_states(ids)  # (k, H), as plain
     changed = packed_states(changed_ids)
     size = plain.abs().max()
-    # experts round differently with other tokens beside them: not always 0
+    # not always exactly 0: experts round differently with other tokens beside them
     leak = (packed - changed)[others].abs().max() / size
     gap = (packed - plain).abs().max() / size
     return leak.item(), gap.item()
