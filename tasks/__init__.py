@@ -1,12 +1,12 @@
-"""Tasks, a file each. A file here is a task if it defines
+"""Tasks, one per file. A file here is a task if it defines
 
     rows(split, n, seed, config)        its problems: dicts with id, task, prompt, answer, num_modes
                                         and solutions (right completions, to warm a model up)
     reward(completion, answer, **row)   0.0 to 1.0
-    mode(completion, answer)            a text that right completions share if they say the same;
-                                        None for a wrong completion
+    mode(completion, answer)            a text that is the same for right completions that say the
+                                        same; None for a wrong completion. Optional
 
-This file has what the tasks share. It imports none of them before somebody asks for one.
+This file has what the tasks share. It imports a task only when somebody asks for it.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 SPLITS = ("train", "test")  # test: held out
-# tasks/mathematics.py has rewards and no rows: it is no task
+# not tasks/mathematics.py, which has rewards but no rows
 NAMES = sorted(
     path.stem
     for path in Path(__file__).parent.glob("*.py")
@@ -29,7 +29,7 @@ def module(name: str):
 
 
 def with_modes(name: str):
-    """module(name), or None for one without mode(): nobody tells its right answers apart."""
+    """module(name), or None if the task has no mode() to tell its right answers apart."""
     task = module(name)
     return task if hasattr(task, "mode") else None
 
@@ -41,9 +41,10 @@ def check_choice(what: str, value: str, choices) -> None:
 
 
 def last_answer(text: str) -> str:
-    """What stands in the last complete <answer>...</answer>, or else all of the text; stripped."""
+    """The content of the last complete <answer>...</answer>, or all of the text if there is none;
+    stripped."""
     last_close = text.rfind("</answer>")
-    # the last opening tag that anything closes
+    # the last opening tag with a closing tag after it
     start = text.rfind("<answer>", 0, max(last_close, 0))
     if start < 0:
         return text.strip()
@@ -53,21 +54,20 @@ def last_answer(text: str) -> str:
 
 
 def worked_solution(reasoning: str, answer: str) -> str:
-    """A right completion for prompts in words, as a warm start (sft.py) learns to write it."""
+    """A right completion for prompts in words, as training data for a warm start (sft.py)."""
     return f"<think>{reasoning}</think>\n<answer>{answer}</answer>"
 
 
 def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
-    """{"train": problems, "test": problems} of {key of a class: its problems}.
+    """{"train": problems, "test": problems}, from {key of a class: its problems}.
 
-    Problems of one class are the same in disguise, so held out are whole classes: the `count` with
-    the smallest keys (hashes, so frequent classes are not preferred). "test" has the first problem
-    of each; their other problems are in neither split."""
-    # hashes: which classes are held out is the same in every process
-    keys = sorted(classes)
+    Problems of one class are the same in disguise, so whole classes are held out: the `count` with
+    the smallest keys (these are hashes, so frequent classes are not preferred). "test" has the
+    first problem of each; their other problems are in neither split."""
+    keys = sorted(classes)  # the same in every process
     test = []
     for key in keys[:count]:
-        test.append(classes[key][0])  # its other problems would be the same again
+        test.append(classes[key][0])  # the other problems of the class are left out
     train = []
     for key in keys[count:]:
         train += classes[key]
@@ -75,10 +75,10 @@ def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
 
 
 def take(problems: list, n: int, seed: int) -> list:
-    """n of the problems (-1: all) in the order that `seed` gives."""
+    """The first n problems (-1: all) in an order that depends on `seed`."""
     size = len(problems)
     if not -1 <= n <= size:
         raise ValueError(f"n={n} rows asked for, but this split has {size} (-1 means all)")
-    # all are drawn, whatever n is: sample(problems, n) would begin differently for each n
+    # all are drawn, whatever n is: sample(problems, n) has another beginning for each n
     ordered = random.Random(f"rows/{seed}").sample(problems, size)
     return ordered if n == -1 else ordered[:n]
