@@ -12,18 +12,18 @@ One row, rows("test", 1, seed=0, config="3"):
    '<think>8+9+5 uses 5, 8, 9 once each and gives 22.</think>\n<answer>8+9+5</answer>'],
    'num_modes': 3}
 
-Rules. Numbers are distinct; any intermediate value is fine (0, negative, fractions: arithmetic is
-exact), only division by zero is not. A mode is an expression up to the order of operands of + and
+Rules. Numbers are distinct. Arithmetic is exact and any intermediate value is allowed (0, negative,
+fractions), except division by zero. A mode is an expression up to the order of operands of + and
 *: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key is the expression without
-needless parentheses, longer operand of + and * first: "2*3+4". mode() of a right answer is one of
-modes().
+needless parentheses, with the longer operand of + and * first: "2*3+4". mode() of a right answer
+is one of modes().
 
 Problems. A problem is its sorted numbers and its target. The variants:
   "3"     787: 3 numbers of 2..12, a target of 1..36 that is not one of them, 2 to 8 modes
   "4"     5,426: 4 numbers of 2..12, a target of 1..48 that is not one of them, 2 to 8 modes
   "tiny"  10,745, for a character-level model: 3 numbers of 1..20, any target of 1..60
-Held out are the problems with the smallest SHA-256. Variants hold out each for itself: a test
-problem of one may be a training problem of another.
+The problems with the smallest SHA-256 are held out, in each variant by itself: a test problem of
+one may be a training problem of another.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; spaces and
 needless parentheses.
@@ -78,11 +78,11 @@ CONFIGS = {
         words=False,  # "5,8,9=22:" and "5+8+9"
     ),
 }
-# binding strength: an operand that binds less than its operation needs parentheses
+# binding strength: an operand that binds less tightly than its operation needs parentheses
 BINDS = {"+": 0, "-": 0, "*": 1, "/": 1}
 NUMBER_BINDS = 2
 SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-# what ast.parse may see: too short to nest deep, no names, no newline
+# the only texts that reach ast.parse: too short to nest deeply, no names, no newline
 EXPRESSION = re.compile(r"[0-9+\-*/() ]{1,100}")
 
 
@@ -90,7 +90,7 @@ EXPRESSION = re.compile(r"[0-9+\-*/() ]{1,100}")
 
 
 def apply(op: str, a: int | Fraction, b: int | Fraction) -> int | Fraction:
-    """Exact a op b. Whole results of whole numbers stay int, ten times faster than Fraction."""
+    """a op b, exactly. Whole results of whole numbers stay int, ten times faster than Fraction."""
     if op == "+":
         return a + b
     if op == "-":
@@ -106,14 +106,14 @@ def write(op: str, x: tuple, y: tuple) -> tuple[str, int]:
     right, right_binds = y
     if left_binds < BINDS[op]:
         left = f"({left})"
-    # <=, unlike on the left: a-(b-c) and a+(b+c) keep theirs
+    # <=, unlike on the left: a-(b-c) and a+(b+c) keep their parentheses
     if right_binds <= BINDS[op]:
         right = f"({right})"
     return f"{left}{op}{right}", BINDS[op]
 
 
 def join(op: str, x: tuple, y: tuple) -> tuple[str, int]:
-    """The canonical one of x op y and y op x. Text and tree determine each other, as in Python."""
+    """x op y or y op x, whichever is canonical. The text parses back into the same tree."""
     swap = op in "+*" and (-len(x[0]), x[0]) > (-len(y[0]), y[0])
     return write(op, y, x) if swap else write(op, x, y)
 
@@ -132,21 +132,22 @@ def spellings(node: ast.expr) -> set[tuple[str, int]]:
 
 
 def splits(numbers: tuple[int, ...]) -> set[tuple]:
-    """All (left, right) in which two parts of the sorted numbers, both sorted, can be joined."""
+    """All ways (left, right) to divide the sorted numbers into two parts, both sorted."""
     places = range(len(numbers))
-    found = set()
+    divided = set()  # a set: either 5 of 5, 5, 8 gives the same parts
     for size in range(1, len(numbers)):
         for part in combinations(places, size):
             left = tuple(numbers[i] for i in part)
             right = tuple(numbers[i] for i in places if i not in part)
-            found.add((left, right))  # a set: of 5, 5, 8 either 5 gives the same
-    return found
+            divided.add((left, right))
+    return divided
 
 
 def joined_values(numbers: tuple[int, ...]) -> Iterator[tuple]:
-    """(op, value, texts of its left operand, texts of its right one) of all ways to join parts."""
+    """(op, value, texts of the left operand, texts of the right one), for all ways to make a value
+    from two parts of the numbers."""
     for left, right in splits(numbers):
-        # + and * meet the mirrored split too, and once is enough
+        # splits() has every pair in both orders, and + and * need only one
         signs = "+-*/" if left <= right else "-/"
         for (a, xs), (b, ys) in product(part_of(left).items(), part_of(right).items()):
             for op in signs:
@@ -155,13 +156,13 @@ def joined_values(numbers: tuple[int, ...]) -> Iterator[tuple]:
 
 
 def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, set]:
-    """{value: {(text, binding strength), ...}} of all expressions of the sorted numbers, or of
-    those with a value in the set `wanted` of whole numbers. Grows fast: 4 numbers have ~3,000."""
+    """{value: {(text, binding strength), ...}} of all expressions of the sorted numbers; `wanted`:
+    only those whose value is in this set of whole numbers. 4 numbers have ~3,000 expressions."""
     if len(numbers) == 1:
         return {numbers[0]: {(str(numbers[0]), NUMBER_BINDS)}}
-    by_value = {}  # sets, because with equal numbers a text may come up twice
+    by_value = {}  # of sets, because with equal numbers a text may come up twice
     for op, value, xs, ys in joined_values(numbers):
-        # the denominator first: fractions are slow to look up in a set
+        # checks the denominator first, because fractions are slow to look up in a set
         if wanted is None or (value.denominator == 1 and value in wanted):
             texts = by_value.setdefault(value, set())
             for x, y in product(xs, ys):
@@ -171,7 +172,7 @@ def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, s
 
 @lru_cache(maxsize=300)
 def part_of(numbers: tuple[int, ...]) -> dict[int | Fraction, set]:
-    """expressions() remembered: parts of 2..12 or 1..20 come back in thousands of problems."""
+    """expressions() with a cache: the same parts come back in thousands of problems."""
     return expressions(numbers)
 
 
@@ -206,8 +207,8 @@ def mode(completion: str, answer: dict) -> str | None:
     numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
     if sorted(numbers) != sorted(answer["numbers"]):
         return None
-    # from here on there are as many leaves as numbers, so the tree is small; the text may still be
-    # no expression ("2 3 4"), or one with a call, a sign or a power in it
+    # The tree has as many leaves as there are numbers, so it is small. The text may still be no
+    # expression ("2 3 4"), or have a call, a sign or a power in it.
     try:
         value, (key, _) = evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
@@ -217,7 +218,7 @@ def mode(completion: str, answer: dict) -> str | None:
 
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that no completion could match: numbers as texts, say."""
+    ValueError for an answer that no completion could match, such as numbers given as text."""
     numbers = answer["numbers"]
     known = isinstance(numbers, (list, tuple))
     if not known or any(type(value) not in (int, float) for value in (*numbers, answer["target"])):
@@ -235,7 +236,7 @@ def problems(config: str) -> list[tuple]:
     """All (SHA-256, numbers, target, sorted modes) of a variant, smallest SHA-256 first."""
     c = CONFIGS[config]
     targets = range(1, c["max_target"] + 1)
-    found = []
+    hashed = []
     for numbers in combinations(range(c["low"], c["high"] + 1), c["count"]):
         by_value = expressions(numbers, set(targets))  # all targets in one search
         for target in targets:
@@ -243,14 +244,14 @@ def problems(config: str) -> list[tuple]:
                 continue
             keys = sorted(text for text, _ in by_value.get(target, ()))
             if c["min_modes"] <= len(keys) <= c["max_modes"]:
-                # an order that has nothing to do with the problem, and the same in every process
+                # sorts problems in an arbitrary order that is the same in every process
                 digest = hashlib.sha256(f"{numbers}={target}".encode()).hexdigest()
-                found.append((digest, numbers, target, keys))
-    return sorted(found)
+                hashed.append((digest, numbers, target, keys))
+    return sorted(hashed)
 
 
 def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
-    """The row of a problem; `keys` are its modes, each of which becomes one solution or more."""
+    """The row of a problem. keys: its modes, each of which gives one or more solutions."""
     short = f"{','.join(map(str, numbers))}={target}"  # 5,8,9=22
     solutions = []
     if CONFIGS[config]["words"]:
@@ -260,11 +261,11 @@ def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
             reasoning = f"{key} uses {listed} once each and gives {target}."
             solutions.append(worked_solution(reasoning, key))
     else:
-        # the colon, or the target would run into the completion's first number
+        # the colon keeps the target apart from the completion's first number
         prompt = short + ":"
         for key in keys:
             tree = ast.parse(key, mode="eval").body
-            # all spellings of a mode, so that a warm start prefers none
+            # all spellings of a mode, so that a warm start learns to prefer none
             for text, _ in sorted(spellings(tree)):
                 solutions.append(text)
     return {
@@ -283,8 +284,8 @@ def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
     "test" has 256 problems, or 128 in a variant of at most 1,000."""
     check_choice("config", config, CONFIGS)
     check_choice("split", split, SPLITS)
-    found = problems(config)  # smallest SHA-256 first
-    held_out = 256 if len(found) > 1000 else 128
-    of_split = found[:held_out] if split == "test" else found[held_out:]
+    hashed = problems(config)  # smallest SHA-256 first
+    held_out = 256 if len(hashed) > 1000 else 128
+    of_split = hashed[:held_out] if split == "test" else hashed[held_out:]
     chosen = take(of_split, n, seed)
     return [to_row(config, numbers, target, keys) for _, numbers, target, keys in chosen]
