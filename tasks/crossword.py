@@ -11,20 +11,20 @@ One row, rows("test", 1, seed=0, config="words"):
    'num_modes': 1}
 
 Problems. Every word has one clue of each kind in CLUES, with half of its letters as crossing
-letters. "words" has the list below; "tiny", for a character-level model, 2,000 made-up words of 4
-to 6 letters and only clues that take no vocabulary. An anagram may have another answer in English
-that fits the crossing letters; only the one in the list is right. Held out are 64 words of each
-variant with all their clues, those with the smallest CRC-32 of their sorted letters: no test word
-and no anagram of one is a training answer, and initials are those of training words.
+letters. "words" has the list below. "tiny", for a character-level model, has 2,000 made-up words of
+4 to 6 letters, and only clues that need no vocabulary. An anagram may have another answer in
+English that fits the crossing letters; only the one in the list is right. 64 words of each variant
+are held out with all their clues: those with the smallest CRC-32 of their sorted letters. So no
+test word, and no anagram of one, is a training answer. Clues made of initials use training words
+only.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text, up to 200
 characters. Its letters must be the answer's and no others. Case, accents (E for É), width, white
-space, digits, signs do not matter; a letter of another script is another letter.
-Where there is an enumeration ("6", "3,5", "(3-5)", in the answer or as a column `enumeration`;
-without one nothing is checked) the answer must have that many letters, and if white space or
-hyphens part the completion, parts of those lengths: of "3,5", "ICE-CREAM" and "ICECREAM" are right
-and "ICEC REAM" is wrong; "S-I-L-E-N-T" is right without an enumeration only. One's own rows may
-have the word alone as answer: "SILENT".
+space, digits and signs do not matter; a letter of another script is another letter.
+An enumeration ("6", "3,5", "(3-5)"), in the answer or as a column `enumeration`, is checked too:
+the completion must have that many letters, and if white space or hyphens divide it, parts of these
+lengths. For "3,5", "ICE-CREAM" and "ICECREAM" are right and "ICEC REAM" is wrong; "S-I-L-E-N-T" is
+right only without an enumeration. A user's own rows may have just the word as answer: "SILENT".
 It does not cover: the reasoning, misspellings, the word among others ("SILENT or LISTEN", "the
 answer is SILENT"): all 0.
 """
@@ -40,14 +40,14 @@ from tasks import SPLITS, check_choice, hold_out, last_answer, take, worked_solu
 
 DEFAULT = "words"
 HELD_OUT = 64  # words, or rather classes of anagrams
-MAX_CHARACTERS = 200  # of an answer, before it is normalised: that may make 18 letters of one
+MAX_CHARACTERS = 200  # of an answer before NFKD, which may turn one character into 18 letters
 WORDS = (
     'Solve the crossword clue "{clue} ({enumeration})". Letters known from crossing words: '
     "{pattern}. Reason inside <think> </think>, then put only the word or words inside <answer> "
     "</answer>."
 )
 CLUES = {
-    # the keys are what the short prompts of "tiny" say
+    # the short prompts of "tiny" name the kind by its key
     "anagram": "Mix the letters of {fodder}",
     "reversed": "{fodder}, written backwards",
     "hidden": "Letters in a row somewhere in {fodder}",
@@ -55,15 +55,15 @@ CLUES = {
     "initials": "First letters of {fodder}",
 }
 CONFIGS = {
-    # made_up: how many words are invented, 0 takes LIST; words: the prompt is a sentence
+    # made_up: how many words to invent, 0: take LIST; words: whether the prompt is a sentence
     "words": dict(kinds=tuple(CLUES), made_up=0, words=True),
     "tiny": dict(kinds=("reversed", "hidden", "alternate"), made_up=2000, words=False),
 }
-# inside brackets of a regular expression: Unicode's hyphens and dashes, then the plain one
+# for a character class [...]: Unicode's hyphens and dashes, then the plain one
 HYPHENS = r"\u2010-\u2015-"
 PARTS_OF_TEXT = re.compile(rf"[\s{HYPHENS}]+")
 PARTS_OF_ENUMERATION = re.compile(rf"[,\s{HYPHENS}]+")
-# hyphens part an answer of several words
+# a hyphen stands for the space in an answer of several words
 LIST = """
 about above acorn actor admit adult afraid after agree alarm album alien almond alone amber anchor
 angle animal ankle apple apple-pie apron arena armour arrow artist atlas autumn badge baker
@@ -94,19 +94,19 @@ wander weasel whale wild-boar window winter wizard yellow yogurt zebra zipper
 
 
 def canonical(text: str) -> str:
-    """The letters alone, upper case, without accents: ICECREAM for "Ice-cream!"."""
-    # NFKD parts É into E and an accent, which is no letter
+    """Only the letters, in upper case, without accents: ICECREAM for "Ice-cream!"."""
+    # NFKD splits É into E and an accent, which is no letter
     decomposed = unicodedata.normalize("NFKD", text).upper()
-    # isalpha(): accents, spaces, hyphens and digits go
+    # isalpha() drops accents, spaces, hyphens and digits
     return "".join(c for c in decomposed if c.isalpha())
 
 
 def fits(text: str, enumeration) -> bool:
-    """Whether the text has as many letters as "6", "3,5" or "(3-5)" says and, if it is in parts,
-    parts of those lengths. True for an enumeration without a number."""
+    """Whether the text has as many letters as the enumeration ("6", "3,5", "(3-5)") says and, if it
+    is in parts, parts of those lengths. True if the enumeration has no number."""
     wanted = []  # [3, 5]
     for part in PARTS_OF_ENUMERATION.split(str(enumeration)):
-        # a sum, because "1'5" is one part of 6 letters
+        # summed, because "1'5" is one part of 6 letters
         length = sum(map(int, re.findall("[0-9]+", part)))
         if length > 0:
             wanted.append(length)
@@ -117,14 +117,14 @@ def fits(text: str, enumeration) -> bool:
         length = len(canonical(part))
         if length > 0:  # a lone dash or full stop is no part
             lengths.append(length)
-    # in the parts asked for, or written as one
+    # either in the wanted parts or written as one
     return lengths in (wanted, [sum(wanted)])
 
 
 def mode(completion: str, answer, enumeration=None) -> str | None:
     """The letters of a correct completion, "ICECREAM"; None for a wrong one.
 
-    answer: {"answer": "ICE CREAM", "enumeration": "3,5"} or the words alone."""
+    answer: {"answer": "ICE CREAM", "enumeration": "3,5"} or just the words."""
     if isinstance(answer, dict):
         words = answer["answer"]
         enumeration = answer.get("enumeration") or enumeration
@@ -133,7 +133,7 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
     if not isinstance(words, str):
         raise ValueError(f"crossword: the answer must be text, not {words!r:.100}")
     letters = canonical(words)
-    # it would be equal to any completion without letters
+    # an answer without letters would equal any completion without letters
     if not letters:
         raise ValueError(f"crossword: the answer {words!r} has no letters")
     text = last_answer(completion)
@@ -151,23 +151,23 @@ def reward(completion: str, answer, enumeration=None, **row) -> float:
 
 
 def make_up(count: int) -> list[str]:
-    """Different random words like ZOBAD and IFUL, vowels and consonants in turn."""
+    """`count` different random words like ZOBAD and IFUL: vowels and consonants alternate."""
     sounds = ("AEIOU", "BCDFGHJKLMNPRSTVWZ")
-    # a seed that is a text gives the same in every process
+    # a fixed seed: the words are the same in every run
     rng = random.Random("crossword")
-    words = {}  # a set that keeps its order
+    words = {}  # used as a set that keeps its order
     while len(words) < count:
         length = rng.randint(4, 6)
-        first = rng.randrange(2)  # whether a vowel or a consonant begins
+        first = rng.randrange(2)  # 0: begins with a vowel, 1: with a consonant
         letters = [rng.choice(sounds[(first + i) % 2]) for i in range(length)]
         words["".join(letters)] = None
     return list(words)
 
 
 def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str]:
-    """(what a clue of this kind works on, crossing letters), always the same for a word:
-    ("DNAP", "P__A"). initials: {letter: words that begin with it}."""
-    # a generator for each clue: words that are added do not change what others show
+    """(fodder: what a clue of this kind works on, crossing letters), such as ("DNAP", "P__A") for
+    PANDA reversed; always the same for a word. initials: {letter: words that begin with it}."""
+    # a generator for each clue, so that adding a word changes no other word's clues
     rng = random.Random(f"crossword/{kind}/{word}")
     letters = canonical(word)  # the word without its spaces
     places = [i for i, c in enumerate(word) if c != " "]
@@ -176,7 +176,7 @@ def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str
     if kind == "reversed":
         fodder = letters[::-1]  # DNAP
     elif kind == "alternate":
-        # PXAQNRDS: any letter behind each
+        # PXAQNRDS: a random letter after each
         fodder = "".join(c + rng.choice(ascii_uppercase) for c in letters)
     elif kind == "initials":
         # PLANET APPLE NURSE DRAGON
@@ -189,12 +189,12 @@ def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str
 def draw_fodder(rng: random.Random, kind: str, letters: str, pattern: str) -> str:
     """The letters hidden among others, or an anagram of them.
 
-    The crossing letters fit a hidden word's fodder in one place only, or there would be two
-    answers, and an anagram's in none, so that it is mixed well."""
+    The crossing letters fit the fodder of a hidden word in exactly one place, so that there is only
+    one answer. They fit the fodder of an anagram nowhere, so that it is well mixed."""
     # P__A as the regular expression P..A, in a lookahead so that places may overlap
     crossing = re.compile(f"(?={pattern.replace(' ', '').replace('_', '.')})")
     while True:
-        # drawn for an anagram too: the problems would be others without
+        # drawn even for an anagram: dropping the two draws would change all its problems
         noise = "".join(rng.choices(ascii_uppercase, k=6))
         cut = rng.randint(1, 5)
         if kind == "hidden":
@@ -213,14 +213,14 @@ def problems(config: str) -> dict[str, list[tuple]]:
     c = CONFIGS[config]
     classes = {}
     for word in make_up(c["made_up"]) or words_of_list():
-        letters = "".join(sorted(canonical(word)))  # anagrams are one class
+        letters = "".join(sorted(canonical(word)))  # so that anagrams are in one class
         classes.setdefault(zlib.crc32(letters.encode()), []).append(word)
     words = hold_out(classes, HELD_OUT)
 
-    # of training words only: a test word must not stand in a training prompt
+    # training words only: a test word must not stand in a training prompt
     initials = {letter: [] for letter in ascii_uppercase}
     for word in words["train"]:
-        if " " not in word:  # or the letters would be those of more words than it seems
+        if " " not in word:  # two words would give two first letters
             initials[word[0]].append(word)
 
     clues = {split: [] for split in SPLITS}
