@@ -21,11 +21,11 @@ vertex, "." where it is free. A mode is a correct answer itself ("RGBRGB"): the 
 so two assignments are never the same answer.
 
 Problems are drawn from a fixed seed: 6,000 different ones per variant, each with 2 to 8 modes.
-"small" has 6 to 8 vertices and a prompt in words, "tiny" 6 vertices and a prompt of under 50
-characters, for a character-level model. Held out are 256 whole classes of problems of each variant:
-class_key() does not change when vertices are renumbered or colours swapped, so no training problem
-is a test problem in disguise. A test problem is the first of its class; the others of these classes
-are in neither split.
+"small" has 6 to 8 vertices and a prompt in words; "tiny" has 6 vertices and a prompt of under 50
+characters, for a character-level model. 256 classes of problems of each variant are held out as a
+whole. A problem's class_key() does not change when vertices are renumbered or colours swapped, so
+no training problem is a test problem in disguise. A test problem is the first of its class; the
+other problems of these classes are in neither split.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one
 capital letter R, G, B per vertex.
@@ -54,7 +54,7 @@ WORDS = (
     "without spaces, inside <answer> </answer>."
 )
 CONFIGS = {
-    # vertices: how many, drawn from these; count: problems; words: the prompt is sentences
+    # vertices: numbers of vertices to draw from; count: problems; words: a prompt in sentences
     "small": dict(vertices=(6, 7, 8), max_edges=16, count=6000, words=True),
     "tiny": dict(vertices=(6,), max_edges=9, count=6000, words=False),  # 9 edges: 43 characters
 }
@@ -66,12 +66,12 @@ CONFIGS = {
 def modes(answer: dict) -> set[str]:
     """All correct answers; a triangle with partial "R.." has {"RGB", "RBG"}.
 
-    Exponential in the number of free vertices."""
-    # the proper colourings of the vertices so far, one vertex more each time
+    Takes time exponential in the number of free vertices."""
+    # all proper colourings of vertices 0..v-1
     colorings = [""]
     for v, given in enumerate(answer["partial"]):
         allowed = COLORS if given == FREE else given
-        # neighbours that have their colour by now; an edge may name them in either order
+        # neighbours that already have a colour; an edge may name its vertices in either order
         earlier = [min(edge) for edge in answer["edges"] if max(edge) == v]
         longer = []
         for coloring in colorings:
@@ -89,7 +89,7 @@ def mode(completion: str, answer: dict) -> str | None:
     if len(text) != answer["n"] or not set(text) <= set(COLORS):
         return None
     for given, color in zip(answer["partial"], text):
-        # a vertex that was coloured already
+        # another colour than the given one
         if given not in (FREE, color):
             return None
     for u, v in answer["edges"]:
@@ -100,7 +100,7 @@ def mode(completion: str, answer: dict) -> str | None:
 
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that is no graph."""
+    ValueError for an answer that is not a graph."""
     n = answer["n"]
     named = {vertex for edge in answer["edges"] for vertex in edge}
     if type(n) not in (int, float) or not named <= set(range(int(n))):
@@ -115,24 +115,24 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 
 def class_key(answer: dict) -> int:
-    """Equal for problems that differ in vertex numbers or colour names only (and, rarely, for
-    others: that only holds out more).
+    """Equal for problems that differ only in vertex numbers or colour names. Rarely equal for other
+    problems too, which does no harm: more is held out.
 
-    Colour refinement: a vertex is told by its neighbours and by the vertices shown in its colour,
-    three times over; no name ever enters."""
+    Colour refinement: three times, a vertex's label is replaced by a hash of itself, its
+    neighbours' labels and those of the vertices shown in its colour. No name ever enters."""
     vertices = range(answer["n"])
     partial = answer["partial"]
     near = [[] for _ in vertices]  # the neighbours of each vertex
     for u, v in answer["edges"]:
         near[u].append(v)
         near[v].append(u)
-    same = [[] for _ in vertices]  # the others that are shown in its colour
+    same = [[] for _ in vertices]  # for each vertex, the others that are shown in its colour
     for u, v in permutations(vertices, 2):
         if partial[u] == partial[v] != FREE:
             same[u].append(v)
 
     label = [int(color != FREE) for color in partial]
-    # each round looks one edge further
+    # each round takes in vertices one edge further away
     for _ in range(3):
         refined = []
         for v in vertices:
@@ -141,18 +141,19 @@ def class_key(answer: dict) -> int:
             same_labels = sorted(label[u] for u in same[v])
             refined.append(checksum((label[v], near_labels, same_labels)))
         label = refined
-    return checksum(sorted(label))  # sorted: numbers of vertices do not enter
+    return checksum(sorted(label))  # sorted: vertex numbers do not enter
 
 
 def checksum(value) -> int:
-    """The same in every process, unlike hash()."""
+    """A hash of any value that is the same in every process, unlike hash()."""
     return zlib.crc32(repr(value).encode())
 
 
 def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
-    """A random problem with at least one answer: edges and given colours come from a colouring."""
+    """A random problem. Edges and given colours come from a random colouring, so that there is at
+    least one answer."""
     n = rng.choice(vertices)
-    colors = rng.choices(COLORS, k=n)  # the answer that there is in any case
+    colors = rng.choices(COLORS, k=n)  # a correct answer
     allowed = [(u, v) for u, v in combinations(range(n), 2) if colors[u] != colors[v]]
     # a colouring may allow fewer edges than were drawn
     num_edges = min(rng.randint(n, max_edges), len(allowed))
@@ -164,11 +165,11 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
 
 @cache
 def problems(config: str) -> dict[str, list[dict]]:
-    """{"train": answers, "test": answers}, all different."""
+    """{"train": [answer, ...], "test": ...}, all different; an answer as the rows have it."""
     c = CONFIGS[config]
-    # a seed of its own: problems never change with a run's seed
+    # a fixed seed: problems never change with a run's seed
     rng = random.Random("graph_coloring")
-    seen = set()  # the same problem comes up again and again
+    seen = set()  # draws often repeat a problem
     classes = {}
     while len(seen) < c["count"]:
         answer = draw(rng, c["vertices"], c["max_edges"])
@@ -185,12 +186,12 @@ def edge_names(answer: dict) -> list[str]:
 
 
 def problem_text(answer: dict) -> str:
-    """The whole problem in one word: a-b,a-c;R.. is a triangle without b-c."""
+    """The whole problem in one word: a-b,a-c;R.. is a path b-a-c with a=R."""
     return f"{','.join(edge_names(answer))};{answer['partial']}"
 
 
 def assignments(names: str, colors: str) -> str:
-    """The vertices that have a colour: a=R, c=B."""
+    """The vertices that have a colour, as text: "a=R, c=B"."""
     pairs = []
     for name, color in zip(names, colors):
         if color != FREE:
@@ -201,7 +202,7 @@ def assignments(names: str, colors: str) -> str:
 def to_row(config: str, answer: dict) -> dict:
     """The row of a problem, with all of its solutions."""
     short = problem_text(answer)  # a-c,a-e;R..G.B
-    # sorted: the order of a set is another one in each process
+    # sorted, because the order of a set differs between processes
     keys = sorted(modes(answer))  # ["RRGRBGGB", ...]
     if CONFIGS[config]["words"]:
         names = ascii_lowercase[: answer["n"]]  # "abcdefgh"
@@ -219,7 +220,7 @@ def to_row(config: str, answer: dict) -> dict:
         "id": f"graph_coloring-{config}-{short}",
         "task": "graph_coloring",
         "prompt": prompt,
-        # new lists, or a caller who changes a row would change what problems() remembers
+        # new lists: a caller may change a row, and problems() keeps these
         "answer": {**answer, "edges": [list(edge) for edge in answer["edges"]]},
         "solutions": solutions,
         "num_modes": len(solutions),
