@@ -1,10 +1,10 @@
 r"""Mathematics: an answer in \boxed{} or <answer> tags, right if it says the same as the row's.
 
-One row, as a file or a Hugging Face dataset has it; there are no `rows` of our own:
-  {"prompt": "What is 1/2 + 1/3?", "answer": "5/6"}      also "2 + 3 = 5\n#### 5", as GSM8K has it
+Rows come from a file or a Hugging Face dataset; this file has none of its own. One row:
+  {"prompt": "What is 1/2 + 1/3?", "answer": "5/6"}   or the answer "2 + 3 = 5\n#### 5", as in GSM8K
 
-math_reward compares values (math-verify does the algebra), math_exact compares spellings, which
-takes microseconds. Each says below what it covers and what it does not.
+math_reward compares values (math-verify does the algebra); math_exact compares spellings, which
+takes microseconds. The docstring of each says what it covers and what it does not.
 """
 
 import logging
@@ -14,11 +14,11 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-# what the rows of these rewards have as `task`; to both of them a bare text is no answer
+# the `task` of rows that these rewards score; for both, text outside box and tags is no answer
 NAMES = ("math", "math_exact")
 
-MAX_CHARACTERS = 1000  # of an answer; a longer one is none, so no work below grows beyond that
-TAIL = 10_000  # characters in which the answer is looked for: it comes last
+MAX_CHARACTERS = 1000  # a longer answer counts as none, which bounds all the work below
+TAIL = 10_000  # stated_answer() looks at so many last characters
 
 # the minus sign of typography, the en dash, the full-width hyphen
 MINUS = dict.fromkeys((0x2212, 0x2013, 0xFF0D), "-")
@@ -40,25 +40,25 @@ SYMBOLS = MINUS | str.maketrans(
         "β": "\\beta",
     }
 )
-BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # behind a backslash a brace is no brace
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ matches as \\. and so does not count as a brace
 
 
 # --- finding the answer
 
 
 def last_box(text: str) -> tuple[int, int] | None:
-    r"""Where the content of the last complete \boxed{...} begins and ends, braces matched; those
-    that are printed, \{ and \}, need no other one."""
+    r"""(begin, end) of the content of the last complete \boxed{...}. Braces must match, except
+    printed ones, \{ and \}."""
     open_braces = []
     start = -1
     end = -1
-    # one pass: a completion may be nothing but boxes that never close
+    # in one pass, because a completion may consist of boxes that never close
     for found in BRACES.finditer(text):
         i = found.start()
         if found[0] == "{":
             open_braces.append(i)
         elif found[0] == "}" and open_braces:
-            brace = open_braces.pop()  # the one that this brace closes
+            brace = open_braces.pop()  # where the brace that closes here was opened
             if brace > start and text.endswith("\\boxed", 0, brace):
                 start = brace
                 end = i
@@ -72,7 +72,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer_block(text: str) -> tuple[int, int] | None:
-    """Where the content of the last complete <answer>...</answer> begins and ends."""
+    """(begin, end) of the content of the last complete <answer>...</answer>."""
     last_close = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(last_close, 0))
     if start < 0:
@@ -82,8 +82,8 @@ def answer_block(text: str) -> tuple[int, int] | None:
 
 
 def stated_answer(text: str) -> str | None:
-    r"""What the text gives as its answer: the last \boxed{} or <answer> block, whichever closes
-    later; a box inside the block stands for it. None without either."""
+    r"""What the text gives as its answer: the content of the last \boxed{} or <answer> block,
+    whichever closes later. Of a block with a box inside, the box's content. None without either."""
     text = text[-TAIL:]  # a completion may be a megabyte
     box = last_box(text)
     block = answer_block(text)
@@ -95,7 +95,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def gold_text(answer) -> str:
-    """The row's answer as text. A TypeError for what is another task's, a ValueError for NaN."""
+    """The row's answer as text. TypeError for an answer of another task, ValueError for NaN."""
     if not isinstance(answer, (str, int, float)):
         kind = type(answer).__name__
         raise TypeError(f"the right answer must be a text or a number, not a {kind}")
@@ -103,29 +103,29 @@ def gold_text(answer) -> str:
         if not math.isfinite(answer):
             raise ValueError(f"the right answer must be a finite number, not {answer}")
         return format(Decimal(repr(float(answer))), "f")  # 0.00001, not 1e-05
-    return str(answer).rpartition("#### ")[2]  # GSM8K writes its working before it
+    return str(answer).rpartition("#### ")[2]  # GSM8K has the working before the mark
 
 
 # --- by value
 
-SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all but those between two digits
+SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all spaces except between two digits
 NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
-# minus, numerator, denominator
+# groups: minus sign, numerator, denominator
 LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}")
 PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
-# 1010_2 has a base, which math-verify drops; 1_0 is a number in Python only
+# a number with a base, 1010_2: math-verify would drop the base, and Python would read 1_0 as 10
 BASE = re.compile("[0-9]_")
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
-# the end of a sentence, which is none of its answer; in 5\, the comma belongs to the backslash
+# punctuation after the answer, no part of it; but in 5\, the comma belongs to the backslash
 FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]$")
 
 
 @lru_cache(maxsize=4096)  # a group shares its gold answer
 def parse_math(text: str) -> list:
-    """What math-verify makes of an answer; empty where it makes nothing of it."""
+    """An answer as math-verify parses it; empty if it can't."""
     import math_verify
 
-    # it warns that its own time limits are off: the worker has a better one
+    # silences its warning that its time limits are off: the worker process has a better one
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
@@ -142,22 +142,22 @@ def rational(text: str) -> Fraction | None:
 
 
 def plainly_equal(gold: str, given: str) -> bool | None:
-    """Whether two answers are equal where that takes no algebra, as it is for most; None where it
-    does. What is a rounding away from equal is left to math-verify too."""
+    """Whether two answers are equal, if that can be told without algebra, as mostly it can;
+    otherwise None. Decimals that are equal but for rounding are left to math-verify too: None."""
     if SPACES.sub("", gold) == SPACES.sub("", given):
         return True
     a = rational(gold)
     b = rational(given)
     if a is None or b is None:
         return None
-    # relative for large values, absolute for small ones
+    # within 1/1000: relative for large values, absolute for small ones
     is_near = abs(a - b) <= max(1, abs(a)) / 1000
     if a != b and is_near and "." in gold + given:
         return None
     return a == b
 
 
-@lru_cache(maxsize=4096)  # and often its answers, where algebra takes milliseconds
+@lru_cache(maxsize=4096)  # a group often repeats an answer, and algebra takes milliseconds
 def same_answer(gold: str, given: str) -> bool:
     equal = plainly_equal(gold, given)
     if equal is not None:
@@ -170,12 +170,12 @@ def same_answer(gold: str, given: str) -> bool:
 
 
 def math_reward(completion: str, answer: str, **row) -> float:
-    r"""1.0 if the last \boxed{} or <answer> content equals `answer`, says math-verify, else 0.0.
+    r"""1.0 if the last \boxed{} or <answer> content equals `answer` by math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
-    0.5; a full stop, comma or semicolon at the end. Not covered: an answer outside \boxed{} and
-    <answer> scores 0, whatever else the text says; so do one of over 1,000 characters, the mixed
-    number 1 1/2 and the bold **12**."""
+    0.5; a full stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside
+    \boxed{} and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold
+    **12**."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
@@ -193,7 +193,7 @@ def without_full_stop(text: str) -> str:
 
 
 def canonical_base(text: str) -> str:
-    """canonical_math, with 52_8 for 52_{8}."""
+    """canonical_math(), and 52_8 for 52_{8}."""
     return BASE_IN_BRACES.sub(r"_\1", canonical_math(text))
 
 
@@ -201,17 +201,16 @@ def canonical_base(text: str) -> str:
 
 
 def canonical_math(text: str) -> str:
-    r"""One spelling for answers that differ in how they are written, not in what they say: no
-    spaces, $, \left, \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for
-    its letter, 0 for -0, 5 for 5.0. No arithmetic: 1/2 and 0.5 stay different, and a full stop
-    counts."""
+    r"""One spelling for answers that differ only in how they are written: no spaces, $, \left,
+    \right, no outer pair of braces or parentheses, a/b for \frac{a}{b}, \pi for its letter, 0 for
+    -0, 5 for 5.0. It does no arithmetic (1/2 and 0.5 stay different) and keeps a full stop."""
     text = text.translate(SYMBOLS)
-    # 1 1/2 is not 11/2
+    # 1 1/2 becomes 1+1/2: without its space it would be 11/2
     text = re.sub(r"(?<=[0-9])(?:\s|\\[,;:! ]|\$)+(?=[0-9]+/[0-9])", "+", text)
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12
-    for _ in range(20):  # the innermost first; deeper ones stay as they are
+    for _ in range(20):  # the innermost first; beyond 20 levels fractions stay as they are
         text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", plain_fraction, text)
         if not changed:
             break
@@ -222,8 +221,8 @@ def canonical_math(text: str) -> str:
 
 
 def plain_fraction(found: re.Match) -> str:
-    r"""a/b for a match of \frac{a}{b}; in parentheses where a, b or a neighbour would make another
-    number of it: 2\frac{1}{2} is not 21/2."""
+    r"""a/b for a match of \frac{a}{b}. a, b or the whole get parentheses where the meaning would
+    change without them: 2\frac{1}{2} is not 21/2."""
     a, b = found.groups()
     if not re.fullmatch(r"(\\?[0-9a-zA-Z.])*", a):
         a = f"({a})"
@@ -252,10 +251,11 @@ def is_one_pair(text: str) -> bool:
 
 
 def math_exact(completion: str, answer: str, **row) -> float:
-    """1.0 if the content of the last <answer> is `answer` in another spelling, else 0.0.
+    """1.0 if the content of the last <answer> is `answer`, perhaps spelled differently, else 0.0.
 
-    Covered: what canonical_math evens out. Not covered: equal values written differently (1/2,
-    0.5); the right answer anywhere else in the text; one of over 1,000 characters."""
+    Covered: the differences that canonical_math removes. Not covered, so 0: equal values of
+    different form (1/2, 0.5); the right answer anywhere else in the text; an answer of over 1,000
+    characters."""
     block = answer_block(completion)
     gold = canonical_math(gold_text(answer))
     if not block or not gold or block[1] - block[0] > MAX_CHARACTERS:
