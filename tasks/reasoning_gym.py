@@ -1,7 +1,7 @@
-"""The problems of Reasoning Gym: about a hundred generators, each with a score of its own.
+"""The problems of Reasoning Gym: about a hundred generators, each with its own grader.
 Stojanovski et al. 2025, arXiv:2505.24760; the package reasoning_gym.
 
-config names one of its tasks, or several with settings of theirs:
+config names one of its tasks, or several with their settings:
 
   "leg_counting"
   '{"leg_counting": {"max_animals": 5, "size": 1000}, "chain_sum": {}}'
@@ -11,12 +11,12 @@ Row of "leg_counting":
    "answer": {"problem": "leg_counting", "settings": {}, "entry": {"question", "answer",
    "metadata"}}, "solutions": ["52"]}
 
-Covers: what the task's own grader covers, 0.0 to 1.0, often with a share for less than right, of
-what stands in the last <answer>...</answer>, or else of all of the text.
-Does not cover: tasks whose graders run as code what a model, or whoever made a row, has written,
-and some others (REFUSED).
+Covers: what the task's own grader covers. It gets the content of the last <answer>...</answer>, or
+all of the text without one, and gives 0.0 to 1.0, often with partial credit.
+Does not cover: the tasks in REFUSED, most of them because their graders would run text as code that
+a model, or whoever made a row, has written.
 
-The library is imported when rows or scores are asked for, not before.
+The library is imported only when rows or scores are asked for.
 """
 
 import ast
@@ -30,7 +30,7 @@ EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
 ROW = "its grader calls eval on the row, which may be a stranger's, and would run as code"
 DRIFTS = "its problems depend on more than their seed: ranks would not have the same"
-# tests look for more of the first four kinds in the installed version
+# a test looks through the installed version for more tasks of these four kinds
 REFUSED = {
     "binary_matrix": EVAL,
     "n_queens": EVAL,
@@ -52,16 +52,17 @@ REFUSED = {
     "coin_flip": "its grader calls 0 right, whatever the probability",
     "game_of_life_halting": "its grader calls any text right",
 }
-# Problem i of a seed is problem 0 of seed + i: splits must lie further apart than they are long.
+# Problem i of a seed is problem 0 of seed + i, so the splits' seeds must lie further apart than a
+# split is long.
 SEEDS = {"train": 0, "test": 2**30}
 HELD_OUT = 128  # test problems; a setting "size" says how many training problems
 
 
 def rows(split: str, n: int, seed: int, config: str = "") -> list[dict]:
-    """Problems of all tasks that `config` names, each once; the training problems are none of the
-    held-out ones. seed only orders them. n: -1 for all."""
+    """n problems (-1: all) of the tasks that `config` names, without repetitions. No training
+    problem is among the held-out ones. `seed` only orders them."""
     check_choice("split", split, SPLITS)
-    found = []
+    all_rows = []
     for problem, settings in read_config(config).items():
         held_out = entries_of(problem, settings | {"size": HELD_OUT, "seed": SEEDS["test"]})
         chosen = held_out
@@ -74,8 +75,8 @@ def rows(split: str, n: int, seed: int, config: str = "") -> list[dict]:
                 f"held-out ones: a larger size, or settings with more variety, would help"
             )
         for i, entry in enumerate(chosen.values()):
-            found.append(row_of(f"{problem}/{split}/{i}", problem, settings, entry))
-    return take(found, n, seed)
+            all_rows.append(row_of(f"{problem}/{split}/{i}", problem, settings, entry))
+    return take(all_rows, n, seed)
 
 
 def row_of(name: str, problem: str, settings: dict, entry: dict) -> dict:
@@ -84,17 +85,17 @@ def row_of(name: str, problem: str, settings: dict, entry: dict) -> dict:
         "task": "reasoning_gym",
         "prompt": entry["question"],
         "answer": {"problem": problem, "settings": settings, "entry": entry},
-        # some have no answer but a rule that an answer must keep
+        # some entries have no answer, only a rule that answers must follow
         "solutions": [entry["answer"]] if isinstance(entry["answer"], str) else [],
     }
 
 
 def read_config(config: str) -> dict[str, dict]:
-    """{task of the library: its settings}; a ValueError for what is none."""
+    """{task of the library: its settings}. ValueError if `config` is not that."""
     wanted = {config: {}}
     if config.startswith("{"):
         try:
-            # through JSON: as it will come back in a worker
+            # through JSON, because workers get the settings so
             wanted = json.loads(json.dumps(ast.literal_eval(config)))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             wanted = None
@@ -127,7 +128,7 @@ def generator_of(problem: str, settings: dict):
 
     try:
         return create_dataset(problem, **settings)
-    # a setting that it does not have, or does not take
+    # an unknown setting, or a value that the task does not take
     except (TypeError, AssertionError, ValueError) as error:
         known = [field.name for field in dataclasses.fields(DATASETS[problem][1])]
         known.remove("seed")
@@ -138,13 +139,13 @@ def generator_of(problem: str, settings: dict):
 
 
 def entries_of(problem: str, settings: dict) -> dict[str, dict]:
-    """{question: entry} of the library's problems."""
+    """{question: entry} of all the generator's problems; of the same question twice, the first."""
     generator = generator_of(problem, settings)
     entries = {}
     for i in range(len(generator)):
         try:
             entry = generator[i]
-        except Exception as error:  # not all of them look at their settings before
+        except Exception as error:  # not all generators check their settings beforehand
             raise ValueError(
                 f"config {problem!r}: its problem {i} can't be made with {settings}: "
                 f"{type(error).__name__}: {error}"
@@ -153,28 +154,30 @@ def entries_of(problem: str, settings: dict) -> dict[str, dict]:
     return entries
 
 
-@functools.lru_cache(maxsize=64)  # some read a dictionary first
+@functools.lru_cache(maxsize=64)  # some graders load a dictionary first
 def grader(problem: str, settings: str):
-    """The library's own for one task and its settings, which are JSON."""
-    refuse(problem)  # a row of somebody's data may name any
+    """The library's grader for one task. settings: JSON."""
+    refuse(problem)  # a row of somebody's data may name any task
     return generator_of(problem, json.loads(settings) | {"size": 1, "seed": 0})
 
 
 def reward(completion: str, answer: dict, **row) -> float:
     """The score of Reasoning Gym's own grader, 1.0 for what it calls right."""
-    import reasoning_gym  # noqa: F401  here already: a worker's first call may take its time
+    import reasoning_gym  # noqa: F401  slow: done in a worker's trial call, which has more time
 
-    own = grader(answer["problem"], json.dumps(answer["settings"]))
+    library_grader = grader(answer["problem"], json.dumps(answer["settings"]))
     entry = answer["entry"]
     try:
-        return float(own.score_answer(last_answer(completion), entry))
+        return float(library_grader.score_answer(last_answer(completion), entry))
     except Exception:
-        # some raise at a text that they can't read: it is wrong, unless they can't read the row
+        # Some graders raise at a text that they can't read: then it is wrong. But if the row itself
+        # is broken, grading its own answer raises again.
         if entry["answer"] is not None:
-            own.score_answer(entry["answer"], entry)
+            library_grader.score_answer(entry["answer"], entry)
         return 0.0
 
 
 def mode(completion: str, answer: dict) -> str:
-    """Right answers differ if their words do: nobody knows how many there are."""
+    """The answer with single spaces: any two right answers of different words are two modes. How
+    many there are is unknown."""
     return " ".join(last_answer(completion).split())
