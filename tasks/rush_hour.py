@@ -15,30 +15,30 @@ One row, rows("test", 1, seed=0, config="6x6"):
    edge.</think>\n<answer>EU1,HU1,AR1</answer>'],
    'num_modes': 1}
 
-A board is its cells row by row: "." (or "o") is empty, a capital letter a straight car of 2 or more
-cells, anything else a wall; car A lies in a row. A move is a letter, a direction (U D L R or
-^ v < >) and a number of cells; commas or white space part moves. Moves of one car in one direction
-that follow each other are one move (AR1 AR2 is AR3), opposite ones are two. A mode is a shortest
-solution, so written: "BD2,AR3".
+A board is its cells row by row: "." (or "o") is empty, a capital letter belongs to a straight car
+of 2 or more cells, anything else is a wall; car A lies in a row. A move is a letter, a direction
+(U D L R or ^ v < >) and a number of cells; commas or white space separate moves. Consecutive moves
+of one car in one direction count as one move (AR1 AR2 is AR3), in opposite directions as two. A
+mode is a shortest solution, written like this: "BD2,AR3".
 
-Problems: 1,000 random boards of 6 x 6 cells that take 2 to 6 moves, 6,000 of 4 x 4 in "tiny" (2 to
-4; for a character-level model), each with at most 8 shortest solutions, all found by breadth-first
-search. Held out are 128 classes of each variant, a class being all boards that turn into each other
-by moves, other letters or swapping top and bottom. The test problem is the first of its class; the
-others of these classes are in neither split.
+Problems: "6x6" has 1,000 random boards that take 2 to 6 moves; "tiny", for a character-level model,
+has 6,000 boards of 4 x 4 cells that take 2 to 4. Each has at most 8 shortest solutions, all found
+by breadth-first search. 128 classes of each variant are held out. A class is all boards that turn
+into each other by moves, other letters or swapping top and bottom. A test problem is the first of
+its class; the other problems of these classes are in neither split.
 
 rush_hour_exact, the task's reward: 1.0 for any shortest solution, else 0.0. The answer's "moves"
-says how many moves that is, else its "solution" does.
+says how many moves a shortest solution has; without it, the length of "solution" counts.
 rush_hour_shaped: 1.0 for any shortest solution, else 0.65 exact + 0.20 solve + 0.10 prefix +
 0.05 progress.
-  solve: shortest / own number of moves if all are legal and A is at the edge after the last one,
-    else 0.
-  prefix: share of a known solution (the answer's, or one of the row's "solutions") that the moves
-    begin with.
-  progress: how far "cells between A and the edge, plus cars on them" fell below its value at the
-    start, before the first illegal move; 1 is solved.
-One's own rows may have the moves alone as answer, "BD2,AR3": without a board exact means those,
-solve and progress are 0 and 0.75 is the most.
+  solve: (moves of a shortest solution) / (moves given) if all are legal and A is at the edge after
+    the last one, else 0.
+  prefix: how much of a known solution (the answer's, or one of the row's "solutions") the moves
+    begin with, as a share of it.
+  progress: by what share "cells between A and the edge, plus cars on them" has fallen from its
+    value at the start, before the first illegal move; 1 is solved.
+A user's own rows may have just the moves as answer, "BD2,AR3". Without a board, exact means these
+moves, solve and progress are 0, and 0.75 is the most.
 
 Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000
 characters.
@@ -61,7 +61,7 @@ DEFAULT = "6x6"
 HELD_OUT = 128  # classes of boards
 MAX_MODES = 8
 MAX_CHARACTERS = 1000  # of a list of moves
-# a search that meets more is given up and the board with it: loose boards would take seconds
+# a board whose search meets more states is not used: boards with much room would take seconds
 MAX_STATES = 300
 NO_LIMIT = 10**6
 WORDS = (
@@ -72,23 +72,24 @@ WORDS = (
     "then put only the moves, written like BD2,AR3, inside <answer> </answer>."
 )
 CONFIGS = {
-    # tries: how many cars draw() tries to place, from and to; words: the prompt is sentences
+    # tries: least and most cars that draw() tries to place; words: whether the prompt is sentences
     "6x6": dict(size=6, tries=(10, 30), max_moves=6, count=1000, words=True),
     "tiny": dict(size=4, tries=(4, 14), max_moves=4, count=6000, words=False),
 }
 # a number of up to two digits that does not begin with 0
 MOVE = "([A-Z])([UDLR^v<>])([1-9][0-9]?)"
-# each part begins with what the one before can't contain: no backtracking on hostile texts
+# each part begins with a character that can't end the part before: hostile texts cause no
+# backtracking
 MOVES = re.compile(f"{MOVE}(?:[, \t\r\n]+{MOVE})*")
-ARROWS = str.maketrans("^v<>", "UDLR")  # other writings of the directions
+ARROWS = str.maketrans("^v<>", "UDLR")  # other signs for the directions
 
 
 # --- moves and boards; a move is (car, direction, count), a state is a tuple of each car's cells
 
 
 def read_moves(text: str) -> list[tuple[str, str, int]] | None:
-    """[("B", "D", 2), ("A", "R", 3)] for "BD2,AR3" and for "BD1 BD1 AR3"; None for a text that is
-    not a list of moves."""
+    """The moves in a text: [("B", "D", 2), ("A", "R", 3)] for "BD2,AR3", or for "BD1 BD1 AR3". None
+    if the text is not a list of moves."""
     if len(text) > MAX_CHARACTERS or not MOVES.fullmatch(text):
         return None
     merged = []
@@ -107,12 +108,12 @@ def write_moves(moves: list) -> str:
 
 
 def read_board(text: str, size: int) -> dict:
-    """{"size", "letters": of the cars, A first, "start": each car's cells, "lanes": each car's row
-    or column without walls}. ValueError for a text that is no board.
+    """{"size", "letters": the cars' letters, A first; "start": each car's cells; "lanes": each
+    car's row or column without walls}. ValueError if the text is not a board.
 
-    Sets of cells are ints: cell i is bit size + i, so that a car pushed over any edge leaves its
-    lane without losing a bit."""
-    # rows may stand on lines of their own, and o is an empty cell too
+    A set of cells is an int in which cell i is bit size + i. The offset lets a car that is pushed
+    over the top or left edge leave its lane without losing bits."""
+    # rows may be on separate lines, and o is an empty cell too
     text = "".join(text.split()).replace("o", ".")
     if len(text) != size * size or "AA" not in text:
         raise ValueError(
@@ -124,7 +125,7 @@ def read_board(text: str, size: int) -> dict:
     lanes = []
     for car in letters:
         cells, lane = cells_and_lane(text, size, car)
-        # what is neither empty nor a car is a wall
+        # the rest, neither empty nor a car, are walls
         open_lane = [i for i in lane if text[i] == "." or text[i] in letters]
         start.append(bits(cells, size))
         lanes.append(bits(open_lane, size))
@@ -132,18 +133,18 @@ def read_board(text: str, size: int) -> dict:
 
 
 def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]]:
-    """The numbers of a car's cells, and those of all cells of its row or column."""
+    """(the numbers of a car's cells, the numbers of all cells of its row or column)."""
     cells = [i for i, c in enumerate(text) if c == car]
     row_start = cells[0] // size * size  # number of the first cell of its row
     column = cells[0] % size
-    # of a car that stands, the next cell is a row below
+    # a car that lies across has its second cell right of the first; otherwise it is a row below
     across = text[cells[0] : cells[0] + 2] == 2 * car
     if across:
         lane = list(range(row_start, row_start + size))
     else:
         lane = list(range(column, size * size, size))
     first = lane.index(cells[0])
-    # bent, in two pieces, or of one cell
+    # bent, in two pieces, or only one cell
     if len(cells) < 2 or cells != lane[first : first + len(cells)]:
         raise ValueError(
             f"rush_hour: car {car} of the board {text!r} is not one straight piece "
@@ -153,28 +154,28 @@ def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]
 
 
 def bits(cells: list[int], size: int) -> int:
-    """Cells as one int: see read_board."""
+    """These cells as one int: see read_board."""
     return sum(1 << size + i for i in cells)
 
 
-# a lane has few patterns, and a search meets each of them over and over
+# cached: a lane has few patterns, and a search meets each of them over and over
 @cache
 def reach(cells: int, free: int, step: int) -> list[int]:
-    """Where a car gets in 1, 2, ... steps before it leaves the free cells; a step is 1 right, -1
+    """The car's cells after 1, 2, ... steps, as long as all of them are free. step: 1 right, -1
     left, size down, -size up."""
     reached = []
     while True:
         cells = cells << step if step > 0 else cells >> -step
-        if cells & ~free:  # a cell is taken, a wall, or off the board
+        if cells & ~free:  # another car, a wall, or off the board
             return reached
         reached.append(cells)
 
 
 def in_the_way(board: dict, state: tuple) -> tuple[int, int]:
-    """(cells between car A and the right edge, cars that stand on them); (0, 0) is solved."""
+    """(cells between car A and the right edge, cars on them); (0, 0) is solved."""
     # letters are sorted, so A is the first
     car_a = state[0]
-    # A's row without A and what lies left of it: the bits above A's highest
+    # the cells of A's row to the right of A: the bits above A's highest one
     left_of_edge = car_a.bit_length()
     ahead = board["lanes"][0] >> left_of_edge << left_of_edge
     cars = sum(cells & ahead > 0 for cells in state[1:])
@@ -182,11 +183,11 @@ def in_the_way(board: dict, state: tuple) -> tuple[int, int]:
 
 
 def slides(board: dict, state: tuple) -> Iterator[tuple]:
-    """All legal moves ((car, direction, count), the state after it)."""
+    """All legal moves, each as ((car, direction, count), the state after it)."""
     size = board["size"]
     across = (("L", -1), ("R", 1))
     down = (("U", -size), ("D", size))
-    full = sum(state)  # the union of all cars: no two share a bit
+    full = sum(state)  # the union of all cars, as no two share a bit
     for i, cells in enumerate(state):
         others = full - cells
         free = board["lanes"][i] & ~others
@@ -198,7 +199,7 @@ def slides(board: dict, state: tuple) -> Iterator[tuple]:
 
 
 def play(board: dict, moves: list) -> tuple[tuple, bool]:
-    """(the state after the moves or before the first illegal one, whether all are legal)."""
+    """(the state after all moves, or before the first illegal one; whether all are legal)."""
     state = board["start"]
     for move in moves:
         after = dict(slides(board, state)).get(move)
@@ -212,11 +213,12 @@ def play(board: dict, moves: list) -> tuple[tuple, bool]:
 
 
 def judge(completion: str, answer) -> dict:
-    """{"moves", "gold": the known solution, "board": None without one, "exact": bool, "solve",
-    "progress": 0 to 1} of a completion. ValueError for an answer that can't be read."""
+    """How good a completion is: {"moves", "gold": the known solution, "board": None if the answer
+    has none, "exact": bool, "solve", "progress": 0 to 1}. ValueError for an answer that can't be
+    read."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
     gold = read_moves(str(given["solution"]).strip())
-    # the row is wrong, not the completion: 0 would hide that
+    # the row is wrong, not the completion: a reward of 0 would hide that
     if not gold:
         raise ValueError(
             f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
@@ -233,14 +235,14 @@ def judge(completion: str, answer) -> dict:
         "progress": 0.0,
     }
     if moves and board:
-        # a board decides more than the known solution: any shortest one is exact
+        # with a board, any shortest solution is exact, not only the known one
         end, legal = play(board, moves)
         left = sum(in_the_way(board, end))
         at_first = sum(in_the_way(board, board["start"]))
-        # max(1, ...): a board of somebody's may be solved at the start
+        # max(1, ...): a user's board may be solved at the start
         verdict["progress"] = max(0.0, 1 - left / max(1, at_first))
         if legal and left == 0:
-            # somebody's known solution may not be a shortest one
+            # "moves" first: the known solution of a user's row may not be a shortest one
             fewest = int(given.get("moves") or len(gold))
             verdict["exact"] = moves == gold or len(moves) <= fewest
             verdict["solve"] = min(1.0, fewest / len(moves))
@@ -257,10 +259,10 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
     file."""
     verdict = judge(completion, answer)
     if verdict["exact"] and verdict["board"]:
-        # not the sum, 1.0000000000000002; and not less for a solution that is not the known one
+        # the sum below would be 1.0000000000000002, or less for another shortest solution
         return 1.0
     prefix = prefix_share(verdict["moves"], verdict["gold"])
-    # a column may be there and hold None
+    # `or ()`: the column may hold None
     for text in solutions or ():
         known = read_moves(last_answer(text))
         if known:
@@ -273,7 +275,7 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
 
 
 def prefix_share(moves: list, known: list) -> float:
-    """The share of the known moves that `moves` begin with."""
+    """How many of the known moves `moves` begins with, as a share of all known moves."""
     same = 0
     for move, known_move in zip(moves, known):
         if move != known_move:
@@ -295,8 +297,8 @@ def mode(completion: str, answer) -> str | None:
 
 
 def ways(came: dict, state: tuple) -> Iterator[list]:
-    """All shortest lists of moves from the start to a state. came[state] has (last move, state
-    before it) of each; the start's is empty."""
+    """All shortest lists of moves from the start to a state. came[state]: a (last move, state
+    before it) for each way to get there; empty for the start."""
     if not came[state]:
         yield []
     for move, before in came[state]:
@@ -305,13 +307,13 @@ def ways(came: dict, state: tuple) -> Iterator[list]:
 
 
 def shortest(board: dict, max_moves: int = NO_LIMIT, max_states: int = NO_LIMIT) -> Iterator[list]:
-    """All shortest solutions by breadth-first search; none where it takes more moves or meets more
-    states than this."""
-    level = [board["start"]]  # the states that take as many moves as there were rounds
+    """All shortest solutions, by breadth-first search. None if a solution takes more than max_moves
+    or the search meets more than max_states."""
+    level = [board["start"]]  # the states that take as many moves as rounds have passed
     came = {board["start"]: []}  # {state: [(last move, state before it), ...]}
     for _ in range(max_moves):
-        # A's drive to the edge is always the last move: where its way is clear, there is no need
-        # to look at the next level, the largest
+        # A's drive to the edge is always the last move. Where its way is clear the search ends,
+        # which saves the last level, the largest.
         clear = [state for state in level if in_the_way(board, state)[1] == 0]
         for state in clear:
             last_move = ("A", "R", in_the_way(board, state)[0])
@@ -320,18 +322,18 @@ def shortest(board: dict, max_moves: int = NO_LIMIT, max_states: int = NO_LIMIT)
         if clear:
             return
         new = next_level(board, level, came, max_states)
-        # unsolvable, or given up
+        # unsolvable, or too many states
         if not new:
             return
         level = list(new)
-        # only when the level is complete: a state has all of its shortest ways then
+        # only now that the level is complete, so that each state has all of its shortest ways
         came |= new
 
 
 def next_level(board: dict, level: list, came: dict, max_states: int) -> dict:
-    """{state: [(move, state before it), ...]} of the states that are one move from the level and
-    not in `came`; {} if there are none, or so many that `came` would exceed max_states."""
-    new = {}  # several last moves may lead to a state in the same number of moves
+    """{state: [(move, state before it), ...]} for the states that are one move from `level` and
+    not in `came`. {} if there are none, or so many that `came` would exceed max_states."""
+    new = {}  # with lists, because several last moves may lead to a state
     for state in level:
         for move, after in slides(board, state):
             if after not in came:
@@ -342,8 +344,8 @@ def next_level(board: dict, level: list, came: dict, max_states: int) -> dict:
 
 
 def modes(answer: dict) -> set[str]:
-    """All shortest solutions. As slow as breadth-first search is: fine for boards like those of
-    this file, seconds for the hardest of 6 x 6."""
+    """All shortest solutions, by breadth-first search: fast for boards like those of this file,
+    seconds for the hardest ones of 6 x 6."""
     board = read_board(answer["board"], answer["size"])
     return {write_moves(moves) for moves in shortest(board)}
 
@@ -352,26 +354,26 @@ def modes(answer: dict) -> set[str]:
 
 
 def class_key(text: str, size: int) -> int:
-    """Equal for boards that moves, other letters or swapping top and bottom turn into each other:
-    the lengths of the cars in every lane."""
+    """A hash of the lengths of the cars in every lane. It is equal for boards that turn into each
+    other by moves, other letters or swapping top and bottom."""
     rows = [text[i : i + size] for i in range(0, size * size, size)]
     lengths = min(car_lengths(rows), car_lengths(rows[::-1]))
     return zlib.crc32(lengths.encode())
 
 
 def car_lengths(rows: list[str]) -> str:
-    """The cars of each row, then of each column: their lengths less 1, or A."""
+    """The cars of each row, then of each column, as text: each car's length - 1, or A for car A."""
     columns = ["".join(column) for column in zip(*rows)]
     lanes = []  # [["A"], [1, 2], ...]
     for lane in rows + columns:
-        # a letter and its repetitions; a car that stands across the lane is a letter alone
+        # a letter and its repetitions: a car across this lane has only one cell in it, no match
         cars = re.findall(r"([A-Z])(\1+)", lane)
         lanes.append(["A" if car == "A" else len(rest) for car, rest in cars])
     return str(lanes)
 
 
 def places_of_cars(size: int) -> list[range]:
-    """The cells of all cars of 2 and 3 cells that fit on the board, those across first."""
+    """The cells of every possible car of 2 or 3 cells on the board, those across first."""
     across = []
     down = []
     for length in (2, 3):
@@ -384,10 +386,10 @@ def places_of_cars(size: int) -> list[range]:
 
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
-    """A random board with car A not at the edge, the other cars named in reading order. Each try
-    is a car that stays if it meets no other."""
+    """A random board. Car A is not at the right edge; the other cars are named in reading order. A
+    car that is tried stays if it overlaps no other."""
     row = rng.randrange(size)
-    # A's right cell is never at the edge
+    # size - 2, so that A's right cell is never at the edge
     column = rng.randrange(size - 2)
     car_a = row * size + column  # its left cell
     cells = [0] * size**2  # 0 is empty, 1 is car A
@@ -397,7 +399,7 @@ def draw(rng: random.Random, size: int, tries: tuple) -> str:
         if not any(cells[i] for i in place):
             for i in place:
                 cells[i] = car
-    # a car's number tells when it was drawn, its letter where it stands
+    # numbers are in the order of drawing; letters are given in reading order
     in_reading_order = dict.fromkeys([0, 1, *cells])
     names = dict(zip(in_reading_order, "." + ascii_uppercase))
     return "".join(names[car] for car in cells)
@@ -417,11 +419,11 @@ def problems(config: str) -> dict[str, list[tuple]]:
         one_move_would_do = in_the_way(board, board["start"])[1] == 0
         if text in seen or one_move_would_do:
             continue
-        # one more than allowed: boards with too many are left out, not cut
-        found = list(islice(shortest(board, c["max_moves"], MAX_STATES), MAX_MODES + 1))
-        if 0 < len(found) <= MAX_MODES:
+        # MAX_MODES + 1, to tell boards with too many solutions, which are left out
+        all_moves = list(islice(shortest(board, c["max_moves"], MAX_STATES), MAX_MODES + 1))
+        if 0 < len(all_moves) <= MAX_MODES:
             seen.add(text)
-            solutions = sorted(map(write_moves, found))
+            solutions = sorted(map(write_moves, all_moves))
             classes.setdefault(class_key(text, c["size"]), []).append((text, solutions))
     return hold_out(classes, HELD_OUT)
 
@@ -439,7 +441,7 @@ def to_row(config: str, board: str, solutions: list[str]) -> dict:
             texts.append(worked_solution(reasoning, solution))
     else:
         prompt = short + ":"
-        # a new list, or a caller who changes a row would change what problems() remembers
+        # a new list: a caller may change a row, and problems() keeps this one
         texts = list(solutions)
     return {
         "id": f"rush_hour-{config}-{short}",
