@@ -1,20 +1,20 @@
-"""Sentence: use two given words in one short sentence. A small pretrained model can half do it, and
-there is no end of right answers.
+"""Sentence: use two given words in one short sentence. A small pretrained model succeeds some of
+the time, and the number of right answers is unlimited.
 
 One row, rows("test", 1, seed=0):
   {'id': 'sentence-nouns-moon-school', 'task': 'sentence',
    'prompt': 'Write a short sentence with the words moon and school.',
    'answer': ['moon', 'school'], 'solutions': ['The moon and the school are mine.']}
 
-Problems: every pair of NOUNS, which are common nouns, in an order that a hash decides. 256 pairs
-are held out, chosen by a hash too, so that they are of the same distribution as those for training;
-their words occur in training, in other pairs. A mode is the sentence itself, as its words in lower
-case. How many there are nobody knows: a row has no num_modes, and coverage@k is not measured.
+Problems: every pair of NOUNS, which are common nouns; a hash decides which word comes first. 256
+pairs are held out, chosen by a hash too, so that they have the same distribution as those for
+training; their words occur in training in other pairs. A mode is the sentence itself, as its words
+in lower case. Their number is unknown, so a row has no num_modes and coverage@k is not measured.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; one
-sentence of 5 to 14 words that begins with a capital, ends with a full stop and has both words in
-it, as they are given (not "horses"); letters of ASCII, commas, apostrophes and hyphens.
-It does not cover: grammar and sense; digits, quotes, other marks: 0.
+sentence of 5 to 14 words that begins with a capital letter, ends with a full stop and has both
+words in it, exactly as given (not "horses"); ASCII letters, commas, apostrophes and hyphens.
+It does not cover: grammar and sense, which are not checked; digits, quotes, other marks: 0.
 """
 
 import re
@@ -28,7 +28,7 @@ DEFAULT = "nouns"
 HELD_OUT = 256  # pairs
 SHORTEST = 5  # words of a sentence
 LONGEST = 14
-LONGEST_TEXT = 200  # characters: more is no short sentence, and is not looked at
+LONGEST_TEXT = 200  # characters; a longer text scores 0 unread
 NOUNS = """
 apple bird boat book bread bridge car cat chair child city clock cloud coat coffee cow dog door
 farm field fire fish flower forest friend garden girl grass hat hill horse house island king lake
@@ -48,7 +48,7 @@ def mode(completion: str, answer: list) -> str | None:
     text = last_answer(completion)
     if len(text) > LONGEST_TEXT or not re.fullmatch(r"[A-Z][A-Za-z ,'-]*\.", text):
         return None
-    words = re.findall(r"[a-z'-]*[a-z][a-z'-]*", text.lower())  # a lone hyphen is no word
+    words = re.findall(r"[a-z'-]*[a-z][a-z'-]*", text.lower())  # a lone hyphen is not a word
     if not SHORTEST <= len(words) <= LONGEST or not set(answer) <= set(words):
         return None
     return " ".join(words)
@@ -56,7 +56,7 @@ def mode(completion: str, answer: list) -> str | None:
 
 def reward(completion: str, answer: list, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that is no list of words in lower case."""
+    ValueError for an answer that is not a list of words in lower case."""
     known = isinstance(answer, list) and all(isinstance(word, str) for word in answer)
     if not known or any(word != word.lower() for word in answer):
         raise ValueError(
@@ -75,7 +75,7 @@ def problems(config: str) -> dict[str, list[list]]:
     for pair in combinations(CONFIGS[config]["words"], 2):
         # unlike hash(), the same in every process
         key = zlib.crc32(" ".join(pair).encode())
-        # or the words would always stand in the order of the alphabet
+        # otherwise the words would always stand in alphabetical order
         ordered = pair[::-1] if key % 2 else pair
         classes.setdefault(key, []).append(ordered)
     return hold_out(classes, HELD_OUT)
