@@ -477,7 +477,8 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
 
 
 def acts_on_all(beta: float, c: dict) -> bool:
-    """Whether the loss may act on a group whose rewards are all equal."""
+    """Whether the loss has a term that may act on any group, whatever its rewards: then none may
+    rest."""
     entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
     return c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0)
 
@@ -557,7 +558,7 @@ def accumulate_gradients(
     coupled = couples_rows(c)
     idle = idle_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if coupled else 1, c, idle)
-    began = time.perf_counter()  # no rank waits for another from here to the end of the loop
+    began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
     slopes = None
@@ -622,9 +623,9 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
 
 
 def learning_seconds(own: float) -> dict:
-    """Seconds that forwards and backwards took the slowest rank and the mean rank, and how long
-    this rank waits for the slowest. own: this rank's seconds. (The waits of ZeRO 2 and 3 inside
-    every backward are not told apart from work.)"""
+    """Seconds of forwards and backwards on the slowest rank and on average, and how long this rank
+    waits for the slowest. own: this rank's seconds. (ZeRO 2 and 3 also wait inside every backward,
+    which counts as work here.)"""
     seconds = gather_groups(torch.tensor([float(own)]))  # (world,)
     slowest = seconds.max().item()
     return {
