@@ -240,7 +240,7 @@ def start(c: dict) -> Run:
     # also False for a run that starts from another run's checkpoint
     resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
-    # before ranks meet: each can report what is wrong and exit, and leaves no collective
+    # before ranks meet: each can report what is wrong and exit without leaving a collective
     inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
     c = with_tau(c, inputs.model.vocab_size)
     hub = None
@@ -600,7 +600,7 @@ def train(run: Run) -> None:
             save_now(run)
             raise
         with timer("deal"):
-            lived = deal(lived, run.world, c)  # moves groups so that all ranks have as much to do
+            lived = deal(lived, run.world, c)  # moves groups: all ranks get about as much to do
         with enough_memory("learn", c):
             place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), lived.temperature)
