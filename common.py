@@ -6,6 +6,7 @@ config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=v
 import ast
 import difflib
 import errno
+import io
 import json
 import logging
 import math
@@ -783,11 +784,36 @@ def leave_terminal() -> None:
     os.close(nowhere)
 
 
+class Terminal(io.FileIO):
+    """Standard output or standard error on a terminal that may be closed while a run prints."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # it was closed an instant ago, and SIGHUP has not been handled yet
+            leave_terminal()
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """From now on, what is printed to a terminal that was closed is dropped, without an error."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if os.isatty(number):
+            raw = io.BufferedWriter(Terminal(number, "w", closefd=False))
+            old = getattr(sys, name)
+            new = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True)
+            setattr(sys, name, new)
+
+
 class Stop:
     def __init__(self, folder, rank: int):
         self.file = Path(folder) / "stop" if rank == 0 else None  # one rank looks, all agree
         self.heard = 0  # number of the signal; 0: none yet
         listen(self.hear)
+        outlive_terminal()
 
     def hear(self, number: int, frame) -> None:
         if number == signal.SIGHUP:

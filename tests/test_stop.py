@@ -48,6 +48,7 @@ def train(argv):
     pathlib.Path("training").touch()
     while not stop.asked():
         print("a step", flush=True)
+        pathlib.Path("printed").touch()
         time.sleep(0.05)
     time.sleep(0.5)                 # the rest of the step, in which a second SIGHUP may come
     print("saving", flush=True)
@@ -111,6 +112,22 @@ def test_a_closed_terminal_ends_a_run_after_a_save(tmp_path):
     os.close(terminal)
     os.kill(pid, signal.SIGHUP)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and (tmp_path / "saved").exists()
+
+
+def test_what_is_printed_between_the_end_of_a_terminal_and_its_signal_is_dropped(tmp_path):
+    """The kernel makes writing an error before it sends SIGHUP. Here it sends none: this terminal
+    controls nobody."""
+    ours, theirs = pty.openpty()
+    streams = {"stdout": theirs, "stderr": theirs}
+    process = start(HEARING + TRAINS, tmp_path, start_new_session=True, **streams)
+    os.close(theirs)
+    wait_for(tmp_path / "training", process)
+    os.close(ours)
+    for _ in range(2):  # the first may have been printed before
+        (tmp_path / "printed").unlink(missing_ok=True)
+        wait_for(tmp_path / "printed", process)
+    process.terminate()
+    assert process.wait(PATIENCE) == 0 and (tmp_path / "saved").exists()
 
 
 # --- torchrun
