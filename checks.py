@@ -828,6 +828,13 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "the small seed rewards are blown up to standard deviation 1; "
             "use scale_rewards='none'"
         )
+    by_likelihood = c["unlikeliness_coef"] > 0 or objective.term == "answer_entropy"
+    if c["info_seed_num_seeds"] > 0 and by_likelihood:
+        warnings.append(
+            "info_seed_num_seeds > 0 with unlikeliness_coef > 0 or objective='seed_grpo': these "
+            "compare the likelihoods of a group's rows, and rows with a seed answered another "
+            "prompt"
+        )
     reach = (
         sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
     )  # range of log q, if a reward is in 0..1

@@ -312,6 +312,13 @@ def test_a_clip_that_never_acts_is_warned_about():
     )
 
 
+def test_likelihoods_of_rows_that_answered_different_prompts_are_warned_about():
+    for flag in ("--unlikeliness_coef=0.1", "--objective=seed_grpo"):
+        words = warnings_of(100, flag, "--info_seed_num_seeds=2", "--info_seed_lambda=0.1")
+        assert "answered another prompt" in words
+        assert warnings_of(100, flag) == ""
+
+
 def test_the_shipped_configs_raise_no_warning():
     for name, vocabulary in (
         ("countdown_tiny", 100),
