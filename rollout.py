@@ -1,26 +1,27 @@
-"""Rollouts: everything that knows vLLM, and the way from sampled tokens to tensors.
+"""Rollouts: the engines that sample completions, and the way from sampled tokens to tensors.
 
     engine = start_engine(config, device)
     engine.sync(named_weights(lm, zero_stage))      # after every update of the policy
-    sampling = {"temperature": 1.0, "max_tokens": L, "stop_token_ids": ids, "seeds": one a prompt}
+    sampling = {"temperature": 1.0, "max_tokens": L, "stop_token_ids": ids, "seeds": [one a prompt]}
     rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
-An engine, of this process or a server, has seven methods:
+Every engine has these methods, whether it runs in this process or talks to servers:
 
     generate(prompts_ids, n, sampling, finished)  n rollouts of each prompt, prompt-major
-    begin(prompts_ids, n, sampling, finished)     servers only: the same in the background, kept
-                                                  for the generate() that asks for the same
-    sync(named_parameters)  takes over the weights of an iterator of (name, tensor)
-    sleep(), wake()         its GPU memory goes to the learner, and comes back; sleeps: whether it
-                            has any to give
-    take_counts()           metrics of its own since the last call
-    close()                 before the process group goes
+    begin(prompts_ids, n, sampling, finished)     servers only: starts sampling in the background;
+                                                  generate() with the same arguments collects it
+    sync(named_parameters)  copies the weights from an iterator of (name, tensor)
+    sleep(), wake()         lend the engine's GPU memory to the learner and take it back; the
+                            attribute `sleeps` says whether the engine has any to lend
+    take_counts()           the engine's own metrics since the last call
+    close()                 shuts down; call it before the process group is destroyed
 
-finished(i, group), if given, is called with the n rollouts of prompt i as soon as they are there.
-Token ids go in, token ids come out, with the log-prob the sampler itself gave to every token; text
-is decoded for the rewards and never encoded again. A rollout is {"prompt_ids", "completion_ids",
-"text", "logprobs", "finish_reason"}; the EOS is part of completion_ids.
+If finished is given, the engine calls finished(i, group) with the n rollouts of prompt i as soon as
+they are complete. Token ids go in, and token ids come out with the log-prob that the sampler itself
+gave to every token. Text is decoded for the rewards only and never encoded again. A rollout is
+{"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the
+EOS.
 """
 
 import gc
@@ -50,21 +51,22 @@ from checks import entries
 from common import DEADLINE, UserError, in_one_line, rank_memory, say_once
 from policy import dtype_of
 
-# Tokens of a block of vLLM's cache on a CPU. Its own 128 leave more of the last block of every row
-# empty, and a prompt is shared in whole blocks only (LOG.md, 2026-11-22).
+# Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
+# block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
-VLLM_ROWS = 256  # completions that vllm.LLM takes on at once by itself, for each rank
-CACHE_SHARE = 0.25  # of a rank's memory that vLLM's cache may take on a CPU without being asked
+VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
+CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
-SMALL = 0.1  # of a GPU's memory: weights below that stay there while vLLM sleeps
+SMALL = 0.1  # weights below this share of a GPU's memory stay there while vLLM sleeps
 
 # --- vLLM in this process
 
 
 def enforce_eager(config: dict, on_gpu: bool) -> bool:
-    """Whether vLLM is to run the model op by op. UserError if it can't compile here."""
+    """Whether vLLM runs the model op by op, without compiling it. UserError if the config asks for
+    compilation and there is no compiler."""
     eager = config["vllm_options"].get("enforce_eager", not on_gpu)
-    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    compiler = os.environ.get("CXX", "g++")  # torch looks for it in the same way
     if not eager and not on_gpu and not shutil.which(compiler):
         raise UserError(
             "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
@@ -74,9 +76,10 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
 
 
 def bytes_per_token(config: dict, model_config) -> int:
-    """Keys and values of one token in vLLM's cache, in all layers. model_config: Hugging Face's."""
+    """Bytes that one token's keys and values take in vLLM's cache, over all layers, on one rank.
+    model_config: Hugging Face's."""
     heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-    # ranks that share an engine share the heads, and each has one at least
+    # ranks that share an engine divide the heads among them; each has at least one
     heads = max(1, heads // entries(config, "vllm_options")["tensor_parallel_size"])
     size = getattr(model_config, "head_dim", None)
     size = size or model_config.hidden_size // model_config.num_attention_heads
@@ -84,10 +87,10 @@ def bytes_per_token(config: dict, model_config) -> int:
 
 
 def rows_at_once(config: dict, engines: int, at_most: int) -> int:
-    """Completions that each of `engines` is asked for at once in a step. at_most: how many vLLM
-    takes on by itself for each of the ranks that share an engine."""
+    """Completions that one of `engines` engines samples at the same time in a step. at_most: vLLM's
+    default limit for each of the ranks that share an engine."""
     options = entries(config, "vllm_options")
-    # the seeded completions of InfoSeed are asked for in a second request
+    # InfoSeed's completions come in a second call of generate(), not on top of the first
     group = max(config["num_generations"], config["info_seed_num_seeds"])
     rows = math.ceil(config["prompts_per_step"] / engines) * group
     return min(rows, options.get("max_num_seqs", at_most * options["tensor_parallel_size"]))
@@ -97,26 +100,28 @@ class CachePlan(NamedTuple):
     """vLLM's cache of keys and values on a CPU."""
 
     size: int  # bytes
-    rows: int  # completions that a step asks for at once
-    held: int  # of them, at full length
+    rows: int  # completions that a step samples at the same time
+    held: int  # how many of these fit into the cache at full length
 
 
 def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
-    """The cache for `rows` completions: of vllm_options.kv_cache_memory_bytes, or if that is 0 as
-    much as all of them need at full length, at most CACHE_SHARE of the memory, but one row."""
+    """The cache for `rows` completions. vllm_options.kv_cache_memory_bytes sets its size. If that
+    is 0 the cache holds all rows at full length, or as many as fit into CACHE_SHARE of the memory,
+    and one row at least."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
     row = math.ceil(longest_sequence(config) / block) * block_size
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
-        size = held * row + block_size  # vLLM keeps a block for itself
+        size = held * row + block_size  # vLLM keeps one block for itself
     return CachePlan(size, rows, min(rows, (size - block_size) // row))
 
 
 def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
-    """Bytes of plan_cache(). That it holds fewer rows than a step asks for is said, as is that
-    vLLM's own variable goes before it. UserError for more than this machine has."""
+    """Size of plan_cache() in bytes. UserError if it exceeds the memory of this machine. Prints a
+    sentence if the cache holds fewer rows than a step samples at the same time, or if vLLM's own
+    environment variable overrides the size."""
     size, rows, held = plan_cache(config, model_config, rows)
     memory = rank_memory()
     what = f"vllm_options.kv_cache_memory_bytes={size}"
@@ -139,12 +144,13 @@ def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
 
 
 def longest_sequence(config: dict) -> int:
-    """Tokens of a prompt and its completion."""
+    """Tokens of the longest prompt and the longest completion together."""
     return config["max_prompt_length"] + config["max_completion_length"]
 
 
 def largest_prefill(config: dict) -> int:
-    """vLLM's max_num_batched_tokens: its CPU sampler fails on a seeded prompt that is cut."""
+    """vLLM's max_num_batched_tokens on a CPU. A prompt must fit in whole: the CPU sampler fails on
+    a request with a seed whose prompt is split over two batches."""
     return max(8192, longest_sequence(config))
 
 
@@ -155,19 +161,19 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config["seed"],
         "max_model_len": longest_sequence(config),
-        # the ranks of torchrun are vLLM's workers
+        # torchrun's ranks are vLLM's workers
         "distributed_executor_backend": "external_launcher",
-        # of the distribution that is sampled from: at the temperature
+        # log-probs of the distribution that is sampled from: after the temperature
         "logprobs_mode": "processed_logprobs",
-        # not the model's own top_p and repetition penalty, which the loss knows nothing of
+        # ignore the model's generation_config.json: the loss knows no top_p or repetition penalty
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "use_tqdm_on_load": False,  # a bar of mostly one file
+        "use_tqdm_on_load": False,  # the bar counts files, of which there is mostly one
     }
     if not on_gpu:
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = largest_prefill(config)
-    # what the user says goes before what stands above; checks.py refuses what must not
+    # the user's options override those above; checks.py refuses options that must stay as they are
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
     if not on_gpu:  # there is no GPU memory to share or to give back
@@ -179,18 +185,18 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         settings.setdefault("block_size", CPU_BLOCK)
         del settings["gpu_memory_utilization"]
     elif settings["kv_cache_memory_bytes"] == 0:
-        del settings["kv_cache_memory_bytes"]  # a share of the memory is enough
+        del settings["kv_cache_memory_bytes"]  # gpu_memory_utilization sizes the cache
     return settings
 
 
 def import_vllm():
-    """The module; UserError if it is not there."""
-    # vLLM reads these from the environment only. Its worker must share our memory and our
-    # torch.distributed, so it is no process of its own
+    """The vllm module; UserError if it can't be imported."""
+    # vLLM reads these settings from the environment only. Its worker must share our memory and our
+    # torch.distributed, so it has to run in this process
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(level.upper())  # before it reads the variable itself
-    # ranks share the cores: the kernel places them
+    logging.getLogger("vllm").setLevel(level.upper())  # before vLLM reads the variable itself
+    # ranks share the cores: the kernel places the threads, instead of vLLM pinning them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         import vllm
@@ -204,9 +210,10 @@ def import_vllm():
 
 
 def start_refused(settings: dict, error: Exception) -> str:
-    """vLLM's reason for not starting, as a sentence that names our keys."""
+    """vLLM's reason for not starting, as a sentence that names our config keys."""
     reason = str(error)
-    # pydantic's kind is of options that are no such values, or a model that it does not know
+    # type(), not isinstance(): pydantic's errors are subclasses of ValueError, and are about bad
+    # options or an unknown model
     if type(error) is ValueError and ("cache" in reason or "Free memory" in reason):
         return cache_refused(settings, reason)
     return (
@@ -216,12 +223,12 @@ def start_refused(settings: dict, error: Exception) -> str:
 
 
 def cache_refused(settings: dict, reason: str) -> str:
-    """vLLM's reason for not making its cache, as a sentence that names our keys."""
+    """vLLM's reason for not allocating its cache, as a sentence that names our config keys."""
     given = []
     for key in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
         if key in settings:
             given.append(f"vllm_options.{key}={settings[key]}")
-    if "VLLM_CPU_KVCACHE_SPACE" in os.environ:  # goes before them
+    if "VLLM_CPU_KVCACHE_SPACE" in os.environ:  # overrides both
         given = [f"VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} (GiB)"]
     what = ", ".join(given)
     reason = in_one_line(reason.split(". ")[0])
@@ -234,13 +241,14 @@ def cache_refused(settings: dict, reason: str) -> str:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU."""
+    """Total memory of a GPU."""
     return torch.cuda.get_device_properties(device).total_memory
 
 
 class VllmEngine:
-    """vLLM inside this process, one engine per rank or one per tensor_parallel_size ranks, started
-    under torchrun. It needs lm_head.weight in sync() with tied embeddings too."""
+    """vLLM inside this process, under torchrun: one engine per rank, or one that
+    tensor_parallel_size ranks share. sync() must be given lm_head.weight even if the model ties its
+    embeddings: without it the reload is silently wrong."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         began = time.perf_counter()
@@ -254,23 +262,24 @@ class VllmEngine:
         say_once(f"starting vLLM: importing it, {wait}", sys.stderr)
         self.vllm = import_vllm()
         if settings["enforce_eager"] and not on_gpu:
-            # even so it compiles one small function of its sampler: needs g++, costs 2 s, gains
-            # nothing
+            # enforce_eager still compiles one small function of the sampler, which needs g++, takes
+            # 2 s and gains nothing
             torch._dynamo.config.disable = True
         self.llm = self.load(settings)
         gc.enable()
         seconds = time.perf_counter() - began
         say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
-        # a copy to CPU memory and back takes longer than what is left in place is worth
+        # small weights stay on the GPU while vLLM sleeps: the memory that moving them would free is
+        # not worth the time of two copies
         self.keeps_weights = self.sleeps and self.weight_bytes() < SMALL * device_bytes(device)
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.group = None
-        if self.size > 1:  # they must ask for the same work: they pool their prompts
+        if self.size > 1:  # these ranks must make the same requests, so they pool their prompts
             self.group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
-        """The vllm.LLM; UserError for options that it does not take or can't start with."""
+        """The vllm.LLM; UserError if it doesn't know an option or can't start with it."""
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
@@ -280,7 +289,7 @@ class VllmEngine:
         try:
             return self.vllm.LLM(**settings)
         except (TypeError, ValueError) as error:
-            # its arguments are EngineArgs: one that it does not have
+            # an unknown option is a TypeError that names EngineArgs; any other is a bug
             if isinstance(error, TypeError) and "EngineArgs" not in str(error):
                 raise
             raise UserError(start_refused(settings, error)) from None
@@ -293,14 +302,15 @@ class VllmEngine:
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers its requests; ours begin here
+        # vLLM numbers its requests: next() takes one number, and this rank's requests start
+        # `first` after the one that follows
         start = next(self.llm.request_counter) + 1 + first
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = int(output.request_id) - start
-                # the others are of ranks that share this engine, which see the same outputs
+                # ranks that share an engine all see every output; each keeps its own
                 if not output.finished or not 0 <= i < len(own_requests):
                     continue
                 groups[i] = self.rollouts_of(output)
@@ -315,13 +325,13 @@ class VllmEngine:
             max_tokens=sampling["max_tokens"],
             stop_token_ids=sampling["stop_token_ids"],
             seed=seed,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,  # plain lists, not an object a token
-            detokenize=False,  # generate() does it, for all engines alike
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,  # plain lists instead of one object per token
+            detokenize=False,  # the function generate() below decodes, for all engines alike
         )
 
     def rollouts_of(self, output) -> list[dict]:
-        """A finished request of vLLM's as rollouts without text."""
+        """The rollouts, still without "text", of one finished vLLM request."""
         rollouts = []
         for completion in output.outputs:
             rollouts.append(
@@ -335,48 +345,50 @@ class VllmEngine:
         return rollouts
 
     def pool(self, requests: list) -> tuple[list, int]:
-        """The requests of all ranks of this engine, and where ours begin."""
+        """The requests of all ranks that share this engine, and the index of this rank's first."""
         if self.size == 1:
             return requests, 0
         shares = [None] * self.size
         dist.all_gather_object(shares, requests, group=self.group)
-        everyones = []
+        pooled = []
         for share in shares:
-            everyones += share
+            pooled += share
         before = shares[: dist.get_rank(self.group)]
-        return everyones, sum(map(len, before))
+        return pooled, sum(map(len, before))
 
     def sync(self, named_parameters) -> None:
         self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(named_parameters)}
         )
         if self.sleeps:
-            # after the weights, so that both copies of them never lie beside the cache
+            # only now: while weights are copied, two copies of them may need the cache's memory
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 
     def weight_bytes(self) -> int:
-        """On this rank."""
+        """Bytes of vLLM's weights on this rank."""
         sizes = self.llm.apply_model(lambda lm: sum(p.nbytes for p in lm.parameters()))
         return sum(sizes)
 
     def sleep(self) -> None:
-        """The cache is dropped, the weights go to CPU memory unless they are small beside the GPU.
-        Nothing to do on a CPU."""
+        """Frees the cache, and moves the weights to CPU memory unless they are small (SMALL). On a
+        CPU this does nothing."""
         if not self.sleeps:
             return
         if not self.keeps_weights:
             self.llm.sleep(level=1)
             return
         core = self.llm.llm_engine.engine_core.engine_core
-        while core.batch_queue:  # one that was scheduled ahead of the last completion's end
+        # vLLM schedules ahead: a batch may still be queued when the last completion has ended
+        while core.batch_queue:
             self.llm.llm_engine.step()
-        self.llm.sleep(level=0)  # nothing is scheduled any more
+        self.llm.sleep(level=0)  # level 0 stops scheduling and moves nothing
         self.llm.release_kv_cache_memory()
 
     def wake(self) -> None:
         if self.sleeps:
-            torch.cuda.empty_cache()  # vLLM takes its memory beside torch's, which held some back
+            # vLLM allocates outside torch's caching allocator, which must give back what it holds
+            torch.cuda.empty_cache()
             if not self.keeps_weights:
                 self.llm.wake_up(tags=["weights"])
 
@@ -384,7 +396,7 @@ class VllmEngine:
         return {}
 
     def close(self) -> None:
-        """Before the process group goes: vLLM takes its own groups down."""
+        """Call before the process group is destroyed: vLLM destroys its own groups first."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -392,13 +404,13 @@ class VllmEngine:
 
 
 class SampledLogps(LogitsProcessor, StoppingCriteria):
-    """Records the log-prob of every token transformers samples: called with the logits before, and
-    with the token after."""
+    """Records the log-prob of every token that transformers samples. generate() calls it twice per
+    token: as a LogitsProcessor with the logits, then as a StoppingCriteria with the token."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
-        self.logps = None  # (n, V), of the next token
-        self.steps = []  # (n, 1) a token, of the one that was sampled
+        self.logps = None  # (n, V), over the next token
+        self.steps = []  # one (n, 1) per token: the sampled token's
 
     def __call__(self, input_ids, scores):
         if isinstance(scores, torch.Tensor):  # as LogitsProcessor: scores (n, V)
@@ -410,15 +422,15 @@ class SampledLogps(LogitsProcessor, StoppingCriteria):
 
 
 class HfEngine:
-    """transformers' own generate on a second copy of the model: slow and plain, the oracle for the
-    fast engines. One prompt at a time, so that nothing is padded and a prompt's completions depend
-    on its own seed only (per prompt, not per completion)."""
+    """transformers' own generate() on a second copy of the model: slow and plain, the oracle for
+    the fast engines. It takes one prompt at a time: nothing is padded, and a prompt's completions
+    depend on that prompt's seed only. The n completions of a prompt share that seed."""
 
     sleeps = False
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-        # the model's own would fill in its repetition penalty, which the loss knows nothing of
+        # the model's own config may have a repetition penalty, which the loss knows nothing about
         self.model.generation_config = GenerationConfig()
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
@@ -445,7 +457,7 @@ class HfEngine:
             pad_token_id=stop_ids[0],
         )
         recorder = SampledLogps(sampling["temperature"])
-        # a prompt's seed is its own affair: the generator of the process stays where it was
+        # fork_rng: seeding a prompt must not move the process's own generator
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             ids = torch.tensor([prompt_ids] * n, device=device)
@@ -472,7 +484,7 @@ class HfEngine:
         return rollouts
 
     def length(self, tokens: list[int], stop_ids: list[int]) -> int:
-        """Tokens up to the first EOS, with it: what follows is padding."""
+        """Tokens up to and including the first EOS; padding follows it."""
         for i, token in enumerate(tokens):
             if token in stop_ids:
                 return i + 1
@@ -485,7 +497,7 @@ class HfEngine:
             weights[name].copy_(tensor)
 
     def sleep(self) -> None:
-        pass  # its memory is too small a part to move
+        pass  # too little memory to be worth moving
 
     def wake(self) -> None:
         pass
@@ -501,7 +513,7 @@ class HfEngine:
 
 
 def server_engine(model: str, config: dict, dtype: torch.dtype, device: torch.device):
-    from server.engine import ServerEngine  # a wing of its own, for who wants it
+    from server.engine import ServerEngine  # here: only who asks for servers imports server/
 
     return ServerEngine(model, config, dtype)
 
@@ -510,8 +522,8 @@ ENGINES = {"vllm": VllmEngine, "hf": HfEngine, "server": server_engine}
 
 
 def start_engine(config: dict, device: torch.device):
-    """The rollout engine of a config, with the weights of config["model"]; servers may hold others
-    until the first sync()."""
+    """The rollout engine that a config asks for, with the weights of config["model"]. Servers may
+    hold other weights until the first sync()."""
     make = ENGINES[config["rollout_engine"]]
     return make(config["model"], config, dtype_of(config), device)
 
@@ -520,13 +532,13 @@ def start_engine(config: dict, device: torch.device):
 
 
 def prompt_seed(*parts) -> int:
-    """A 62-bit seed from (seed, step, prompt index, ...); sample i of the prompt adds i. The same
-    in every process and Python."""
+    """A 62-bit seed from (seed, step, prompt index, ...); engines add i for sample i of the prompt.
+    It is the same in every process and every version of Python."""
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
 def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
-    """The same rollouts, now with their "text", without special tokens."""
+    """Adds "text", decoded without special tokens, to rollouts, and returns them."""
     completions_ids = [r["completion_ids"] for r in rollouts]
     texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
     for r, text in zip(rollouts, texts):
@@ -535,7 +547,7 @@ def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
 
 
 def with_text(tokenizer, group_done):
-    """`group_done` of rollouts that have their text."""
+    """A callback that adds "text" to a group of rollouts, then passes it on to `group_done`."""
 
     def done(i: int, group: list[dict]) -> None:
         group_done(i, add_text(tokenizer, group))
@@ -546,17 +558,17 @@ def with_text(tokenizer, group_done):
 def generate(
     engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done=None
 ) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. Anything
-    but n complete rollouts a prompt, each with a log-prob for every token, is a RuntimeError: a
-    missing log-prob must not pass for 0.
+    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
+    RuntimeError unless each prompt has n rollouts and each token has a log-prob: a missing log-prob
+    must not pass for 0.
 
-    group_done(i, rollouts of prompt i) is called as soon as they are there, while the engine still
-    has others to do."""
+    group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
+    still samples others."""
     if group_done is None:
         rollouts = add_text(tokenizer, engine.generate(prompts_ids, n, sampling))
     else:
         rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
-    # below, rows of tensors belong to prompts by their number alone
+    # in the tensors made of these, only a row's position tells which prompt it belongs to
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
             f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
@@ -576,8 +588,8 @@ def generate(
 def begin(
     engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done
 ) -> None:
-    """generate() in the background; the engine keeps what comes for the call that asks for the
-    same."""
+    """Starts a generate() in the background. The engine keeps the rollouts until generate() is
+    called with the same arguments."""
     engine.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
 
 
@@ -591,9 +603,10 @@ def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_batch(rollouts: list[dict], device) -> dict:
-    """Tensors of N rows: ids (N, S) prompt and completion, right-padded; prompt_lengths, lengths
-    (N,) in tokens, EOS included; sampler_logps (N, T), aligned with the completion's first token.
-    Padding on the right needs no attention mask: attention is causal, so no real token sees it."""
+    """Tensors of N rows: ids (N, S), prompt and completion, right-padded; prompt_lengths and
+    lengths (N,), in tokens, EOS included; sampler_logps (N, T), where column 0 is the completion's
+    first token. Padding on the right needs no attention mask: attention is causal, so no real token
+    sees it."""
     ids = []
     logps = []
     prompt_lengths = []
@@ -612,38 +625,38 @@ def to_batch(rollouts: list[dict], device) -> dict:
 
 
 def take(batch: dict, rows: torch.Tensor) -> dict:
-    """The given rows, cut to their own longest sequence and completion."""
+    """The given rows of a batch, cut to the longest sequence and completion among them."""
     part = {key: values[rows] for key, values in batch.items()}
     longest = int((part["prompt_lengths"] + part["lengths"]).max())
     longest_completion = int(part["lengths"].max())
     part["ids"] = part["ids"][:, :longest]
     for key in part:
-        if key.endswith("_logps"):  # (n, T): of the sampler, of the reference, of the policy
+        if key.endswith("_logps"):  # (n, T): the sampler's, the reference's, the policy's
             part[key] = part[key][:, :longest_completion]
     return part
 
 
-# --- what is said of them
+# --- metrics and logs of rollouts
 
 
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:
-    """Within groups, on tokens: distinct_1 and distinct_2, the share of different tokens and
-    bigrams, and the mean Jaccard overlap of the token sets of two completions; means over groups.
-    Falling distinct and rising jaccard announce a collapse."""
+    """How much the n completions of a group differ, in tokens: distinct_1 and distinct_2, the share
+    of different tokens and bigrams, and jaccard, the mean Jaccard overlap of two completions' token
+    sets. Each is a mean over groups. Falling distinct and rising jaccard announce a collapse."""
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(rollouts), n):
         group = [r["completion_ids"] for r in rollouts[start : start + n]]
         bigrams = [list(pairwise(ids)) for ids in group]
         sums[0] += distinct(group)
         sums[1] += distinct(bigrams)
-        sums[2] += jaccard(group)  # a group has at least two completions
+        sums[2] += jaccard(group)  # defined: a group has at least two completions
     means = (sums / (len(rollouts) // n)).tolist()
     names = ("completions/distinct_1", "completions/distinct_2", "completions/jaccard")
     return dict(zip(names, means))
 
 
 def distinct(group: list[list]) -> float:
-    """Different items in a group of sequences, as a share of all."""
+    """Different items in a group of sequences, as a share of all items."""
     return len(set().union(*group)) / max(1, sum(map(len, group)))
 
 
@@ -652,7 +665,7 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
     n = len(group)
     lengths = torch.tensor([len(ids) for ids in group])  # (n,)
     tokens = torch.cat([torch.tensor(ids) for ids in group])
-    # column: a number for each different token
+    # column: numbers the different tokens from 0
     _, column = tokens.unique(return_inverse=True)
     row = torch.arange(n).repeat_interleave(lengths)
     present = torch.zeros(n, int(column.max()) + 1)  # (n, different tokens)
@@ -664,18 +677,18 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
 
 
 def completion_metrics(rollouts: list[dict], n: int) -> dict:
-    """Of this rank's completions: the share that was cut off, and diversity_metrics()."""
+    """Metrics of this rank's completions: the share that was cut off, and diversity_metrics()."""
     cut_off = sum(r["finish_reason"] == "length" for r in rollouts)
     return {"completions/clipped_ratio": cut_off / len(rollouts)} | diversity_metrics(rollouts, n)
 
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
-    """The first prompt as the model sees it, and its best and its worst rollout, special tokens
-    visible. rewards (p, G)."""
+    """The first prompt as the model sees it, with its best and its worst rollout, special tokens
+    included. rewards (p, G)."""
     scores = rewards[0].tolist()
     prompt_ids = rollouts[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
-    for score in (max(scores), min(scores)):  # of equal ones the first
+    for score in (max(scores), min(scores)):  # index() finds the first of equal ones
         r = rollouts[scores.index(score)]
         ids = r["completion_ids"]
         what = f"reward {score:.3f}, {len(ids)} tokens ({r['finish_reason']})"
@@ -684,7 +697,7 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
 
 
 def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> None:
-    """All rollouts of this rank to rollouts/step_N.rank_r.jsonl; rewards (p, G)."""
+    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl. rewards (p, G)."""
     path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     group_size = rewards.shape[1]
@@ -701,6 +714,6 @@ def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> 
                 "tokens": len(r["completion_ids"]),
                 "logprob": sum(r["logprobs"]),
             }
-            if "seed_id" in r:  # of InfoSeed
+            if "seed_id" in r:  # InfoSeed's
                 line["seed_id"] = r["seed_id"]
             file.write(json.dumps(line) + "\n")
