@@ -6,14 +6,14 @@ r"""Reward functions: what a completion's text is worth. Add your own here.
 A reward is a plain function (completion, answer, **row) -> float:
 
     completion   the text of a completion. A model wrote it: treat it as hostile, never eval it
-    answer       the answer of the row
-    **row        the row's other columns, and tokens (of the completion, EOS included),
-                 max_completion_length, soft_overlong_buffer
+    answer       the row's answer
+    **row        the row's other columns, plus tokens (the completion's, EOS included),
+                 max_completion_length and soft_overlong_buffer
 
-It has two ways in: an entry of REWARDS below, or a module of your own, named "module:function" in
-reward_funcs. Either way a worker process (workers.py) imports it by module and name, so it must be
-a `def` at the top of its module. There it sees little of your environment: a key that it needs goes
-into a variable whose name begins with REWARD_.
+There are two ways to add one: an entry in REWARDS below, or "module:function" in reward_funcs,
+which names a module of your own. Either way a worker process (workers.py) imports it by module and
+name, so it must be a `def` at the top of its module. A worker sees little of your environment: a
+key that a reward needs goes into a variable whose name begins with REWARD_.
 """
 
 import re
@@ -30,13 +30,13 @@ from tasks import (
     sentence,
 )
 
-# 12, 1,234,567, 3.50, .5, -4; in 7-5 the sign is no part of a number. No digits but ASCII's
+# matches 12, 1,234,567, 3.50, .5, -4. The minus in 7-5 is no sign. ASCII digits only
 LAST_NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}%])-)?\$?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
-# in the order in which format_reward wants them
+# in the order that format_reward requires
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -44,12 +44,12 @@ def last_number(completion: str, answer, **row) -> float:
     """1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 and
     LaTeX's 1{,}234 are 1234, 3.50 is 3.5, $5 is 5.
 
-    Not covered: fractions, powers, units; "12, no, 13" is 13. An answer that is no such number is a
-    ValueError; of GSM8K's it is what stands behind ####."""
+    Not covered: fractions, powers, units; "12, no, 13" is 13. A row whose answer is no such number
+    is a ValueError; of a GSM8K answer only the part after #### counts."""
     gold = LAST_NUMBER.fullmatch(plain_number(mathematics.gold_text(answer)).strip())
     if not gold or isinstance(answer, bool):
         raise ValueError(f"the right answer must be a number, not {quoted(answer, 40)}")
-    # a text of a megabyte holds many: only the last is kept
+    # maxlen=1 keeps the last match only: a text of a megabyte holds many
     last = deque(LAST_NUMBER.finditer(plain_number(completion)), maxlen=1)
     return float(bool(last) and digits_of(last[0]) == digits_of(gold))
 
@@ -59,8 +59,8 @@ def plain_number(text: str) -> str:
 
 
 def digits_of(number: re.Match) -> tuple[bool, str, str]:
-    """A match of LAST_NUMBER, equal for equal values. Not as a float or int: there may be a million
-    digits."""
+    """(is negative, whole digits, decimals) of a match of LAST_NUMBER; equal for equal values. Not
+    a float or an int, because there may be a million digits."""
     whole = number["whole"].replace(",", "").lstrip("0")
     decimals = (number["decimals"] or "").rstrip("0")
     is_negative = bool(number["minus"]) and bool(whole or decimals)  # -0 is 0
@@ -68,15 +68,15 @@ def digits_of(number: re.Match) -> tuple[bool, str, str]:
 
 
 def format_reward(completion: str, answer=None, **row) -> float:
-    """1.0 for <think>...</think> and <answer>...</answer>, each once, in this order, only spaces
-    around them; else 0.0."""
+    """1.0 for <think>...</think> then <answer>...</answer>, each once, with nothing but white space
+    before, between and after them; else 0.0."""
     text = completion.strip()
     for tag in TAGS:
         if text.count(tag) != 1:
             return 0.0
-    # each is there once, so the first that find() meets is the only one
+    # each tag occurs once, so the first that find() meets is the only one
     think, think_end, answer_start, answer_end = map(text.find, TAGS)
-    # 0: nothing may stand before <think>
+    # think == 0: nothing may stand before <think>
     in_order = think == 0 < think_end < answer_start < answer_end
     at_the_end = answer_end == len(text) - len("</answer>")
     between = text[think_end + len("</think>") : answer_start]
@@ -84,16 +84,16 @@ def format_reward(completion: str, answer=None, **row) -> float:
 
 
 def tag_count(completion: str, answer=None, **row) -> float:
-    """A quarter for each of the four tags that is there exactly once: format_reward in steps."""
+    """A quarter for each of the four tags that occurs exactly once: format_reward in small
+    steps."""
     return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
 def length(
     completion: str, answer=None, *, tokens: int, max_completion_length: int, **row
 ) -> float:
-    """-tokens / max_completion_length: 0 for nothing, -1 for all that is allowed. A negative weight
-    asks for long completions."""
-    # a length over the limit counts as the limit
+    """-tokens / max_completion_length: 0 for an empty completion, -1 for one at the limit or
+    longer. A negative weight asks for long completions."""
     return -min(1.0, tokens / max_completion_length)
 
 
@@ -108,7 +108,7 @@ def soft_overlong(
 ) -> float:
     """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to
     -1 at max_completion_length. Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13."""
-    # below 0 for a completion that ends in time
+    # negative for a completion that ends before the buffer
     too_many = tokens - (max_completion_length - soft_overlong_buffer)
     return -min(1.0, max(0.0, too_many / soft_overlong_buffer))
 
@@ -117,15 +117,14 @@ def repetition(completion: str, answer=None, **row) -> float:
     """Minus the share of three-word sequences that have occurred before: 0 without any, towards -1
     for a loop."""
     words = completion.split()
-    # overlapping: a loop of any period repeats some
+    # all triples, overlapping: a loop repeats some whatever its period
     triples = list(zip(words, words[1:], words[2:]))
-    # fewer than three words
-    if not triples:
+    if not triples:  # fewer than three words
         return 0.0
     return len(set(triples)) / len(triples) - 1
 
 
-# under "auto" a row is scored by the entry that has the name of its task
+# reward_funcs=["auto"] scores each row by the entry named like the row's task
 REWARDS = {
     "countdown": countdown.reward,
     "graph_coloring": graph_coloring.reward,
@@ -138,7 +137,7 @@ REWARDS = {
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
     "last_number": last_number,
-    # of no task: these shape the reward, beside one that decides
+    # these belong to no task: they shape the reward beside a function that decides
     "format": format_reward,
     "tag_count": tag_count,
     "length": length,
@@ -151,11 +150,11 @@ REWARDS = {
 
 
 def function_of(name: str) -> str:
-    """ "module:function" of a name in REWARDS; what is written so already stays as it is."""
+    """ "module:function" for a name in REWARDS; a name not in there is returned as it is."""
     if name not in REWARDS:
         return name
     function = REWARDS[name]
-    # a functools.partial, say, has no name
+    # a functools.partial, say, has no __qualname__
     own_name = getattr(function, "__qualname__", "<none>")
     if "<" in own_name:  # "<lambda>", "outer.<locals>.inner"
         raise UserError(
@@ -166,8 +165,8 @@ def function_of(name: str) -> str:
 
 
 def check_names(names: list[str]) -> None:
-    """UserError for a name in reward_funcs that no function can be found by. What is written
-    module:function is imported by a worker only, later."""
+    """UserError for a name in reward_funcs that stands for no function. "module:function" is not
+    checked here: only a worker imports it, later."""
     for name in names:
         if name in REWARDS:
             function_of(name)
@@ -179,8 +178,8 @@ def check_names(names: list[str]) -> None:
 
 
 def check_tasks(rows: list[dict]) -> None:
-    """UserError for a row whose task has no reward. A task is module:function only if the config
-    has named it so: data.own_task takes none from a row of somebody's data, which names no code."""
+    """UserError for a row whose task has no reward. A task written "module:function" always comes
+    from the config: data.own_task ignores one in a row, because data must not name code to run."""
     for row in rows:
         if row["task"] not in REWARDS and ":" not in row["task"]:
             raise UserError(
@@ -193,32 +192,32 @@ def check_tasks(rows: list[dict]) -> None:
 
 def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list:
     """A scoring.Column for each function that scores these rows; "auto" becomes one for each task
-    that they have. UserError if a task has no reward, or a function stands there twice."""
-    from scoring import Column  # here: workers import this file, but no torch
+    among them. UserError if a task has no reward, or if a function is named twice."""
+    from scoring import Column  # here: workers import this file and must not load torch
 
     columns = []
     for i, (name, weight) in enumerate(zip(names, weights)):
-        # the first of reward_funcs says what is correct; the others only shape the reward
+        # the first of reward_funcs decides what is correct; the others only shape the reward
         decides = i == 0
-        # without rows there are no tasks to make columns of
+        # without rows "auto" has no tasks to make columns of
         if name != "auto" or not rows:
             columns.append(Column(name, weight, None, decides, function_of(name)))
             continue
         check_tasks(rows)
-        # sorted: the order of a set differs between ranks, and that of the columns must not
+        # sorted: a set's order differs between ranks, and the columns' order must not
         for task in sorted({row["task"] for row in rows}):
             columns.append(Column(task, weight, task, decides, function_of(task)))
     called = [column.name for column in columns]
     for name in called:
-        if called.count(name) > 1:  # a metric, and an entry of generate.py, is called after it
+        if called.count(name) > 1:  # metrics and generate.py's output have one key per name
             raise UserError(f"reward_funcs={names} scores rows by {name!r} twice: name it once")
     return columns
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict):
-    """Rewards (P, G) and their metrics, in one process. rollouts: P * G, prompt-major, with "text"
-    and "completion_ids"; rows: P."""
-    import scoring  # here: workers import this file, but no torch
+    """Rewards (P, G) and their metrics, when one process holds all rollouts. rollouts: P * G,
+    prompt-major, with "text" and "completion_ids"; rows: P."""
+    import scoring  # here: workers import this file and must not load torch
 
     columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
     values, _ = scoring.measure(rollouts, rows, columns, config)  # (P, G, F)
