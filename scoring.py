@@ -1,15 +1,15 @@
-"""How completions are scored: what each function says, failures, weights, answer modes.
+"""How completions are scored: the value of each function, failures, weights, answer modes.
 
     columns = rewards.columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    begin(rollouts, row, columns, config)             # a prompt's completions are there; at once
-    values, failed = measure(rollouts, rows, columns, config)     # (p, G, F), of this rank
+    begin(group, row, columns, config)                  # as soon as one prompt's group is complete
+    values, failed = measure(rollouts, rows, columns, config)     # (p, G, F), this rank's
     rewards, metrics = combine(values_of_all_ranks, columns)      # (P, G)
 
-p prompts of this rank, P of all ranks; G completions of each; F columns, one per function. Rollouts
-are p * G dicts with "text" and "completion_ids", prompt-major.
+p is the number of prompts on this rank, P on all ranks; G completions per prompt; F columns, one
+per function. rollouts are p * G dicts with "text" and "completion_ids", prompt-major.
 
-The functions run in the processes of workers.py, which know them by "module:function" alone, as
-this file does. reward_workers=0 runs them here, without limits.
+The functions run in the processes of workers.py. This file and the workers know a function only by
+its name, "module:function". reward_workers=0 runs the functions in this process, without limits.
 """
 
 import atexit
@@ -27,14 +27,14 @@ from tasks import mathematics
 from tasks.countdown import last_answer
 from workers import Failure
 
-# in the place of a value, which is always finite; NaN: not asked
+# these stand where a function failed: values are always finite. NaN: the function was not called
 TIMEOUT = -math.inf
 ERROR = math.inf
 
 # a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
-SAVED_CHARACTERS = 100_000  # of a completion
-CHECKED_TASKS = 20  # somebody's own column "task" may hold as many values as there are rows
+SAVED_CHARACTERS = 100_000  # per completion
+CHECKED_TASKS = 20  # at most: a user's column "task" may hold as many values as there are rows
 
 
 class Column(NamedTuple):
@@ -42,8 +42,8 @@ class Column(NamedTuple):
 
     name: str  # as metrics call it
     weight: float
-    task: str | None  # the rows that it scores; None for all of them
-    decides: bool  # whether its value of at least 1 is what counts as a correct answer
+    task: str | None  # it scores the rows of this task only; None: all rows
+    decides: bool  # whether a value of at least 1 makes the completion count as correct
     function: str  # "module:function", which a worker imports
 
     def scores(self, row: dict) -> bool:
@@ -56,7 +56,8 @@ POOLS = {}  # (processes, timeout, memory): workers.Pool; one in a run
 
 
 def pool_of(c: dict) -> workers.Pool | None:
-    """The worker processes of this config, started at the first call and kept; None without any."""
+    """The worker processes of this config, started at the first call and kept; None with
+    reward_workers=0."""
     if not c["reward_workers"]:
         return None
     settings = (c["reward_workers"], c["reward_timeout"], c["reward_memory_gib"])
@@ -76,26 +77,27 @@ def answers_to(jobs: dict, c: dict) -> dict:
 
 def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[dict]]]:
     """(row, its G rollouts) for each row."""
-    # a rank may have no rows
+    # max: a rank may have no rows
     G = len(rollouts) // max(1, len(rows))
     return [(row, rollouts[i * G : (i + 1) * G]) for i, row in enumerate(rows)]
 
 
 def job_key(column: Column, row: dict, r: dict) -> tuple:
-    """Equal completions of a row have equal keys and are scored once."""
-    # the number of tokens too: the same text may be tokenised in two ways, and some rewards count
+    """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
+    # the number of tokens is part of it: the same text may be tokenised in two ways, and some
+    # rewards count tokens
     return column.function, id(row), r["text"], len(r["completion_ids"])
 
 
 def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
-    # no reward needs the ids, and each job is pickled with what it gets
-    seen = {name: value for name, value in row.items() if name != "prompt_ids"}
-    seen["max_completion_length"] = c["max_completion_length"]
-    seen["soft_overlong_buffer"] = c["soft_overlong_buffer"]
+    # without prompt_ids: no reward needs them, and every job pickles its arguments
+    shared = {name: value for name, value in row.items() if name != "prompt_ids"}
+    shared["max_completion_length"] = c["max_completion_length"]
+    shared["soft_overlong_buffer"] = c["soft_overlong_buffer"]
     jobs = {}
     for r in group:
-        arguments = seen | {"tokens": len(r["completion_ids"])}
+        arguments = shared | {"tokens": len(r["completion_ids"])}
         for column in columns:
             if column.scores(row):
                 jobs[job_key(column, row, r)] = (column.function, r["text"], arguments)
@@ -103,8 +105,8 @@ def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dic
 
 
 def begin(group: list[dict], row: dict, columns: list[Column], c: dict) -> None:
-    """Lets the workers start on one row's completions while others are still being sampled;
-    measure() collects."""
+    """Lets the workers start on one row's completions while others are still being sampled.
+    measure() collects the values."""
     if pool := pool_of(c):
         pool.ask(jobs_of(group, row, columns, c))
 
@@ -112,8 +114,8 @@ def begin(group: list[dict], row: dict, columns: list[Column], c: dict) -> None:
 def measure(
     rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict
 ) -> tuple[torch.Tensor, list[dict]]:
-    """(p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR where it
-    failed; and a record of each failure."""
+    """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
+    where it failed; and a record of each failure."""
     groups = groups_of(rollouts, rows)
     jobs = {}
     for row, group in groups:
@@ -137,7 +139,7 @@ def measure(
 
 
 def as_reward(answer) -> float | Failure:
-    """A worker's answer, which may be a text or None, as a reward."""
+    """A worker's answer as a reward: a number or a Failure. A text or None becomes a Failure."""
     if isinstance(answer, (int, float, Failure)):
         return answer
     said = "None" if answer is None else quoted(answer, 40)
@@ -155,16 +157,16 @@ def failure_record(failure: Failure, column: Column, row: dict, r: dict) -> dict
 
 
 def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
-    """Rewards (P, G), the weighted sum of values (P, G, F), to which a function that failed adds 0;
-    and metrics: {"reward/<name>/mean", ".../timeouts", ".../errors"} over the rows that it scores,
-    and "reward/failures", the completions on which at least one function failed."""
-    # completions, not values: two failed functions on one completion count once
+    """Rewards (P, G): the weighted sum of values (P, G, F), where a failed function adds 0. And
+    metrics: "reward/<name>/mean", ".../timeouts" and ".../errors" of each function over the rows
+    that it scores; "reward/failures", the number of completions on which a function failed."""
+    # any(-1): two failed functions on one completion count once
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for f, column in enumerate(columns):
         said = values[..., f]  # (P, G)
         metrics |= {
-            # nanmean passes over the NaN of other tasks' rows; a failure counts as 0, which is what
-            # it adds to the reward
+            # nanmean skips the NaN of other tasks' rows; a failure counts as 0, as it does in the
+            # reward
             f"reward/{column.name}/mean": said.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
             f"reward/{column.name}/timeouts": int((said == TIMEOUT).sum()),
             f"reward/{column.name}/errors": int((said == ERROR).sum()),
@@ -178,10 +180,10 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
 
 
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
-    """RewardsFailed if a function failed on more than the share `limit` of a step's completions.
-    metrics: as combine() gives them."""
+    """RewardsFailed if functions failed on more than the share `limit` of a step's completions.
+    metrics: from combine()."""
     failures = metrics["reward/failures"]
-    # of all ranks, so that all of them stop or none does
+    # counted over all ranks, so that all of them stop or none does
     if failures <= limit * completions:
         return
     kinds = []
@@ -196,12 +198,12 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
 
 
 def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
-    """UserError if a function can't read the answers of its rows: another task's reward on one's
-    own dataset. Asked is the first row of each task."""
+    """UserError if a function can't read the answers of its rows, as when another task's reward is
+    used on one's own dataset. Tries the first row of each task."""
     first_of_task = {}
     for row in rows:
         first_of_task.setdefault(row["task"], row)
-    # a bare text and a box: to the rewards of mathematics a bare text is no answer
+    # "\\boxed{1}" too: the rewards of mathematics find no answer in a bare text
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
     for column in columns:
         for row in list(first_of_task.values())[:CHECKED_TASKS]:
@@ -218,8 +220,8 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
 
 
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
-    """Appends a step's failures to reward_failures.rank_R.jsonl, 20 at most, long texts cut; one
-    sentence about them."""
+    """Appends a step's failures to reward_failures.rank_R.jsonl, SAVED_PER_STEP at most, long texts
+    cut. Returns one sentence about them."""
     path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
     where = f"the text is in {path}"
     try:
@@ -227,7 +229,7 @@ def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
             for record in failed[:SAVED_PER_STEP]:
                 text = record["completion"][:SAVED_CHARACTERS]
                 file.write(json.dumps({"step": step, **record, "completion": text}) + "\n")
-    except FileNotFoundError:  # output_dir is gone, as all ranks hear together at the step's end
+    except FileNotFoundError:  # output_dir is gone; all ranks find out at the step's end
         where = f"{path} could not be written"
     return (
         f"step {step}: {len(failed)} reward(s) failed on rank {rank}, the first: "
@@ -243,16 +245,16 @@ def describe_failure(record: dict) -> str:
 
 
 def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
-    """(p, G) bool: the first of reward_funcs gave at least 1."""
+    """(p, G) bool: whether the first of reward_funcs gave at least 1."""
     deciding = [f for f, column in enumerate(columns) if column.decides]
-    said = values[..., deciding]  # (p, G, 1, or one for each task under "auto")
-    # isfinite: ERROR is infinity, which is above 1 too
+    said = values[..., deciding]  # (p, G, 1); under "auto" (p, G, number of tasks)
+    # isfinite: ERROR is +inf, which is at least 1 too
     return ((said >= 1) & said.isfinite()).any(-1)
 
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
-    """Per row a list of G: the key of a correct completion's mode; None for a wrong one and where
-    the task has no modes. right: (p, G) bool."""
+    """For each row a list of G: the mode of a correct completion, as a string that is equal for
+    equal modes; None for a wrong one or if the task has no modes. right: (p, G) bool."""
     jobs = {}
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]
@@ -276,22 +278,22 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
 def correct_modes(
     rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
 ) -> list[tuple[int, set | None]]:
-    """Per row (number of correct completions, set of their distinct modes, or None for a task
-    without modes). right: (p, G) bool."""
-    found = []
+    """For each row the number of correct completions and the set of their modes, None instead of
+    the set for a task without modes. right: (p, G) bool."""
+    counts = []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
         has_modes = tasks.with_modes(rows[i]["task"]) is not None
         distinct = {mode for mode in modes if mode is not None}
-        found.append((int(right[i].sum()), distinct if has_modes else None))
-    return found
+        counts.append((int(right[i].sum()), distinct if has_modes else None))
+    return counts
 
 
 def answer_clusters(
     rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
 ) -> torch.Tensor:
-    """(p, G) numbers: completions of a group that gave the same answer share one. Correct ones are
-    told apart by their mode, wrong ones by the text of their answer; one without any answer agrees
-    with nobody. right: (p, G) bool."""
+    """(p, G) cluster numbers: completions of a group that gave the same answer share one. Correct
+    completions are compared by their mode (without modes they all share one), wrong ones by the
+    text of their answer. A completion without any answer shares with none. right: (p, G) bool."""
     clusters = torch.zeros(right.shape, dtype=torch.int64)
     all_modes = modes_of(rollouts, rows, right, c)
     for i, (row, group) in enumerate(groups_of(rollouts, rows)):
@@ -300,15 +302,15 @@ def answer_clusters(
             if right[i, j]:
                 answer = (True, all_modes[i][j])
             else:
-                # j, a number: no text is equal to it
+                # without an answer j, a number, which equals no text
                 answer = (False, wrong_answer(r["text"], row["task"]) or j)
             clusters[i, j] = numbers.setdefault(answer, len(numbers))
     return clusters
 
 
 def wrong_answer(text: str, task: str) -> str:
-    r"""What a wrong completion answers: the content of its \boxed{} or <answer>; without either its
-    whole text, unless the task reads those only. "" for nothing."""
+    r"""The answer of a wrong completion: the content of its \boxed{} or <answer>. Without either it
+    is the whole text, or "" in mathematics, whose rewards read those two only."""
     answer = mathematics.stated_answer(text)
     if not answer and task not in mathematics.NAMES:
         answer = last_answer(text)
