@@ -4,22 +4,24 @@
     pool.ask({key: (function, text, row)})        # starts the work, doesn't wait
     pool.answers({key: (function, text, row)})    # {key: number, text, None or Failure}
 
-A job is function(text, **row); a function is "module:function", which a worker imports before its
-first job of that function. Every job ends within `timeout`, the import not counted.
-`python workers.py <socket> <parent>` is two processes:
+A job calls function(text, **row). A function is given as "module:function"; a worker imports it
+before its first job of that function. Every job ends within `timeout`, not counting the import.
+`python workers.py <socket> <parent>` becomes two processes:
 
-    the worker   computes: no torch, no GPU, no process group, so that killing it harms nobody
-    its keeper   waits until the worker ends, the trainer is gone, or the trainer asks for the end;
-                 then kills all that has come of the worker, whatever session it hides in
+    the worker   runs the jobs. It has no torch, no GPU and no process group, so that killing it
+                 harms nobody
+    its keeper   waits until the worker ends, the trainer dies, or the trainer sends SIGTERM; then
+                 kills the worker and all its descendants, whatever session they moved to
 
-The worker gets jobs as pickles and answers in lines of JSON, which is all that is believed of it.
-One that gives no answer for `timeout` seconds, dies, or is out of memory loses the job it was at;
-another one takes its place and the rest of its jobs. What it prints is printed by its keeper,
-quoted. Nothing here waits for another rank.
+The worker receives jobs as pickles and answers in lines of JSON; the trainer trusts nothing else
+from it. A worker that gives no answer for `timeout` seconds, dies or runs out of memory loses the
+job it was doing; a new worker replaces it and its other jobs go back into the queue. The keeper
+prints what the worker prints, quoted. Nothing here waits for another rank.
 
-A worker's environment is its own: ENVIRONMENT and what begins with one of PREFIXES. Tokens and keys
-of the run (HF_TOKEN, WANDB_API_KEY, ...) are not in it. A reward that needs a key of its own gets
-it under a name that begins with REWARD_. This is no sandbox: a reward may read what you may read.
+A worker's environment holds only the variables in ENVIRONMENT and those that begin with one of
+PREFIXES. The run's tokens and keys (HF_TOKEN, WANDB_API_KEY, ...) are not among them. A reward that
+needs a key gets it in a variable whose name begins with REWARD_. This is no sandbox: a reward may
+read every file that you may read.
 """
 
 import ctypes
@@ -47,16 +49,16 @@ from typing import NamedTuple
 from common import RunStopped, UserError, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
-END_SECONDS = 10  # for a keeper to end all that came of its worker; it takes milliseconds
-CHUNK = 64  # jobs that are handed to a worker at a time, at most
-BIGGEST = 1e38  # of a number, so that it is finite in float32 too
-LONGEST_TEXT = 1000  # of a function's answer
-LONGEST_REASON = 200  # characters of an error, without its place
-LONGEST_REFUSAL = 300  # of why a function can't be had
-LONGEST_LINE = 20_000  # bytes that may come without a newline before a worker is given up
+END_SECONDS = 10  # for a keeper to kill its worker's descendants; it takes milliseconds
+CHUNK = 64  # most jobs that a worker is given at a time
+BIGGEST = 1e38  # numbers must be smaller, so that they are finite in float32 too
+LONGEST_TEXT = 1000  # characters that a function may answer
+LONGEST_REASON = 200  # characters of an error message, without its file and line
+LONGEST_REFUSAL = 300  # characters of the reason why a function can't be imported
+LONGEST_LINE = 20_000  # bytes without a newline after which a worker is given up
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
-LINES_SHOWN = 1000  # of what a worker prints
+LINES_SHOWN = 1000  # lines of a worker's output that are printed
 
 ENVIRONMENT = (
     "PATH",
@@ -76,7 +78,7 @@ PREFIXES = ("LC_", "PYTHON", "REWARD_")
 
 
 def own_environment() -> dict:
-    """What of our environment a reward gets to see."""
+    """The part of our environment that a reward gets to see."""
     # the GPU and the other cores belong to the training
     kept = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in os.environ.items():
@@ -86,7 +88,7 @@ def own_environment() -> dict:
 
 
 class Failure(NamedTuple):
-    """What became of a job without an answer. kind: "timeout" or "error"."""
+    """Why a job has no answer. kind: "timeout" or "error"."""
 
     kind: str
     reason: str
@@ -96,9 +98,9 @@ class Failure(NamedTuple):
 
 
 class Worker:
-    """One process, its keeper, and the keys of jobs that it has not answered yet, oldest first.
-    hello: the search path of modules, and the GiB that its jobs may take; now: by the pool's
-    clock."""
+    """A worker process with its keeper, as the trainer sees them: the socket, the keys of jobs not
+    answered yet (oldest first), and what the worker said last. hello: sys.path, and the GiB that
+    jobs may take; now: the time by the pool's clock."""
 
     def __init__(self, hello: tuple[list, float], now: float):
         self.socket, theirs = socket.socketpair()
@@ -108,17 +110,17 @@ class Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=own_environment(),
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # Ctrl-C must not reach it
             )
         self.jobs = deque()
-        self.functions = set()  # that it has imported, or was told to
-        self.received = b""
-        self.ready = False  # for jobs; not while it starts and while it imports
-        self.loading = ""  # the function whose module it is at
-        self.doing = ""  # and what it does with it, as an error goes on
-        self.since = now  # when it was told or said something last
-        self.answered = 0  # messages of it
-        self.fault = ""  # why it can't go on
+        self.functions = set()  # names it has imported, or was told to import
+        self.received = b""  # the beginning of a line whose end has not come yet
+        self.ready = False  # False while it starts or imports, True when it can run jobs
+        self.loading = ""  # name of the function that it is importing
+        self.doing = ""  # what it does with that function, as a clause for error messages
+        self.since = now  # when it last was sent something or sent something
+        self.answered = 0  # messages received from it
+        self.fault = ""  # why it must be replaced
         self.socket.settimeout(START_SECONDS)
         self.send(hello)
 
@@ -126,42 +128,43 @@ class Worker:
         self.socket.sendall(pickle.dumps(message))
 
     def kill(self) -> None:
-        """Ends it and everything that it has started, and waits for that."""
+        """Kills the worker and everything that it started, and waits until they are gone."""
         self.socket.close()
-        self.process.terminate()  # its keeper kills the others, then goes
+        self.process.terminate()  # this process is the keeper: it kills the others, then exits
         try:
             self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # the keeper was stopped, by what it keeps
+        except subprocess.TimeoutExpired:  # a reward has sent the keeper a SIGSTOP
             for pid in [*descendants(self.process.pid), self.process.pid]:
                 kill(pid)
             self.process.wait()
 
     def lines(self) -> list[bytes]:
-        """Whole lines that have come in."""
+        """The complete lines that have come in. Sets `fault` if there will be no more."""
         try:
-            more = self.socket.recv(1 << 16)
+            received = self.socket.recv(1 << 16)
         except ConnectionError:
-            more = b""
-        # what comes behind the last newline is kept for the next time
-        *whole, self.received = (self.received + more).split(b"\n")
-        if not more or len(self.received) > LONGEST_LINE:
-            self.fault = SAID_TOO_MUCH if more else CLOSED
+            received = b""
+        # what follows the last newline is kept until its line is complete
+        *whole, self.received = (self.received + received).split(b"\n")
+        if not received or len(self.received) > LONGEST_LINE:
+            self.fault = SAID_TOO_MUCH if received else CLOSED
         return whole
 
 
 class Pool:
-    """`count` workers, and the jobs that were asked for. All of it may be called from two threads:
-    rollouts that are made ahead come with their jobs from a thread of their own."""
+    """`count` workers, and the jobs that were asked for. Two threads use a pool: rollouts that are
+    sampled ahead (rollout_ahead) call ask() in a thread of their own, and the main thread collects
+    with answers()."""
 
     def __init__(self, count: int, timeout: float, memory_gib: float):
         self.timeout = timeout
-        self.clock = time.monotonic  # by which a job is late
+        self.clock = time.monotonic  # decides when a job is late
         self.hello = (sys.path, memory_gib)
         self.asked = {}  # key: job
         self.waiting = deque()  # keys of jobs that no worker has
         self.found = {}  # key: answer
-        self.loaded = set()  # functions that some worker has imported
-        self.failed_starts = 0  # since a worker was ready
+        self.loaded = set()  # names of functions that some worker has imported
+        self.failed_starts = 0  # since a worker was last ready
         self.lock = threading.RLock()
         self.selector = selectors.DefaultSelector()
         self.workers = []
@@ -174,8 +177,8 @@ class Pool:
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
 
     def ask(self, jobs: dict) -> None:
-        """Queues jobs {key: (function, text, row)} that were not asked before, and sees to the
-        workers without waiting."""
+        """Queues those of the jobs {key: (function, text, row)} that were not asked before, then
+        calls attend() without waiting."""
         with self.lock:
             new = {key: job for key, job in jobs.items() if key not in self.asked}
             self.asked |= new
@@ -183,26 +186,27 @@ class Pool:
             self.attend(0)
 
     def answers(self, jobs: dict) -> dict:
-        """{key: answer} of these jobs, each a number, a text, None or a Failure; everything asked
-        so far is then forgotten."""
+        """{key: answer} of these jobs; an answer is a number, a text, None or a Failure. Waits for
+        them. If no other job is under way, the pool then forgets everything asked so far."""
         self.ask(jobs)
         while any(key not in self.found for key in jobs):
             with self.lock:
                 self.attend(0.1)
         with self.lock:
-            found = {key: self.found[key] for key in jobs}
-            if len(self.found) == len(self.asked):  # what else is under way may not be cut off
+            answers = {key: self.found[key] for key in jobs}
+            if len(self.found) == len(self.asked):  # else jobs of the other thread are under way
                 self.asked = {}
                 self.found = {}
-        return found
+        return answers
 
     def attend(self, seconds: float) -> None:
-        """Hands out jobs, takes in answers, replaces workers that died or are late; waits at most
+        """Hands out jobs, takes in answers, replaces workers that died or are late. Waits at most
         `seconds` for something to happen."""
         for worker in self.workers:
             if worker.ready and not worker.jobs and self.waiting:
                 self.hand_out(worker)
-        # late is who had not answered by now: to bury others takes a while, in which answers come
+        # a worker is late if it had not answered by now. replace() below takes a while, and the
+        # answers that arrive meanwhile are not late
         now = self.clock()
         for event, _ in self.selector.select(seconds):
             self.take_in(event.data)
@@ -219,28 +223,28 @@ class Pool:
                 self.replace(worker, "timeout", reason)
 
     def hand_out(self, worker: Worker) -> None:
-        """A few jobs at a time, so that no worker is left with a long queue at the end, and the
-        functions that it has to import first."""
-        # a quarter of an equal share: towards the end of a queue the portions shrink
+        """Sends a worker a few jobs, with the functions that it has to import first. Only a few, so
+        that no worker has a long queue at the end while others have none."""
+        # a quarter of an equal share: the portions shrink towards the end of the queue
         count = max(1, min(CHUNK, len(self.waiting) // (4 * len(self.workers))))
         worker.jobs = deque(self.waiting.popleft() for _ in range(count))
         jobs = [self.asked[key] for key in worker.jobs]
         new = {function for function, _, _ in jobs} - worker.functions
         worker.functions |= new
         worker.since = self.clock()
-        # for a worker that does not read, whose socket is full
+        # if the worker does not read, its socket fills up and send() blocks
         worker.socket.settimeout(self.timeout + 10)
         try:
             worker.send((sorted(new), jobs))
-        except OSError:  # it is gone or deaf: nothing was computed, so nobody is to blame
+        except OSError:  # it is gone or does not read: no job has started, so none is to blame
             self.take_back(worker)
             worker.fault = CLOSED
         else:
             worker.ready = not new
 
     def take_back(self, worker: Worker) -> None:
-        """Its jobs go to the front of the queue."""
-        # extendleft() turns the order round
+        """Puts a worker's jobs at the front of the queue."""
+        # extendleft() reverses the order
         self.waiting.extendleft(reversed(worker.jobs))
         worker.jobs = deque()
 
@@ -251,24 +255,25 @@ class Pool:
             except (ValueError, TypeError, RecursionError):
                 number = None
             if number != worker.answered or (worker.ready and not worker.jobs):
-                # something else wrote into its socket: nothing more of it is believed
+                # something else wrote into its socket: trust nothing more that comes from it
                 worker.fault = SAID_TOO_MUCH
                 return
             worker.answered += 1
             if not worker.ready:
                 self.take_start(worker, message)
                 continue
-            found = believed(message)
-            self.found[worker.jobs.popleft()] = found
+            result = believed(message)
+            self.found[worker.jobs.popleft()] = result
             worker.since = self.clock()
-            if isinstance(found, Failure) and "MemoryError" in found.reason:
-                # earlier jobs may have filled it, and then it would fail on all that come
+            if isinstance(result, Failure) and "MemoryError" in result.reason:
+                # earlier jobs may have filled its memory; then all later ones would fail too
                 self.take_back(worker)
                 worker.fault = "is out of memory"
                 return
 
     def take_start(self, worker: Worker, message) -> None:
-        """What a worker says until it is ready: what it is about to do, or that it can't."""
+        """Handles a message of a worker that is not ready yet: what it is about to do, that it is
+        ready, or why it can't import a function (UserError)."""
         match message:
             case "ready":
                 worker.ready = True
@@ -287,7 +292,7 @@ class Pool:
                 worker.fault = SAID_TOO_MUCH
 
     def cause_of_death(self, worker: Worker) -> str:
-        # a dying process closes its socket first, and its keeper has to clear up after it
+        # a dying worker closes its socket first; its keeper exits only after cleaning up
         patience = 5 if worker.fault == CLOSED else 0
         try:
             status = worker.process.wait(patience)
@@ -297,7 +302,8 @@ class Pool:
         return f"died ({how})"
 
     def replace(self, worker: Worker, kind: str, reason: str) -> None:
-        """The job it was at is lost, the others go to the front of the queue."""
+        """Kills a worker and starts another. The job that it was doing becomes a Failure; its other
+        jobs go to the front of the queue."""
         if worker.ready and worker.jobs:
             self.found[worker.jobs.popleft()] = Failure(kind, reason)
         self.take_back(worker)
@@ -309,8 +315,9 @@ class Pool:
         self.start()
 
     def count_failed_start(self, worker: Worker, reason: str) -> None:
-        """Somebody's own code that fails before any worker has imported it would fail again; later
-        on it may be the machine that is too busy, or out of memory."""
+        """UserError if the worker was importing a function that no worker has imported yet: that
+        code would fail again. Otherwise the machine may be too busy or out of memory, so workers
+        are started again: RunStopped after too many failed starts in a row."""
         self.failed_starts += 1
         if worker.loading and worker.loading not in self.loaded:
             raise UserError(
@@ -324,7 +331,7 @@ class Pool:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.process.terminate()  # all at once
+            worker.process.terminate()  # tell all of them before waiting for any
         for worker in self.workers:
             worker.kill()
         self.workers = []
@@ -332,13 +339,14 @@ class Pool:
 
 
 def believed(message):
-    """A worker's answer to a job, as far as it can be one: a number, a text, None or a Failure."""
+    """A worker's message as the answer to a job: a number, a text, None or a Failure. A message
+    that is none of these becomes a Failure too."""
     if isinstance(message, dict) and set(message) == {"error"}:
-        return Failure("error", quoted(message["error"], LONGEST_REASON + 50))  # and its place
+        return Failure("error", quoted(message["error"], LONGEST_REASON + 50))  # + file and line
     if message is None or isinstance(message, str):
         return message
-    # type(), because True is an int
-    if type(message) in (int, float) and abs(message) < BIGGEST:  # and no NaN
+    # type(), not isinstance(): True is an int
+    if type(message) in (int, float) and abs(message) < BIGGEST:  # False for NaN
         return message
     return Failure("error", f"the worker {SAID_TOO_MUCH}")
 
@@ -347,15 +355,17 @@ def believed(message):
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """This process gets the signal `number` when its parent dies, however it dies."""
+    """Has the kernel send this process the signal `number` when its parent dies, however it
+    dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was gone before that
+    if os.getppid() != parent:  # the parent died before prctl()
         os._exit(0)
 
 
 def adopt_orphans() -> None:
-    """What comes of our worker and loses its parent becomes our child, not init's."""
+    """Makes this process, not init, the new parent of our worker's descendants whose own parent
+    dies. So descendants() finds them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
@@ -366,27 +376,28 @@ def kill(pid: int) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The living processes that have come of `ancestor`, according to /proc."""
+    """Pids of the living descendants of `ancestor`, according to /proc."""
     children = {}  # pid: pids
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # "pid (name) state parent ..."; a name may hold anything
+            # "pid (name) state parent ..."; rpartition: a name may hold brackets and spaces
             state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
         except OSError:  # it has ended meanwhile
             continue
-        if state not in (b"Z", b"X"):
+        if state not in (b"Z", b"X"):  # zombie, dead
             children.setdefault(int(parent), []).append(int(folder.name))
-    found = []
-    ahead = [ancestor]
-    while ahead:
-        pids = children.get(ahead.pop(), [])
-        found += pids
-        ahead += pids
-    return found
+    living = []
+    pending = [ancestor]
+    while pending:
+        pids = children.get(pending.pop(), [])
+        living += pids
+        pending += pids
+    return living
 
 
 def reap(worker: int) -> int | None:
-    """Buries children that have ended; how the worker ended, None if it was not among them."""
+    """Reaps the children that have ended. Returns the worker's exit status (negative: a signal) if
+    it is among them, else None."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -396,23 +407,26 @@ def reap(worker: int) -> int | None:
 
 
 def keep(worker: int) -> int:
-    """Waits until the worker has ended, or we are to end it. Then nothing of it is left."""
+    """Waits until the worker ends or SIGTERM comes, then kills the worker and all its descendants.
+    Returns the worker's exit status (negative: a signal), or SIGTERM's number."""
     status = None
     while status is None and signal.sigwait(KEEPER_SIGNALS) == signal.SIGCHLD:
         status = reap(worker)
     with suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)  # all there is to do where there is no /proc
-    late = time.monotonic() + END_SECONDS / 2
-    while (left := descendants(os.getpid())) and time.monotonic() < late:
-        for pid in left:  # while some are killed, others may be started
+        os.killpg(worker, signal.SIGKILL)  # without /proc this is all that can be done
+    deadline = time.monotonic() + END_SECONDS / 2
+    # a loop, because others may be started while some are killed
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
             kill(pid)
-        time.sleep(0.005)  # killed ones take a moment to leave /proc
+        time.sleep(0.005)  # a killed process takes a moment to leave /proc
     reap(worker)
     return signal.SIGTERM if status is None else status
 
 
 def show(output) -> None:
-    """Prints what the worker and its children write. A line after NUL says what it imports."""
+    """Prints what the worker and its children write. A line that begins with NUL is not printed:
+    announce() tells in it which module is being imported."""
     module, shown = "", 0
     while line := output.readline(LONGEST_LINE):
         text = line.decode(errors="replace").rstrip("\n")
@@ -427,13 +441,13 @@ def print_line(text: str, module: str) -> None:
     who = "reward worker"
     if module:
         who = f"reward_funcs: the module of {quoted(module)} prints when it is imported"
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # stderr is closed
         print(f"{who}: {quoted(text, 1000)}", file=sys.stderr, flush=True)
 
 
 def leave_as(status: int) -> None:
-    """Ends this process as the worker was ended: with a status, or by a signal (below 0)."""
-    # these two can be neither handled nor blocked: there is nothing to undo
+    """Ends this process as the worker ended: with a status, or by a signal (status < 0)."""
+    # SIGKILL and SIGSTOP can be neither handled nor blocked, so there is nothing to reset
     if status < 0 and -status not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
@@ -446,8 +460,8 @@ KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main(channel: int, parent: int) -> None:
-    """The keeper, until it forks the worker; both end here."""
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # some may be ignored, then none would come
+    """Runs the keeper, which forks the worker; both processes end in this function."""
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait never gets a signal that is ignored
     before = signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
     end_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
@@ -460,12 +474,12 @@ def main(channel: int, parent: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return work(channel, keeper, sink)
-    os.close(channel)  # the parent is to see when the worker has closed it
+    os.close(channel)  # else the trainer would not see that the worker's end is closed
     os.close(sink)
     shower = threading.Thread(target=show, args=(os.fdopen(source, "rb"),), daemon=True)
     shower.start()
     status = keep(worker)
-    shower.join(1.0)  # the last lines
+    shower.join(1.0)  # time to print the last lines
     leave_as(status)
 
 
@@ -475,12 +489,12 @@ def main(channel: int, parent: int) -> None:
 def no_core_dumps() -> None:
     import resource
 
-    # a reward that crashes would leave gigabytes on the disk each time
+    # a reward that crashes would leave gigabytes on the disk each time it crashes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit(memory_gib: float) -> None:
-    """No more memory than now plus `memory_gib`; inf lifts the limit."""
+    """Limits this process's memory to what it has now plus `memory_gib`; inf lifts the limit."""
     import resource
 
     if sys.platform != "linux":
@@ -489,7 +503,7 @@ def limit(memory_gib: float) -> None:
     soft = hard
     if memory_gib < math.inf:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        # on top of what imports took, which the jobs are not to pay for
+        # what imports have taken is not counted against the jobs
         soft = pages * resource.getpagesize() + int(memory_gib * 2**30)
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
@@ -498,26 +512,26 @@ def limit(memory_gib: float) -> None:
 
 @functools.cache
 def imported(name: str):
-    """The function "module:function"; ValueError with the reason why it can't be had."""
+    """The function named "module:function"; ValueError with the reason if it can't be imported."""
     module, _, function = name.partition(":")
     here = os.stat(".")
     try:
-        found = attrgetter(function)(importlib.import_module(module))
+        target = attrgetter(function)(importlib.import_module(module))
     except SystemExit as error:
         raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
-    except Exception as error:  # whatever somebody's module does
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"can't be imported: {type(error).__name__}: {error}") from None
     if not os.path.samestat(here, os.stat(".")):
         folder = os.getcwd()
         raise ValueError(f"its module changes the working folder when it is imported: {folder}")
-    if not callable(found):
+    if not callable(target):
         raise ValueError("is not a function")
-    return found
+    return target
 
 
 def answer(function: str, text: str, row: dict):
-    """What function(text, **row) gives, as a JSON value: a finite number, a text or None;
-    {"error": sentence} for anything else."""
+    """What function(text, **row) returns, as a JSON value: a finite number, a text or None.
+    {"error": sentence} if it returns anything else or raises."""
     try:
         value = imported(function)(text, **row)
         if isinstance(value, str) and len(value) > LONGEST_TEXT:
@@ -525,7 +539,7 @@ def answer(function: str, text: str, row: dict):
         if value is None or isinstance(value, str):
             return value
         number = float(value)
-    except (Exception, SystemExit) as error:  # whatever somebody's reward raises
+    except (Exception, SystemExit) as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         return {"error": reason + place_of(error, function)}
     if abs(number) < BIGGEST:
@@ -534,27 +548,28 @@ def answer(function: str, text: str, row: dict):
 
 
 def place_of(error: BaseException, function: str) -> str:
-    """The line of the function's own file from which an error came, as " (file.py:12)"; "" for
-    none."""
-    own = getattr(sys.modules.get(function.partition(":")[0]), "__file__", None)
-    found = ""
+    """Where in the function's own file an error came from, as " (file.py:12)"; "" if the traceback
+    does not pass through that file."""
+    own_file = getattr(sys.modules.get(function.partition(":")[0]), "__file__", None)
+    place = ""
     # not extract_tb, which reads the source of every frame: a reward may fail thousands of times
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename == own:
-            found = f" ({os.path.basename(own)}:{line})"
-    return found
+        if frame.f_code.co_filename == own_file:
+            place = f" ({os.path.basename(own_file)}:{line})"
+    return place
 
 
 def announce(module: str) -> None:
-    """Tells our keeper what is imported from here on; "" for nothing."""
-    with suppress(AttributeError, OSError, ValueError):  # it may have closed or replaced its stdout
+    """Tells our keeper which module is imported from here on; "" for none."""
+    with suppress(AttributeError, OSError, ValueError):  # a module may close or replace stdout
         sys.stdout.flush()
         os.write(1, f"\n\0{module}\n".encode())
 
 
 def load(function: str, say) -> bool:
-    """Imports a function and calls it once, for its own imports and first parse: whether its answer
-    fits is not asked here. False if it can't be had, which is said."""
+    """Imports a function and calls it once, so that whatever it imports or builds at its first call
+    is not counted against a job; the answer is ignored. False, and a "refused" message, if the
+    function can't be imported."""
     say(["importing", function])
     announce(function)
     try:
@@ -569,8 +584,9 @@ def load(function: str, say) -> bool:
 
 
 def serve(file) -> None:
-    """Reads pickles from our own parent: first a hello, then pairs of functions to import and jobs
-    to do. Says what it imports and when it is ready, then the answer to each job as it is done:
+    """The worker's loop. Reads pickles from the trainer: first the hello, then pairs of (functions
+    to import, jobs). Writes numbered lines of JSON: what it imports, when it is ready, then the
+    answer to each job as it is done:
     [0, "ready"], [1, ["importing", ...]], ... [3, "ready"], [4, 0.5], ..."""
     numbers = itertools.count()
 
@@ -586,7 +602,7 @@ def serve(file) -> None:
         except EOFError:
             return
         if functions:
-            # an import may need more than a job is allowed
+            # an import may need more memory than a job is allowed
             limit(math.inf)
             for function in functions:
                 if not load(function, say):
@@ -598,23 +614,24 @@ def serve(file) -> None:
 
 
 def let_go(held: list[int]) -> None:
-    """Closes them in the first process that is forked; in its own children the numbers are
-    others'."""
+    """Closes the file descriptors in `held` and empties the list. This runs after every fork, and a
+    process forked later on may use the same numbers for other files."""
     while held:
         os.close(held.pop())
 
 
 def work(channel: int, keeper: int, output: int) -> None:
-    """The worker."""
-    os.setsid()  # a signal to its own group does not reach the keeper
-    end_with_parent(keeper, signal.SIGKILL)  # it would not see its socket close while it hangs
+    """Runs the worker, in the process that main() has forked for it."""
+    os.setsid()  # so that a signal to the worker's own process group does not reach the keeper
+    # a worker that hangs would not notice that its socket is closed
+    end_with_parent(keeper, signal.SIGKILL)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)
     sys.setrecursionlimit(2000)
-    # what a reward starts and leaves behind must not hold the socket: the parent would not see
-    # us die
+    # processes that a reward leaves behind must not hold the socket: the trainer would not notice
+    # that we died
     os.set_inheritable(channel, False)
     held = [channel]
     os.register_at_fork(after_in_child=functools.partial(let_go, held))
@@ -622,7 +639,7 @@ def work(channel: int, keeper: int, output: int) -> None:
         with socket.socket(fileno=channel) as connection:
             serve(connection.makefile("rwb"))
     except OSError:
-        pass  # the parent has gone, or a reward has forked and this is the copy
+        pass  # the trainer is gone, or this is a copy of us that a reward has forked
 
 
 if __name__ == "__main__":
