@@ -5,21 +5,22 @@
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
-        adapter/                 with lora_rank > 0: the adapters alone, as peft has them
+        adapter/                 with lora_rank > 0: the adapters alone, in peft's format
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
-        controller_state.json    step, tau, beta and what their controllers remember; replay buffer
+        controller_state.json    step, tau, beta, the controllers' memory, the replay buffer
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
 
-It is written to step_000100.tmp, flushed to the disk, then renamed. Which prompts come next, and
-their sampling seeds, follow from (seed, step): nothing to save.
+A checkpoint is written to step_000100.tmp, flushed to the disk, then renamed. The next prompts and
+their sampling seeds are a function of (seed, step), so they need no saving.
 
-DeepSpeed's shards are pickles, which could run code when they are loaded. Here they can't, whoever
-made them: no_code() has torch build tensors, plain values and three of DeepSpeed's records, and
-refuse the rest.
+DeepSpeed's shards are pickles, which can run code when they are loaded. Here they can't, whoever
+made them: inside no_code() torch builds tensors, plain values and three of DeepSpeed's classes, and
+refuses everything else.
 
-The functions that need torch import it themselves: `verify` does without, and it takes ten seconds.
+Functions that need torch import it themselves: importing it takes ten seconds, and `verify` does
+without.
 """
 
 import hashlib
@@ -52,18 +53,18 @@ from common import (
     script,
 )
 
-# Every checkpoint has these and a shard in engine/, whatever its mode, ZeRO stage and ranks.
+# Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
-# What two models of the same weights have in common, in config.json.
+# Entries of config.json that are equal for models whose weights have the same shapes.
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-# What a push leaves out: these files are ours, not a model's.
-# beginnings of names
+# A push leaves out files whose names begin with these: they are the trainer's, not the model's.
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
-# torch.load reads these: see no_code().
+# Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-TRIAL_BYTES = 2**24  # written at the start of a run, to tell how long a save will take
-# an hour, which common.DEADLINE leaves to whoever is alone
-UPLOAD_SECONDS = 3600.0  # that the end of a run waits for its last upload
+TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a save will take
+# Seconds that the end of a run waits for its last upload. The other ranks wait for rank 0 in a
+# collective meanwhile, so this must stay below common.DEADLINE.
+UPLOAD_SECONDS = 3600.0
 
 
 class Memory(NamedTuple):
@@ -81,7 +82,7 @@ def manifest_of(path: Path) -> dict:
     """{"relative/name": [bytes, sha256]} of all files but the manifest itself."""
     manifest = {}
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != "manifest.json":  # it can't hold its own hash
+        if file.is_file() and file.name != "manifest.json":  # a file can't hold its own hash
             manifest[str(file.relative_to(path))] = [file.stat().st_size, file_hash(file)]
     return manifest
 
@@ -95,8 +96,8 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
     """ "" if the checkpoint is whole, else a sentence about the first file that is missing or has
     changed.
 
-    Names and sizes are always compared. Contents are read and hashed: `world` ranks that call this
-    together share the files among them; world=0 reads none."""
+    Names and sizes are always compared. Contents are read and hashed as well: `world` ranks that
+    call this together divide the files among them; world=0 reads none."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -114,7 +115,8 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
 
 
 def unlisted(path: Path, manifest: dict) -> str:
-    """A sentence if the manifest lacks what every checkpoint has: cut, it would pass for whole."""
+    """A sentence if the manifest does not list what every checkpoint has, else "". Without this, a
+    manifest that was cut short would pass for a whole checkpoint."""
     for name in REQUIRED:
         if name not in manifest:
             return f"{path / 'manifest.json'} lists no {name}"
@@ -124,7 +126,8 @@ def unlisted(path: Path, manifest: dict) -> str:
 
 
 def damage(file: Path, size: int, digest: str) -> str:
-    """A sentence if a file is not as the manifest says; with a digest its contents are read."""
+    """A sentence if a file is not as the manifest says, else "". The contents are read only if
+    there is a digest to compare them with."""
     if not file.is_file():
         return f"{file} is missing"
     if file.stat().st_size != size:  # costs nothing, so every rank looks at every file
@@ -135,8 +138,8 @@ def damage(file: Path, size: int, digest: str) -> str:
 
 
 def verify_together(path) -> str:
-    """verify() and code_in() by all ranks: the same answer on each of them, so that none goes on
-    alone."""
+    """verify() and code_in(), by all ranks together. Every rank gets the same answer, so that none
+    goes on alone."""
     import torch.distributed as dist
 
     world = dist.get_world_size()
@@ -155,10 +158,11 @@ def verify_together(path) -> str:
 @contextmanager
 def no_code():
     """Inside this context torch.load builds data only: tensors, plain values and three of
-    DeepSpeed's records. A pickle that names anything else is an UnpicklingError, and runs nothing.
+    DeepSpeed's classes. A pickle that names anything else raises an UnpicklingError and runs
+    nothing.
 
-    It goes through the environment, because DeepSpeed passes weights_only=False wherever it
-    loads."""
+    This sets environment variables, because DeepSpeed calls torch.load(weights_only=False) and only
+    they override that argument."""
     import torch
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -171,7 +175,8 @@ def no_code():
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:
-        # rewards and eval_command are started with this environment, and may load what they like
+        # back to the user's: rewards and eval_command inherit our environment, and what they load
+        # is their own business
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
@@ -179,8 +184,8 @@ def no_code():
 
 
 def code_in(path, rank: int = 0, world: int = 1) -> str:
-    """One sentence about the first pickle of a checkpoint that is more than data, else "". Of
-    `world` ranks each reads its share. Tensors are mapped, not read."""
+    """One sentence about the first pickle of a checkpoint that is more than data, else "". Each of
+    `world` ranks checks its share of the files. Tensors are mapped, not read."""
     import torch
 
     for file in sorted(Path(path).rglob("*.pt"))[rank::world]:
@@ -190,13 +195,13 @@ def code_in(path, rank: int = 0, world: int = 1) -> str:
         except Exception as error:  # a broken pickle may make torch raise anything
             return f"{file} is not loaded, it holds more than numbers: {reason(error)}"
         for text in strings_in(contents):
-            if "/" in text or text == "..":  # ds_to_universal makes files of these names
+            if "/" in text or text == "..":  # ds_to_universal names files after such strings
                 return f"{file} is not loaded, it names a path: {text[:80]!r}"
     return ""
 
 
 def reason(error: Exception) -> str:
-    """What torch's advice, a page long, is about."""
+    """The point of torch's error message, which is a page of advice."""
     text = str(error).strip()
     match = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", text)
     if match:
@@ -209,16 +214,16 @@ def first_line(text) -> str:
 
 
 def strings_in(value) -> Iterator[str]:
-    """Every string in a nest of dicts, lists and records, which may hold itself."""
+    """Every string in nested dicts, lists and objects. Cycles are allowed."""
     pending = [value]
-    seen = set()  # ids of what has been opened
+    seen = set()  # ids of the values that were visited
     while pending:
         value = pending.pop()
         if isinstance(value, str):
             yield value
         if id(value) in seen:
             continue
-        seen.add(id(value))  # ids last while `contents` of the caller holds the values
+        seen.add(id(value))  # ids stay unique, because the caller's `contents` keeps values alive
         if isinstance(value, dict):
             pending += [*value, *value.values()]
         elif isinstance(value, list | tuple | set):
@@ -231,14 +236,15 @@ def strings_in(value) -> Iterator[str]:
 
 
 def steps_of(folder) -> list[Path]:
-    """Finished checkpoints, oldest first. A link is none: what it leads to belongs to somebody
-    else, and is neither `latest` nor deleted; resume_from_checkpoint can name it."""
+    """Finished checkpoints, oldest first. Symbolic links are skipped: their targets belong to
+    somebody else, so they are never `latest` and never deleted. resume_from_checkpoint may still
+    name one."""
     paths = []
     for path in Path(folder).glob("step_*"):
         is_number = path.name.removeprefix("step_").isdecimal()  # not .tmp, .old, .abandoned
         if is_number and path.is_dir() and not path.is_symlink():
             paths.append(path)
-    return sorted(paths, key=number_of)  # by number: a name outgrows its six digits at step 1000000
+    return sorted(paths, key=number_of)  # by number: from step 1000000 on names have seven digits
 
 
 def number_of(path: Path) -> int:
@@ -246,8 +252,8 @@ def number_of(path: Path) -> int:
 
 
 def latest(folder, check=verify) -> Path | None:
-    """The newest checkpoint of a run folder that verifies, None without one; those passed over are
-    named on the console."""
+    """The newest checkpoint of a run folder that passes `check`, None without one. Prints which
+    ones were passed over, and why."""
     for path in sorted(Path(folder).glob("step_*")):
         if path.is_symlink():
             print(f"checkpoint passed over: {path} is a symbolic link", flush=True)
@@ -260,26 +266,26 @@ def latest(folder, check=verify) -> Path | None:
 
 
 def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
-    """Keeps the newest `limit` checkpoints and every keep_every-th step's, deletes the others.
-    limit=0 deletes none; keep_every=0 keeps only the newest."""
+    """Deletes checkpoints, except the newest `limit` and those of every keep_every-th step. limit=0
+    deletes none; keep_every=0 keeps the newest only."""
     if limit == 0:
         return
     for path in steps_of(folder)[:-limit]:
         if keep_every == 0 or number_of(path) % keep_every:
-            # first out of sight: half a checkpoint is none
+            # renamed first: if deleting stops halfway, no half checkpoint is left under its name
             shutil.rmtree(path.rename(path.with_suffix(".old")))
 
 
 def tidy(folder: Path) -> None:
-    """Removes what a process that died left behind: half a save, and weights for rollout servers,
-    also those of another host or of a run that had servers when this one has none."""
+    """Removes what a process that died left behind: half-written checkpoints, and weights meant for
+    rollout servers, even if another host wrote them or this run has no servers."""
     for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
         for path in folder.glob(pattern):
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """A folder, or the link to one that somebody put into its place."""
+    """Deletes a folder, or only the link if somebody put a link in its place."""
     if path.is_symlink():  # rmtree refuses links
         path.unlink()
     else:
@@ -287,8 +293,9 @@ def remove(path: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), where "latest"
-    does not look: a run that goes on from an earlier one leaves that branch. The new paths."""
+    """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), so that "latest"
+    ignores them: a run that resumes from an earlier step abandons that branch. Returns the new
+    paths."""
     moved = []
     for path in steps_of(folder):
         if number_of(path) > step:
@@ -297,7 +304,7 @@ def set_aside(folder: Path, step: int) -> list[Path]:
 
 
 def abandoned_name(path: Path) -> Path:
-    """The first that is free."""
+    """The first free name of step_N.abandoned, step_N.abandoned2, ..."""
     name = path.with_suffix(".abandoned")
     tries = 1
     while name.exists():
@@ -308,26 +315,26 @@ def abandoned_name(path: Path) -> Path:
 
 def take_over(config: dict, step: int, parameters) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
-    console: what was done, and what checkpoints there will be."""
+    console: what was renamed, and what checkpoints the run will write."""
     folder = Path(config["output_dir"])
     tidy(folder)
     sentences = []
     for path in set_aside(folder, step):
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
-        # where it is another run then: Weights & Biases takes no step twice
+        # start a new run on Weights & Biases: it accepts no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
     sentences.append(report(config, parameters))
     return "\n".join(sentences)
 
 
 def report(config: dict, parameters) -> str:
-    """A sentence on what will be saved: where, how often, how large, and in how many seconds by a
-    short trial of the disk. parameters: policy.Parameters."""
+    """A sentence about the checkpoints to come: where, how often, how large, and how many seconds
+    each takes, estimated by a short trial of the disk. parameters: policy.Parameters."""
     if config["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
     size = checkpoint_bytes(config, parameters)
-    seconds = size * trial_seconds(folder) / TRIAL_BYTES  # as if the disk were as fast all along
+    seconds = size * trial_seconds(folder) / TRIAL_BYTES  # if the disk keeps up its speed
     often = "at the end"
     if config["save_steps"]:
         often = f"every {config['save_steps']} steps and at the end"
@@ -344,8 +351,9 @@ def report(config: dict, parameters) -> str:
 
 
 def checkpoint_bytes(config: dict, parameters) -> int:
-    """Weights, and of those that are trained a float32 copy and the optimizer's state; if "full"
-    the Hugging Face file too. parameters: policy.Parameters."""
+    """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and for
+    each trained parameter its optimizer state and, beside 16-bit weights, a float32 copy.
+    parameters: policy.Parameters."""
     from policy import dtype_of
 
     itemsize = dtype_of(config).itemsize
@@ -361,7 +369,7 @@ def free_gib(folder: Path) -> float:
 
 
 def trial_seconds(folder: Path) -> float:
-    """How long the disk takes for TRIAL_BYTES, written and hashed."""
+    """Seconds that it takes to write and hash TRIAL_BYTES."""
     trial = folder / "trial.tmp"
     start = time.perf_counter()
     try:
@@ -384,16 +392,16 @@ def trial_seconds(folder: Path) -> float:
 
 
 def save(memory: Memory, engine, tokenizer, config: dict) -> Path:
-    """Writes output_dir/step_N, deletes what save_total_limit and keep_every leave over, and
-    returns the path. All ranks call it together. RunStopped if it can't be written; what was
-    saved before stays as it is."""
+    """Writes output_dir/step_N, then prunes older checkpoints (save_total_limit, keep_every).
+    Returns the path. All ranks call it together. RunStopped if it can't be written; earlier
+    checkpoints then stay as they are."""
     path = Path(config["output_dir"]) / f"step_{memory.step:06d}"
     try:
         write(path, memory, engine, tokenizer, config)
     except Exception as error:
-        # torch, safetensors and DeepSpeed each have their own error for a full disk
+        # any Exception: torch, safetensors and DeepSpeed each have their own for a full disk
         if lost_a_rank(error):
-            raise  # common.script has the sentence: the disk is not to blame
+            raise  # the disk is not to blame; common.script prints what is
         raise RunStopped(not_written(path, error)) from error
     return path
 
@@ -420,7 +428,7 @@ def gone(folder: Path) -> str:
 
 
 def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
-    """save() without its sentences."""
+    """save() without the error messages."""
     import torch
     import torch.distributed as dist
 
@@ -428,10 +436,10 @@ def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
     tmp = path.with_suffix(".tmp")
     if rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)  # half a save of the same step
-        # not its parents: an output_dir that is gone is not made anew behind the user
+        # without parents: if output_dir is gone, the save must fail instead of making a new one
         tmp.mkdir()
     dist.barrier()  # nobody writes before rank 0 has made the folder
-    # what DeepSpeed's universal format, for another number of ranks, asks for
+    # ds_to_universal needs this to convert the shards for another number of ranks
     universal = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=universal)
     torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
@@ -450,15 +458,15 @@ def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
 
 
 def write_model(folder: Path, lm, step: int, config: dict) -> None:
-    """The Hugging Face model; of a "shallow" checkpoint that is not the last only its configs. All
-    ranks gather the weights together, rank 0 writes."""
+    """Writes the Hugging Face model, or only its configs if the checkpoint is "shallow" and not the
+    last. All ranks gather the weights together, rank 0 writes."""
     import torch.distributed as dist
 
     from policy import model_weights, save_adapter
 
     rank = dist.get_rank()
     save_adapter(folder / "adapter", lm, config["zero_stage"], rank)
-    # the configs alone let export() rebuild the model from DeepSpeed's shards
+    # with the configs, export() can rebuild the model from DeepSpeed's shards
     if config["checkpoint_mode"] == "shallow" and step < config["max_steps"]:
         if rank == 0:
             lm.config.save_pretrained(folder)
@@ -473,8 +481,8 @@ def write_model(folder: Path, lm, step: int, config: dict) -> None:
 
 
 def put_in_place(tmp: Path, path: Path) -> None:
-    """The finished folder under its name, also where this step was saved before."""
-    flush(tmp, *tmp.rglob("*"))  # before the name says that all is there
+    """Renames the finished folder to its final name, replacing an earlier save of this step."""
+    flush(tmp, *tmp.rglob("*"))  # first: the final name promises that everything is on the disk
     old = None
     if path.exists():
         old = path.rename(path.with_suffix(".old"))
@@ -485,11 +493,11 @@ def put_in_place(tmp: Path, path: Path) -> None:
 
 
 def flush(*paths: Path) -> None:
-    """To the disk with them, before a rename may say that they are there."""
+    """Waits until these files and folders are on the disk, not only in the page cache."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)  # of a folder: the names in it
+            os.fsync(handle)  # for a folder: the names in it
         finally:
             os.close(handle)
 
@@ -498,16 +506,16 @@ def flush(*paths: Path) -> None:
 
 
 def check_request(c: dict) -> bool:
-    """Whether the run goes on in the checkpoint's own folder; a UserError if the checkpoint that
-    resume_from_checkpoint asks for is plainly not there, or max_steps leave it nothing to train.
-    Reads no weights."""
+    """Checks resume_from_checkpoint without reading weights. UserError if that checkpoint is
+    missing or not whole, or if max_steps leaves nothing to train. Returns whether the run goes on
+    in the checkpoint's own folder."""
     resume_from = c["resume_from_checkpoint"]
     folder = c["output_dir"]
     if not resume_from:
         return False
     if resume_from == "latest":
         for path in reversed(steps_of(folder)):
-            if not verify(path, 0, 0):  # names and sizes only: contents are read once, by all ranks
+            if not verify(path, 0, 0):  # names and sizes only: find() reads the contents later
                 check_steps(number_of(path), path, c, least=0)
                 return True
         raise UserError(none_whole(folder))
@@ -515,13 +523,13 @@ def check_request(c: dict) -> bool:
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     goes_on = Path(resume_from).resolve().parent == Path(folder).resolve()
-    # a finished run may be started again, and finds itself done; a new one has something to do
+    # 0: a finished run may be started again and finds itself done; a new run needs steps to do
     check_steps(steps_in(Path(resume_from)), resume_from, c, least=0 if goes_on else 1)
     return goes_on
 
 
 def check_steps(step: int, path, c: dict, least: int) -> None:
-    """UserError for a checkpoint after which fewer than `least` steps are left."""
+    """UserError if fewer than `least` steps are left after a checkpoint."""
     if c["max_steps"] - step < least:
         raise UserError(
             f"{path} has {step} steps done, and max_steps={c['max_steps']}: set a larger max_steps "
@@ -530,8 +538,8 @@ def check_steps(step: int, path, c: dict, least: int) -> None:
 
 
 def steps_in(path: Path) -> int:
-    """Finished steps, of a folder that may have any name; 0 where its file is damaged, which
-    find() tells more about."""
+    """Finished steps of a checkpoint, read from its file because the folder may have any name. 0 if
+    that file is damaged: find() reports it."""
     try:
         return int(json.loads((path / "controller_state.json").read_text())["step"])
     except (ValueError, KeyError, TypeError):
@@ -545,9 +553,8 @@ def none_whole(folder: str) -> str:
 
 
 def find(config: dict) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run; a UserError if
-    it is damaged for any rank, or not one that this config can go on from. All ranks call it
-    together."""
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if any
+    rank finds it damaged, or if this config can't go on from it. All ranks call it together."""
     resume_from = config["resume_from_checkpoint"]
     if not resume_from:
         return None
@@ -570,16 +577,15 @@ def settings_of(path: Path) -> dict:
 
 
 def ranks_of(path: Path) -> int:
-    """How many ranks have saved a checkpoint."""
+    """The number of ranks that saved a checkpoint."""
     return len(list(path.glob("rng_*.pt")))
 
 
 def check_fit(path: Path, config: dict) -> None:
-    """UserError if the optimizer's state of a checkpoint is not one that this config can go on
-    from."""
+    """UserError if this config can't go on from a checkpoint's optimizer state."""
     from policy import dtype_of, seed_classes
 
-    # config first: keys that are younger than the checkpoint
+    # `config |`: a checkpoint may be older than some of the keys
     saved = config | settings_of(path)
     model = json.loads((path / "config.json").read_text())
     dtype = str(dtype_of(config)).removeprefix("torch.")
@@ -600,8 +606,9 @@ def check_fit(path: Path, config: dict) -> None:
 
 
 def check_model(path: Path, model) -> None:
-    """UserError if a checkpoint is of a model of another shape than `model`, the config of this
-    run's: DeepSpeed would say so tensor by tensor, when everything has loaded."""
+    """UserError if a checkpoint's model has another shape than this run's. model: the Hugging Face
+    config of this run's model. DeepSpeed would say so too, but only after loading everything, and
+    tensor by tensor."""
     saved = json.loads((path / "config.json").read_text())
     for name in SHAPE:
         now = getattr(model, name, None)
@@ -613,16 +620,17 @@ def check_model(path: Path, model) -> None:
 
 
 def load(path: Path, engine, rank: int) -> Memory:
-    """Loads parameters and optimizer into `engine`, the random state into torch; returns the rest.
+    """Loads parameters and optimizer into `engine` and the random state into torch. Returns the
+    rest.
 
-    With as many ranks as saved it the run goes on to the bit. With another number ZeRO's
-    shards go through DeepSpeed's universal format, and it goes on up to rounding."""
+    With the number of ranks that saved it, the run continues bit for bit. With another number,
+    ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding."""
     import torch
     import torch.distributed as dist
 
     saved_world = ranks_of(path)
     with no_code(), options_kept(engine.optimizer):
-        # without ZeRO every rank has everything
+        # without ZeRO every rank has everything, so nothing needs converting
         if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
@@ -631,18 +639,19 @@ def load(path: Path, engine, rank: int) -> Memory:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
         )
-    # %: with more ranks than saved it some begin alike
+    # %: if more ranks load than saved, some start with the same random state
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))  # {} in older ones
+    # get: older checkpoints have no replay
+    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))
 
 
 @contextmanager
 def options_kept(optimizer):
-    """Whatever is loaded inside this context, the optimizer's options and the norm at which it
-    clips stay as the config of this run says: a checkpoint would bring back those of its own."""
+    """Restores the optimizer's options and gradient clipping when the context ends. A checkpoint
+    loaded inside brings its own, but those of this run's config must hold."""
     wanted = [dict(group) for group in optimizer.param_groups]
-    clip = getattr(optimizer, "clip_grad", None)  # only some of DeepSpeed's have one
+    clip = getattr(optimizer, "clip_grad", None)  # only some of DeepSpeed's optimizers have it
     yield
     for group, options in zip(optimizer.param_groups, wanted, strict=True):
         group.update(options | {"params": group["params"]})
@@ -651,8 +660,8 @@ def options_kept(optimizer):
 
 
 def load_universal(path: Path, engine, rank: int) -> tuple:
-    """What engine.load_checkpoint returns, of shards that rank 0 has converted for this number of
-    ranks."""
+    """Loads shards that another number of ranks saved: rank 0 converts them first. Returns what
+    engine.load_checkpoint returns."""
     import torch.distributed as dist
 
     folder = path.with_suffix(".universal.tmp")
@@ -664,7 +673,7 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
                 f"{path} could not be converted for {dist.get_world_size()} rank(s): {problem}"
             )
     dist.barrier()
-    engine._config.load_universal_checkpoint = True  # of this one call
+    engine._config.load_universal_checkpoint = True  # for this one call
     loaded = engine.load_checkpoint(str(folder), tag="engine")
     engine._config.load_universal_checkpoint = False
     dist.barrier()
@@ -674,24 +683,24 @@ def load_universal(path: Path, engine, rank: int) -> tuple:
 
 
 def convert_apart(shards: Path, out: Path) -> str:
-    """convert() in a process of its own, because it forks workers; "" or its last words."""
+    """Runs convert() in a process of its own, because it forks workers. Returns "" or its error."""
     env = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE"):  # it is no rank of this run
+    for name in ("RANK", "WORLD_SIZE"):  # the process is no rank of this run
         env.pop(name, None)
     command = [sys.executable, __file__, "convert", shards, out]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode == 0:
         return ""
-    # the last line of a traceback is what it is about; one that was killed says nothing
+    # the last line of a traceback is the error; a process that was killed prints nothing
     lines = done.stderr.strip().splitlines()
     return lines[-1] if lines else f"its process ended with status {done.returncode}"
 
 
 def convert(shards: str, out: str) -> None:
-    """A checkpoint's shards in DeepSpeed's universal format."""
+    """Converts a checkpoint's shards to DeepSpeed's universal format."""
     from deepspeed.checkpoint import ds_to_universal
 
-    # parse_arguments reads them from nowhere else
+    # parse_arguments reads sys.argv only
     sys.argv = ["ds_to_universal", "--input_folder", shards, "--output_folder", out]
     with no_code():
         ds_to_universal.main(ds_to_universal.parse_arguments())
@@ -701,8 +710,8 @@ def convert(shards: str, out: str) -> None:
 
 
 def engine_weights(path: Path, zero_stage: int) -> dict:
-    """{name: tensor} of the language model in DeepSpeed's shards, whatever the number of ranks that
-    wrote them."""
+    """{name: tensor} of the language model, from DeepSpeed's shards. Works for any number of ranks
+    that saved them."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -720,8 +729,8 @@ def engine_weights(path: Path, zero_stage: int) -> dict:
 
 
 def export(path, out) -> None:
-    """A Hugging Face folder `out` from a checkpoint, also a "shallow" one; UserError if it is not
-    whole, holds code, or `out` is there already."""
+    """Makes the Hugging Face folder `out` from a checkpoint, also from a "shallow" one. UserError
+    if the checkpoint is not whole or holds code, or if `out` exists already."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -735,7 +744,7 @@ def export(path, out) -> None:
     if out.exists():  # never write into somebody's folder
         raise UserError(f"export: {out} is there already")
     config = {"lora_rank": 0} | json.loads((path / "train_config.json").read_text())
-    with torch.device("meta"):  # its shape only
+    with torch.device("meta"):  # shapes only, no memory
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         if config["lora_rank"]:
             add_adapters(lm, config["lora_rank"], base=config["model"])
@@ -745,14 +754,15 @@ def export(path, out) -> None:
     for name, _ in lm.named_parameters():
         if name not in saved:
             raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # shards are float32 at stage 3
-    lm.load_state_dict(weights, strict=False, assign=True)  # not strict: tied weights stand once
-    lm.tie_weights()  # assigning has torn them apart
+        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
+    # not strict: `weights` has tied weights once, the model expects them under both names
+    lm.load_state_dict(weights, strict=False, assign=True)
+    lm.tie_weights()  # assign=True has replaced only one of the two
     weights = dict(model_weights(lm, 0))
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tmp = out.with_name(out.name + ".tmp")
-    lm.save_pretrained(tmp, state_dict=weights)  # empties the dict
+    lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
     save_adapter(tmp / "adapter", lm, 0, 0)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
     tmp.rename(out)  # whole or absent, like a checkpoint
@@ -779,31 +789,31 @@ def main(argv) -> None:
         raise UserError(USAGE)
 
 
-# --- push_to_hub: full checkpoints to the Hugging Face hub, in the background while the run goes on
+# --- push_to_hub: uploads full checkpoints to the Hugging Face hub, in the background
 
 
 class Upload(NamedTuple):
     path: Path  # the checkpoint
-    copy: Path  # its model's files, until they have arrived
+    copy: Path  # a folder with the model's files, deleted after the upload
     future: Future
 
 
 class Hub:
-    """Uploads checkpoints in the background, in the one thread of HfApi's executor.
+    """Uploads checkpoints in the background, in the single thread of HfApi's executor.
 
-    Python waits for that thread when it exits. So a run that ends before its upload does must leave
+    Python waits for that thread when it exits. So a run that must not wait for its upload leaves
     through leave(), and one that crashes through crash()."""
 
     def __init__(self, repo: str, folder: Path):
-        disable_progress_bars()  # they would cut through ours
+        disable_progress_bars()  # they would garble ours
         self.api = HfApi()
         self.folder = Path(folder)
-        self.upload = None  # the one under way
+        self.upload = None  # the latest Upload whose result was not taken yet
         sys.excepthook = crash
         try:
             self.repo = self.api.create_repo(repo, private=True, exist_ok=True).repo_id
         except Exception as error:
-            # of huggingface_hub and its HTTP library: no token, no network, no rights, no such name
+            # huggingface_hub and its HTTP library have many: no token, network, rights, such name
             raise UserError(
                 f"push_to_hub={repo!r}: the hub does not let us make or use this repository: "
                 f"{words_of(error)}; set HF_TOKEN to a token that may write, or push_to_hub to "
@@ -811,14 +821,14 @@ class Hub:
             ) from None
 
     def push(self, path: Path, last: bool = False) -> None:
-        """Begins to upload a checkpoint; while an earlier one is under way this one is left out,
+        """Starts to upload a checkpoint. While an earlier upload is under way this one is skipped,
         unless it is the last."""
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors*")):
-            return  # "shallow": no model in it
+            return  # "shallow": it holds no model
         if self.upload and not self.upload.future.done() and not last:
             tqdm.write(f"not pushed: {path}, {self.upload.path.name} is still on its way")
             return
-        self.finish(stop=False)  # of the one before: its words, and its copy
+        self.finish(stop=False)  # report the upload before this one, and delete its copy
         copy = self.folder / f"push_{path.name}.tmp"
         try:
             link_model(path, copy)
@@ -828,14 +838,14 @@ class Hub:
                 commit_message=path.name,
                 run_as_future=True,
             )
-        except OSError as error:  # told where those of the upload are told
+        except OSError as error:  # finish() reports it like an error of the upload
             future = Future()
             future.set_exception(error)
         self.upload = Upload(path, copy, future)
 
     def finish(self, stop: bool = True) -> None:
-        """Waits for the upload that is under way. If it failed that is a warning, or with `stop` a
-        RunStopped; nothing else is lost: the checkpoint is on the disk."""
+        """Waits for the upload that is under way. A failed upload is a warning, or with `stop` a
+        RunStopped; the checkpoint itself is still on the disk."""
         if not self.upload:
             return
         path, copy, future = self.upload
@@ -851,19 +861,21 @@ class Hub:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             tqdm.write(f"warning: {sentence}")
         finally:
-            shutil.rmtree(copy, ignore_errors=True)  # links: the checkpoint keeps its files
+            shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
     def leave(self) -> None:
-        """The end of a process that has nothing left to do, without waiting for an upload."""
+        """Ends the process if an upload is still under way, instead of waiting for it. Otherwise
+        reports how the last upload ended, and returns."""
         if self.upload and not self.upload.future.done():
             tqdm.write(f"not pushed: {self.upload.path}, the run ends before it has arrived")
             sys.stdout.flush()
             os._exit(0)
-        self.finish(stop=False)  # how one that has ended did
+        self.finish(stop=False)
 
 
 def crash(*error) -> None:
-    """An excepthook: the traceback, then the end, before an upload keeps other ranks waiting."""
+    """An excepthook: prints the traceback and ends the process at once, because an upload under way
+    would keep the other ranks waiting."""
     sys.__excepthook__(*error)
     sys.stdout.flush()
     os._exit(1)
@@ -874,8 +886,8 @@ def words_of(error: Exception) -> str:
 
 
 def link_model(path: Path, copy: Path) -> None:
-    """The model's files of a checkpoint once more: the checkpoint itself may be pruned before they
-    are uploaded. Copies where a file system has no links."""
+    """Links the model's files of a checkpoint into the folder `copy`, because the checkpoint itself
+    may be pruned before they are uploaded. Copies them if the file system has no hard links."""
 
     def link(file: str, other: str) -> None:
         try:
