@@ -1,8 +1,8 @@
-"""The processes of a run: how they start, agree and leave together. gloo on a CPU, NCCL on GPUs;
-one process is a world of one.
+"""The processes of a run: how they start, agree and leave together. They talk over gloo on a CPU,
+over NCCL on GPUs. A single process is a world of size 1.
 
     world = start_distributed()             # rank, size, device
-    metrics = mean_over_ranks(metrics)      # how a local metric becomes one of the run
+    metrics = mean_over_ranks(metrics)      # this rank's metrics -> the run's
     leave_together(sampler)
 """
 
@@ -27,21 +27,23 @@ from checks import entries
 from common import DEADLINE, RunStopped, UserError, check_writable, say, under_torchrun
 from policy import dtype_of, named_weights
 
-MEETING_SECONDS = 45  # that ranks started by hand wait for each other
-HELLO_SECONDS = 10  # for the one line that a rank says as soon as it is connected
-# beats of the heartbeat, one a second: the others leave within a minute, and no rank keeps Python
-# busy for so long in one call
+MEETING_SECONDS = 45  # how long ranks started by hand wait for each other
+HELLO_SECONDS = 10  # for the one line that a rank sends as soon as it is connected
+# Beats (one a second) without a sign of life after which a rank counts as dead. Low enough that the
+# others leave within a minute; high enough for any call that blocks Python on a living rank.
 SILENCE = 45
-GRACE = 5  # beats from the end of a rank to that of the others, who may have words of their own
+# Beats between the end of one rank and the end of the others, so that they can print an error of
+# their own first.
+GRACE = 5
 
 if not torch.cuda.is_available():
-    # plain gloo: DeepSpeed's own needs a C++ compiler and half a minute
+    # plain gloo: DeepSpeed's shm_comm needs a C++ compiler and half a minute to build
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def refuse_idle_gpu() -> None:
-    """UserError where a GPU is there or asked for that this torch can't use: the run would take
-    weeks on the CPU without a word."""
+    """UserError if there is a GPU, or one is asked for, that this torch can't use. Otherwise the
+    run would silently use the CPU and take weeks."""
     if torch.cuda.is_available():
         return
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -50,7 +52,7 @@ def refuse_idle_gpu() -> None:
         wanted = Path("/dev/nvidia0").exists()  # the driver's file of the first GPU
     else:
         why = f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU"
-        wanted = asked not in ("", "-1", "NoDevFiles")  # the last is some Slurms' word for none
+        wanted = asked not in ("", "-1", "NoDevFiles")  # some versions of Slurm set NoDevFiles
     if wanted:
         raise UserError(
             f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` "
@@ -60,8 +62,8 @@ def refuse_idle_gpu() -> None:
 
 
 def check_environment() -> None:
-    """UserError for a rank that does not know its place, as one that was started by hand may
-    not."""
+    """UserError if RANK is set but the variables that belong to it are missing or wrong, as may
+    happen when ranks are started by hand."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]  # "-1" too
     if not os.environ.get("MASTER_ADDR"):
@@ -76,10 +78,11 @@ def check_environment() -> None:
 
 
 def meet():
-    """Waits until all ranks have started. Returns the store that they met at, None for one rank.
-    After MEETING_SECONDS it is a RunStopped that names the missing ranks.
+    """Waits until all ranks have started. Returns the TCPStore where they met, None for one rank.
+    After MEETING_SECONDS raises a RunStopped that names the missing ranks.
 
-    Only for ranks started by hand: torchrun sees a rank that dies, and ends the others."""
+    Only needed for ranks started by hand: torchrun itself notices when a rank dies and ends the
+    others."""
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
@@ -88,7 +91,7 @@ def meet():
     port = int(os.environ["MASTER_PORT"])
     place = f"rank {rank} of {world} waits at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
     end = time.monotonic() + MEETING_SECONDS
-    if rank > 0:  # rank 0 is who listens
+    if rank > 0:  # rank 0 is the one that listens
         wait_for_port(host, port, end, place)
     try:
         store = dist.TCPStore(
@@ -96,12 +99,12 @@ def meet():
             port,
             world,
             is_master=rank == 0,
-            timeout=timedelta(seconds=MEETING_SECONDS),  # of each request to the store
-            wait_for_workers=False,  # it would wait without saying who is missing
-            multi_tenant=True,  # the process group's own store is then on the same port
+            timeout=timedelta(seconds=MEETING_SECONDS),  # for each request to the store
+            wait_for_workers=False,  # that wait would not say who is missing
+            multi_tenant=True,  # lets the process group's own store use the same port
         )
         store.set(f"here/{rank}", "")
-        # every rank looks for itself, so each can name who is missing
+        # every rank asks the store itself, so that each can name who is missing
         while missing := [str(i) for i in range(world) if not store.check([f"here/{i}"])]:
             if time.monotonic() > end:
                 raise RunStopped(
@@ -114,7 +117,8 @@ def meet():
 
 
 def wait_for_port(host: str, port: int, end: float, place: str) -> None:
-    """Until rank 0 listens there. TCPStore would wait twice as long, and fill the screen."""
+    """Waits until rank 0 listens at host:port. TCPStore itself would wait twice as long and fill
+    the screen."""
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -136,22 +140,24 @@ class World(NamedTuple):
 
 
 def start_distributed(silence: int = SILENCE) -> World:
-    """Starts the process group and the heartbeat beside it; one process without torchrun is a
-    world of one. silence: beats (seconds) after which a rank that is not heard counts as dead."""
+    """Starts the process group and, with several ranks, the heartbeat. A process started without
+    torchrun becomes a world of size 1. silence: beats (seconds) without a sign of life after which
+    a rank counts as dead."""
     if "RANK" not in os.environ:  # started without torchrun
         be_alone()
     refuse_idle_gpu()
     check_environment()
-    store = None if under_torchrun() else meet()  # kept until the process group has its own
+    # kept alive until the process group has a store of its own
+    store = None if under_torchrun() else meet()
     if torch.cuda.is_available():
         backend = "nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # else NCCL of all ranks would meet on GPU 0
+        torch.cuda.set_device(device)  # else all ranks would use GPU 0
     else:
         backend = "gloo"
         device = torch.device("cpu")
     deepspeed.utils.logger.setLevel("ERROR")
-    # of files that load in a blink, once per rank
+    # one bar per rank, for files that load in no time
     transformers.utils.logging.disable_progress_bar()
     deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
     del store
@@ -162,18 +168,18 @@ def start_distributed(silence: int = SILENCE) -> World:
 
 
 def be_alone() -> None:
-    """Tells this process what torchrun would tell a single one, with a port that is free."""
+    """Sets the environment variables that torchrun sets for a single process, with a free port."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # 0: the system picks one that is free
+        probe.bind(("127.0.0.1", 0))  # 0: the system picks a free port
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def check_tensor_parallel(c: dict, world: int) -> None:
-    """UserError where the ranks can't be shared out among the engines."""
+    """UserError if the ranks can't be divided into engines of tensor_parallel_size ranks each."""
     size = entries(c, "vllm_options")["tensor_parallel_size"]
-    if world % size:  # an engine is as many ranks as it has parts
+    if world % size:
         raise UserError(
             f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {world}"
         )
@@ -186,29 +192,30 @@ def start_sampler(c: dict, device):
     if serves and "/" in c["weight_sync"]:
         check_writable("weight_sync", c["weight_sync"], folder=True)
     sampler = rollout.start_engine(c, device)
-    if serves:  # it may hold the weights of another model
+    if serves:  # the servers may hold the weights of another model
         lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c))
         sampler.sync(named_weights(lm.to(device), 0))
     return sampler
 
 
 def leave_together(sampler=None) -> None:
-    """The end of a script, all ranks: nobody goes while another still writes, and the engine, if
-    any, goes before the process group."""
+    """Ends a script; all ranks call it. No rank leaves while another still writes, and the engine,
+    if there is one, closes before the process group."""
     dist.barrier()
     while hearts:
         hearts.pop().part()
     if sampler is not None:
         sampler.close()
-    if dist.is_initialized():  # vLLM takes it down itself
+    if dist.is_initialized():  # vLLM's close() may have destroyed it already
         dist.destroy_process_group()
 
 
-# --- a rank that is dead: under NCCL the others would wait in a collective, where Python hears no
-# --- signal, and be killed without a word
+# --- Dead ranks. If one rank dies under NCCL, the others wait in a collective, where Python handles
+# --- no signals, until somebody kills them without an error message. The heartbeat, a thread on
+# --- every rank, notices the death and ends them with a sentence.
 
 
-hearts = []  # the heartbeat of this process, from start_distributed to leave_together
+hearts = []  # this process's Heartbeat, from start_distributed to leave_together
 FAREWELL = b"bye"
 
 
@@ -218,19 +225,19 @@ class Peer:
     def __init__(self, rank: int, connection: socket.socket, place: str):
         self.rank = rank
         self.connection = connection
-        self.place = place  # host and process
-        self.silent = 0  # beats of ours since it was heard
-        self.ended = False  # its process is gone, or it hung up
-        self.words = b""  # half a line
+        self.place = place  # host and process id
+        self.silent = 0  # our beats since it was last heard
+        self.ended = False  # the connection is closed: its process is gone
+        self.words = b""  # the beginning of a line whose end has not come yet
         connection.setblocking(False)
 
     def send(self, line: bytes) -> None:
-        # what can't be sent shows when nothing is heard, too
+        # errors are ignored: a broken connection also shows in hear()
         with contextlib.suppress(OSError):
             self.connection.send(line + b"\n")
 
     def hear(self) -> list[bytes]:
-        """The lines that have come; an empty one is a beat."""
+        """The lines that have arrived. An empty line is a beat."""
         self.silent = 0
         try:
             received = self.connection.recv(4096)
@@ -245,8 +252,9 @@ class Peer:
 
 
 class Heartbeat:
-    """Rank 0 hears every rank and every rank hears rank 0, which passes on what it finds out. Time
-    is counted in own beats: a run that is suspended as a whole, and continued, has missed none."""
+    """Rank 0 exchanges beats with every other rank, and passes on the news of a dead rank. Silence
+    is counted in this rank's own beats, not in seconds: if the whole run is suspended and then
+    continued, no beat is missed."""
 
     def __init__(self, peers: list[Peer], silence: int):
         self.peers = peers
@@ -260,7 +268,8 @@ class Heartbeat:
                 self.leave(verdict)
 
     def listen(self, seconds: float) -> str:
-        """Hears the others for so long. What another rank says of a dead one, else ""."""
+        """Reads from the peers for `seconds`. Returns a sentence about a dead rank as soon as a
+        peer sends one, else ""."""
         end = time.monotonic() + seconds
         left = seconds
         while left > 0:
@@ -268,7 +277,7 @@ class Heartbeat:
             poll = select.poll()
             for number in awake:
                 poll.register(number, select.POLLIN)
-            # without connections it only waits
+            # with no connection registered, poll() only waits
             for number, _ in poll.poll(left * 1000):  # milliseconds
                 peer = awake[number]
                 for line in peer.hear():
@@ -280,7 +289,7 @@ class Heartbeat:
         return ""
 
     def beat(self) -> str:
-        """One beat to all. A sentence about a rank that is dead, else ""."""
+        """Sends a beat to all peers. Returns a sentence about a dead one among them, else ""."""
         for peer in self.peers:
             peer.send(b"")
             peer.silent += 1
@@ -295,7 +304,7 @@ class Heartbeat:
         return ""
 
     def leave(self, verdict: str) -> None:
-        """Ends this process, in the middle of a collective too, and has the others end theirs."""
+        """Ends this process, even in the middle of a collective, and makes the other ranks end."""
         if self.parted:
             return
         for peer in self.peers:
@@ -305,21 +314,22 @@ class Heartbeat:
         os._exit(1)
 
     def see_off(self) -> None:
-        """Rank 0 leaves last: where its end broke their collective first, others would blame it."""
+        """Waits up to GRACE seconds for the peers to end. So rank 0 leaves last: if it ended first,
+        that would break the others' collective, and they would blame rank 0."""
         end = time.monotonic() + GRACE
-        # of the one that the verdict is about no end may come
+        # > 1: the rank that the verdict is about may hang and never end
         while sum(not peer.ended for peer in self.peers) > 1 and time.monotonic() < end:
             self.listen(0.1)
 
     def part(self) -> None:
-        """Before a rank that has done its work goes."""
+        """Says goodbye, so that the peers don't take this rank's regular end for a death."""
         self.parted = True
         for peer in list(self.peers):
             peer.send(FAREWELL)
 
 
 def connect_ranks() -> list[Peer]:
-    """Connections of this rank to rank 0, or of rank 0 to all. RunStopped where there is none."""
+    """Connects this rank to rank 0, or rank 0 to all others. RunStopped if that fails."""
     place = f"{socket.gethostname()}, process {os.getpid()}"
     listener = None
     message = [None]
@@ -328,7 +338,7 @@ def connect_ranks() -> list[Peer]:
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         send_at_once(listener)
-        # a secret: strangers may reach the port too
+        # with a secret, because strangers may reach the port too
         message = [(listener.getsockname()[1], secrets.token_hex(16), place)]
     dist.broadcast_object_list(message)
     port, secret, place_of_0 = message[0]
@@ -349,14 +359,14 @@ def connect_ranks() -> list[Peer]:
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """For a connection, or for all that a listener will accept. Else TCP holds a verdict back until
-    the beat before it is acknowledged, and drops it if this process ends before with a beat of the
-    other side unread."""
+    """Sets TCP_NODELAY on a connection, or on a listener for all that it accepts. Otherwise TCP
+    holds a verdict back until the beat before it is acknowledged, and drops it if this process ends
+    meanwhile with a beat of the other side unread."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
-    """Rank 0's connections to the others."""
+    """Rank 0's connections to the other ranks, as they come in."""
     missing = set(range(1, dist.get_world_size()))
     peers = []
     listener.settimeout(MEETING_SECONDS)
@@ -370,7 +380,7 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
             ) from None
         hello = b""
         connection.settimeout(HELLO_SECONDS)
-        with contextlib.suppress(OSError):  # a stranger says nothing, or hangs up
+        with contextlib.suppress(OSError):  # a stranger may send nothing, or hang up
             hello = connection.makefile("rb", buffering=0).readline(500)
         said, _, rest = hello.decode(errors="replace").strip().partition(" ")
         rank, _, place = rest.partition(" ")
@@ -382,45 +392,46 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
     return peers
 
 
-# --- how ranks agree: all call these together, and get the same answer
+# --- how ranks agree: all ranks call these functions together
 
 
 def wait_for_ranks(timer) -> None:
-    """Until all ranks are here: "time/wait" is how long this one waits for slower ones, where they
-    meet for the first time after work of their own."""
+    """Waits until all ranks are here, and counts that time as "time/wait". Call it where ranks meet
+    after work of their own: the metric then shows how long a rank waits for slower ones."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what this rank's own GPU has yet to do is no waiting
+        torch.cuda.synchronize()  # work left on this rank's own GPU must not count as waiting
     with timer("wait"):
         dist.barrier()
 
 
 def collective_device() -> str:
-    """Where NCCL and gloo want a tensor."""
+    """The device on which the backend, NCCL or gloo, wants a tensor."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def across_ranks(tensor, op=dist.ReduceOp.SUM):
-    """`tensor` reduced over all ranks, on the CPU; the argument stays as it is."""
+    """`tensor` reduced over all ranks, on the CPU. The argument is not changed."""
     reduced = tensor.to(collective_device(), copy=True)
     dist.all_reduce(reduced, op)
     return reduced.cpu()
 
 
 def mean_over_ranks(metrics: dict) -> dict:
-    """A rank's own metrics as means over all ranks: how a local metric becomes one of the run."""
-    # one collective for all; the keys must be the same, in the same order, on every rank
+    """The mean over all ranks of each metric. Every rank must have the same keys in the same
+    order."""
+    # one collective for all metrics
     means = across_ranks(torch.tensor(list(metrics.values()))) / dist.get_world_size()
     return dict(zip(metrics, means.tolist()))
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is true on any rank."""
+    """Whether `flag` is true on any rank."""
     return bool(across_ranks(torch.tensor(int(flag)), dist.ReduceOp.MAX))
 
 
 def gather_groups(tensor):
-    """The groups of all ranks: from (P / world, G) on each to (P, G), in rank order, on the CPU.
-    Group quantities are small, so every rank works on all of them."""
+    """Gathers the groups of all ranks: (P / world, G) on each becomes (P, G), in rank order, on the
+    CPU. Values per completion are few, so every rank works on all of them."""
     local = tensor.float().to(collective_device()).contiguous()  # (P / world, G)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
@@ -428,7 +439,7 @@ def gather_groups(tensor):
 
 
 def gather_objects(value) -> list:
-    """What every rank gave, in rank order: for what is no tensor."""
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, value)
-    return everyones
+    """The values of all ranks, in rank order; for values that are not tensors."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
