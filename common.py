@@ -1,4 +1,4 @@
-"""Configuration, and how a script ends and shows progress: what every script here shares.
+"""What every script here shares: the configuration, errors, progress bars, how a script ends.
 
 config = load_config(sys.argv[1:])     # config/default.py <- file(s) <- --key=value
 """
@@ -25,19 +25,20 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
-# of a collective, in which ranks wait for each other: longer than anything that one may do alone
-# (rollout servers that start, rewards that hang, the hash of a large checkpoint, the last upload:
-# an hour). A rank that dies is noticed at once, by its connections, torchrun or ranks.Heartbeat
+# Timeout of a collective, in which ranks wait for each other. It is longer than anything that one
+# rank may do alone while the others wait: start rollout servers, wait for rewards that hang, hash a
+# large checkpoint, finish the last upload (an hour). It is not needed to notice a rank that dies:
+# connections, torchrun and ranks.Heartbeat do that at once.
 DEADLINE = timedelta(hours=3)
-# a config named by mistake, /dev/zero say, is not read to its end
-LONGEST_CONFIG = 1_000_000  # characters of a config file, or of one value
-NAME = re.compile(r"[A-Za-z_][\w.]*(:\w+)?")  # in the list of a flag: math, tasks.reverse:reward
-DEEPEST = 10  # lists and dicts within each other
+# characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
+LONGEST_CONFIG = 1_000_000
+NAME = re.compile(r"[A-Za-z_][\w.]*(:\w+)?")  # an item in a flag's list: math, tasks.reverse:reward
+DEEPEST = 10  # levels of nested lists and dicts
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
-LONGEST_NAME = 240  # bytes of a file's name: file systems take 255, and names get endings
-LONGEST_PATH = 3800  # bytes: Linux takes 4095, and folders get contents
-# Keys of older versions and of the research code: the key, or the entry of one, that has taken
-# their place; or, where the value can't be taken over as it is, what to write instead.
+LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we append suffixes
+LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
+# Keys of older versions and of the research code -> today's key, or key.entry. If the value can't
+# be taken over as it is: a sentence (recognised by its spaces) that says what to write instead.
 REPLACED = {
     "init_kl_coeff": "beta",
     "dataset_name": "dataset.name",
@@ -64,7 +65,7 @@ REPLACED = {
     "wandb_project": "wandb_options.project",
     "wandb_name": "wandb_options.name",
     "wandb_mode": "wandb_options.mode",
-    # with a space in it: a sentence for the person, as the value can't be taken over
+    # sentences from here on
     "dataset_mixture": "dataset takes a list of sources: "
     '[{"name": "countdown", "weight": 2.0}, ...]',
     "easy_schedule": "easy_dataset has a share, a line through points: "
@@ -117,9 +118,9 @@ class RolloutsLost(RunStopped):
 
 
 def quoted(value, limit: int = 200) -> str:
-    """A value, or the words of a stranger (a server, a reward, a dataset, a model), for a sentence
-    of ours: as Python writes it, so that no text can steer a terminal or look like a line of ours,
-    and cut."""
+    """A value, or text from a server, reward, dataset or model, made fit for an error message: as
+    Python's repr() and at most `limit` characters. So no text can control the terminal or pass for
+    a line of ours."""
     if isinstance(value, (str, Exception)):
         text = str(value)
         return repr(text[:limit]) + ("..." if len(text) > limit else "")
@@ -128,56 +129,57 @@ def quoted(value, limit: int = 200) -> str:
 
 
 def memory_text(size: float) -> str:
-    """Bytes as a person reads them: 1.50 GiB, or 12.3 MiB where it is less than one GiB."""
+    """A number of bytes as text: 1.50 GiB, or 12.3 MiB below one GiB."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     return f"{size / 2**20:.1f} MiB"
 
 
 def in_one_line(text, limit: int = 0) -> str:
-    """What a library says, or a sentence of ours into which a stranger's words may have slipped, as
-    one harmless line; cut at `limit` characters, 0 whole."""
+    """Text from a library, or a sentence of ours that may quote a stranger, as one line without
+    control characters; cut at `limit` characters, 0: not cut."""
     words = " ".join(str(text).splitlines())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
     return line[: limit - 3] + "..." if 0 < limit < len(line) else line
 
 
 def leave(sentence: str, status: int) -> None:
-    """The end of a process after an error. Not sys.exit: other ranks may be in a collective, and
-    the atexit handlers of the libraries would wait for them."""
-    sys.stdout.flush()  # os._exit would lose what is buffered
+    """Prints an error and ends the process. Not by sys.exit: other ranks may be in a collective,
+    and the atexit handlers of libraries would wait for them."""
+    sys.stdout.flush()  # os._exit loses buffered output
     print(f"error: {in_one_line(sentence)}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def lost_a_rank(error: Exception) -> bool:
-    """Whether it is what torch.distributed raises on a rank when another one is gone."""
+    """Whether this is an error that torch.distributed raises when another rank is gone."""
     words = ("gloo", "NCCL", "Connection closed by peer")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether it is what torch or vLLM raises where a GPU's memory or the machine's runs out."""
-    words = ("out of memory", "can't allocate memory")  # CUDA's and vLLM's own, the CPU allocator's
+    """Whether torch or vLLM raised this because the GPU or the machine has run out of memory."""
+    words = ("out of memory", "can't allocate memory")  # CUDA and vLLM; torch's CPU allocator
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def quiet_libraries() -> None:
-    """Keeps what is no error out of the terminal: before they are imported, for they speak then."""
-    # its C++, and vLLM's with it: a warning per rank about memory that is bound to the cores
+    """Keeps messages of libraries that are no errors out of the terminal. Call this before they are
+    imported: they print while they are."""
+    # torch's and vLLM's C++: each rank would print a warning about memory bound to the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # a filter, for DeepSpeed sets the level itself: that it has found no GPU, ranks.py knows
+    # a filter, because DeepSpeed sets the level itself. It would warn that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def script(work, *arguments):
-    """Runs a script: work(*arguments), or work(command line) if there are none, and returns what
-    that returns. Errors that are meant for a person end it with one sentence, no traceback."""
+    """Runs a script, work(*arguments), or work(command line) without arguments, and returns its
+    result. Errors meant for the user end the process with one sentence and no traceback."""
     quiet_libraries()
-    # first of all: libraries swallow KeyboardInterrupt while they load
-    listen(end_now)  # until a run is ready to save what it has
+    # before any import: libraries swallow KeyboardInterrupt while they load
+    listen(end_now)  # train.py replaces this once it is ready to save when asked to stop
     end_with_torchrun()
-    # before the config is read: help must work where the rest of the line is wrong
+    # before the config is read: --help must work even if the other arguments are wrong
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(sys.modules["__main__"].__doc__)
         print("config/default.py lists every key with its meaning; --key=value sets one.")
@@ -191,7 +193,7 @@ def script(work, *arguments):
         leave(str(error), 2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            # neither a full disk nor a quota: nobody knows the cure, so the traceback stays
+            # neither a full disk nor a quota: unexpected, so the user sees the traceback
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
@@ -208,17 +210,17 @@ def script(work, *arguments):
 
 
 def read_config_file(path) -> dict:
-    """The `key = value` lines of a config file as a dict; literals only, so reading a stranger's
-    file runs nothing."""
+    """The `key = value` lines of a config file as a dict. Values are literals only, so reading a
+    stranger's file runs no code."""
     try:
         # utf-8-sig: some editors begin a file with a byte order mark
         with open(path, encoding="utf-8-sig") as file:
-            # one more than allowed, by which parse() sees that it is too long
+            # one character more than allowed: so parse() sees that the file is too long
             text = file.read(LONGEST_CONFIG + 1)
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
         raise UserError(f"config file {path} can't be read: {error.strerror}") from None
-    except UserError:  # is a ValueError, which the next lines would wrap once more
+    except UserError:  # a ValueError too, which the next clause would catch
         raise
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
@@ -239,7 +241,7 @@ def read_config_file(path) -> dict:
             )
         key = node.targets[0].id
         try:
-            # literal_eval: takes no name and no call, so nothing runs
+            # literal_eval accepts no name and no call, so nothing runs
             value = parse(ast.literal_eval, node.value, f"{path}:{node.lineno}: {key}")
         except UserError:
             raise
@@ -248,7 +250,7 @@ def read_config_file(path) -> dict:
                 f"{path}:{node.lineno}: {key} must be a plain literal, not "
                 f"{source_of(node.value, text)}"
             ) from None
-        # Python would take the last one in silence, and the first would mislead who reads the file
+        # Python would silently use the last value, and the first would mislead readers of the file
         if key in values:
             raise UserError(f"{path}:{node.lineno}: {key} is set twice")
         values[key] = value
@@ -256,32 +258,32 @@ def read_config_file(path) -> dict:
 
 
 def parse(parser, source, where: str):
-    """parser(source), of ast; a UserError where the source, text or a node, is too much for it."""
+    """parser(source), a function of ast. UserError if the source (text or a node) is too long or
+    nested too deeply."""
     if isinstance(source, str) and len(source) > LONGEST_CONFIG:
         raise UserError(f"{where} is longer than {LONGEST_CONFIG} characters")
     try:
         return parser(source)
-    except (RecursionError, MemoryError):  # both mean the depth of it
+    except (RecursionError, MemoryError):  # both mean that it is nested too deeply
         raise UserError(f"{where} {NESTED}") from None
 
 
 def source_of(node, text: str) -> str:
-    """The beginning of a node's own text. Not ast.unparse, which fails on what is nested deeply."""
+    """The beginning of a node's source text. Not ast.unparse: it fails on deep nesting."""
     return quoted(ast.get_source_segment(text, node) or "", 60)
 
 
 def check_literal(value, where: str, depth: int = 0) -> None:
-    """UserError for what no setting needs, and what some library behind it can't take."""
+    """UserError for values that no setting needs and that some library would choke on: other types
+    than text, numbers, lists and dicts, deep nesting, huge integers, bad characters."""
     if depth > DEEPEST:
         raise UserError(f"{where} {NESTED}")
     if isinstance(value, dict):
-        value = [*value, *value.values()]  # keys too come from a stranger
+        value = [*value, *value.values()]  # check the keys too
     if isinstance(value, (list, tuple)):
         for item in value:
-            # ends at DEEPEST, far below Python's own limit of recursion
             check_literal(item, where, depth + 1)
-    elif isinstance(value, int):
-        # bool is an int and passes
+    elif isinstance(value, int):  # or a bool
         if value.bit_length() > 100:  # Python itself refuses to print thousands of digits
             raise UserError(f"{where} is or holds a whole number of more than 30 digits")
     elif isinstance(value, str):
@@ -291,7 +293,8 @@ def check_literal(value, where: str, depth: int = 0) -> None:
 
 
 def check_characters(text: str, where: str) -> None:
-    """UserError for a null byte, which ends a text in C, and for half of a character."""
+    """UserError for a null byte, which ends a string in C, and for half a surrogate pair, which is
+    no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -304,8 +307,8 @@ def check_characters(text: str, where: str) -> None:
 def merge(config: dict, values: dict, source: str) -> dict:
     """A copy of `config` with `values` on top; {"dataset.name": ...} sets one entry of a dict.
 
-    A key it does not know, one that is gone, or a value of another type is a UserError that names
-    `source`; an older name is said and taken."""
+    UserError, naming `source`, for an unknown key, a key that no longer exists or a value of the
+    wrong type. The older name of a key is accepted, with a message."""
     merged = dict(config)
     for name, value in values.items():
         path = current_name(name, source)
@@ -321,13 +324,13 @@ def merge(config: dict, values: dict, source: str) -> dict:
             if type(merged[key]) is not dict:
                 raise UserError(f"{where}: {key}={quoted(merged[key])} has no entries by name")
             value = {**merged[key], entry: value}
-        # the type is that of `config`, whose values have been coerced to those of default.py
+        # config[key] has the right type: its values were coerced to the types of default.py
         merged[key] = coerce_key(key, value, config[key], where)
     return merged
 
 
 def current_name(name: str, source: str) -> str:
-    """The key, or key.entry, that a name means today; a UserError for a key that is gone."""
+    """The key, or key.entry, that a name means today. UserError if there is none any more."""
     replacement = REPLACED.get(name, name)
     if " " in replacement:  # a sentence, not a key
         raise UserError(f"{source}: {name} is no key any more: {replacement}")
@@ -340,16 +343,16 @@ def nearest(name: str, known) -> str:
 
 
 def coerce_key(key: str, value, default, where: str):
-    """`value` in the type of the key: that of its default, or {step: value}, or for "dataset" a
-    list of sources."""
-    if key in checks.STEPS and type(value) is dict:  # only these may change during a run
+    """`value` in the type of the key's default. Keys of checks.STEPS may be {step: value} as well,
+    and "dataset" may be a list of sources."""
+    if key in checks.STEPS and type(value) is dict:
         return coerce_points(value, default, where)
     if key == "dataset" and type(value) is list:
         return [
             coerce_entries(key, coerce(source, {}, f"{where}, source {i}"), f"{where}, source {i}")
             for i, source in enumerate(value)
         ]
-    if key.endswith(".config") and type(value) is dict:  # of a task: its settings, as a text
+    if key.endswith(".config") and type(value) is dict:  # a task takes its settings as text
         check_literal(value, where)
         value = repr(value)
     value = coerce(value, default, where)
@@ -357,7 +360,8 @@ def coerce_key(key: str, value, default, where: str):
 
 
 def coerce_entries(key: str, value: dict, where: str) -> dict:
-    """The entries of a key that is a dict: known ones in the type of their default."""
+    """`value` of a key that is a dict, its known entries in the type of their default. UserError
+    for an unknown entry, unless a library reads the dict (checks.OPEN)."""
     known = checks.ENTRIES[key]
     coerced = dict(value)
     for entry, content in value.items():
@@ -365,7 +369,7 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
             coerced[entry] = coerce_key(
                 f"{key}.{entry}", content, known[entry], f"{where}: {entry}"
             )
-        elif type(entry) is not str or key not in checks.OPEN:  # OPEN ones go to a library
+        elif type(entry) is not str or key not in checks.OPEN:
             raise UserError(
                 f"{where}: unknown entry {quoted(entry)}; those of {key} are {', '.join(known)}"
             )
@@ -373,14 +377,14 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
 
 
 def coerce_points(value: dict, default, where: str) -> dict:
-    """{step: value} in the type of the key; JSON, such as a run's config.json, has turned steps
-    into text."""
+    """{step: value} with int steps, and values in the type of `default`. Steps may be text: JSON,
+    such as a run's config.json, makes text of them."""
     check_literal(value, where)
     points = {}
     for step, number in value.items():
         if isinstance(step, str) and step.isdecimal() and len(step) < 30:  # as in check_literal
             step = int(step)
-        if type(step) is not int or step < 0:  # type(): True is an int for isinstance
+        if type(step) is not int or step < 0:  # type(): isinstance would accept True
             raise UserError(f"{where}={quoted(value)} must be {{step: value}}, steps from 0 on")
         points[step] = coerce(number, default, f"{where}, step {step}")
     if not points:
@@ -391,11 +395,11 @@ def coerce_points(value: dict, default, where: str) -> dict:
 
 
 def coerce(value, default, where: str):
-    """`value` in the type of `default`: ints may stand for floats, "inf" is a float, True is not a
-    number."""
+    """`value` in the type of `default`. An int may stand for a float, and "inf" is a float; True is
+    not a number."""
     kind = type(default)
     check_literal(value, where)
-    # Python has no literal of it: files and flags hold a text
+    # Python has no literal for infinity, so files and flags have text
     if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
         return math.inf
     if kind is float and type(value) is int:
@@ -405,8 +409,8 @@ def coerce(value, default, where: str):
             f"{where} must be of type {kind.__name__} like {default!r}, "
             f"not {type(value).__name__} {quoted(value)}"
         )
-    # an empty default says nothing about what its list holds
-    if kind is list and default:  # a list holds what its default holds
+    # a list's items have the type of its default's first item; an empty default allows any
+    if kind is list and default:
         where = f"{where}={quoted(value)}, entry"
         return [coerce(item, default[0], f"{where} {i}") for i, item in enumerate(value)]
     if kind is float and math.isnan(value):
@@ -415,8 +419,8 @@ def coerce(value, default, where: str):
 
 
 def modern(settings: dict) -> dict:
-    """The settings of a run of an older version, from its config.json, with today's keys: without
-    those that are gone, and without entries that only say their default."""
+    """Translates the config.json of a run of an older version to today's keys. Keys that no longer
+    exist are dropped, and so are entries that equal their default."""
     translated = {}
     for name, value in settings.items():
         path = REPLACED.get(name, name)
@@ -428,9 +432,9 @@ def modern(settings: dict) -> dict:
         elif entry:
             if value != checks.ENTRIES[key].get(entry, ""):
                 translated[key] = {**translated.get(key, {}), entry: value}
-        elif value != "":  # "" was off, which the new key says by its default
+        elif value != "":  # "" meant off, as the new key's default does
             translated[key] = value
-    # switches that are gone: off is now a value of another key
+    # switches that no longer exist: "off" is now a value of another key
     if settings.get("info_seed_enabled") is False:
         translated["info_seed_num_seeds"] = 0
     if settings.get("controller_meta_enabled") is False:
@@ -441,14 +445,15 @@ def modern(settings: dict) -> dict:
 
 
 def modern_source(source: dict) -> dict:
-    """A source of an older mixture: {"id", "columns": {"prompt", ...}, ...}."""
+    """A source of an older mixture, {"id", "columns": {"prompt": ..., ...}, ...}, as it is written
+    today."""
     rest = {key: value for key, value in source.items() if key not in ("id", "columns")}
-    # "id" was its name; what it called a column is now an entry of its own
+    # "id" is now "name"; each of "columns" is now an entry itself
     return {"name": source["id"], **source.get("columns", {}), **rest}
 
 
 def modern_schedules(settings: dict, easy: dict) -> dict:
-    """What changed over time in a run of an older version, as lines through points."""
+    """The settings that changed over time in a run of an older version, as {step: value}."""
     changing = {}
     if settings.get("easy_schedule"):
         changing["easy_dataset"] = {**easy, "share": stairs(settings["easy_schedule"], 0.0)}
@@ -464,18 +469,19 @@ def modern_schedules(settings: dict, easy: dict) -> dict:
 
 
 def stairs(schedule: dict, value: float) -> dict:
-    """{first step: value}, each until the next one, `value` before, as a line through points."""
-    points = {0: value}  # a stair is two points, one step apart
+    """Translates a schedule that jumps, {first step: value}, to {step: value} points with straight
+    lines between them. `value` holds before the first jump."""
+    points = {0: value}
     for first, following in sorted((int(first), value) for first, value in schedule.items()):
         if first > 0:
-            points[first - 1] = value  # holds up to here: between points the line is straight
+            points[first - 1] = value  # a jump is two points, one step apart
         points[first] = value = following
     return points
 
 
 def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value; strings need no quotes, also in lists, true and false no
-    capital. A flag without a value is True."""
+    """{key: value} of one --key=value. Strings need no quotes, in lists neither; true and false
+    need no capital letter. A flag without a value is True."""
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return {name: True}
@@ -485,7 +491,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
         default = checks.ENTRIES.get(key, {}).get(entry)
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
         return {name: text}
-    # None: an unknown key, of which merge() will say so
+    # None: an unknown key, which merge() refuses
     if (default is None or isinstance(default, bool)) and text.lower() in ("true", "false"):
         return {name: text.lower() == "true"}
     try:
@@ -496,7 +502,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
-        if isinstance(default, list):  # --reward_funcs=a,b, and what a shell makes of ['a']
+        if isinstance(default, list):  # --reward_funcs=a,b, and [a]: a shell strips quotes of ['a']
             words = text.removeprefix("[").removesuffix("]").split(",")
             words = [word.strip() for word in words]
             if all(map(NAME.fullmatch, words)):
@@ -505,7 +511,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
 
 
 def refuse_two_words(argv, switches: tuple = ()) -> None:
-    """UserError for `--port 8000`, and for anything else that begins with - and is no --key=value.
+    """UserError for `--port 8000`, and for anything else that begins with - but is not --key=value.
     switches: names that may stand without a value."""
     for i, word in enumerate(argv):
         if not word.startswith("-") or (word.startswith("--") and "=" in word):
@@ -518,8 +524,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Says which flags are overridden by a later one of the same key. It is no error: scripts
-    rely on adding flags behind the user's."""
+    """Prints which flags are overridden by a later one of the same key. That is no error: scripts
+    append flags to the user's."""
     last = {}
     for word in argv:
         key, equals, _ = word.partition("=")
@@ -529,8 +535,8 @@ def tell_repeats(argv) -> None:
 
 
 def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
-    """Splits a command line: (the command's own flags, as a dict like `defaults`; the rest, files
-    and flags of the config)."""
+    """Splits a command line into the command's own flags, as a dict like `defaults`, and the
+    remaining words: files, and flags of the config."""
     switches = tuple(key for key, default in defaults.items() if isinstance(default, bool))
     refuse_two_words(argv, switches)
     own, rest = dict(defaults), []
@@ -543,8 +549,8 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
 
 
 def only_source(words: list[str], takes: str) -> Path:
-    """The file or folder that is all that own_flags() has left; a UserError, which begins with what
-    the command takes, if there is none or more."""
+    """The single file or folder among the words that own_flags() leaves. UserError, beginning with
+    `takes` (what the command takes), if these are not exactly one path."""
     if len(words) != 1 or words[0].startswith("-"):
         raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
     return Path(words[0])
@@ -556,20 +562,20 @@ def coerce_flag(word: str, defaults: dict) -> dict:
 
 
 def load_with_flags(argv, defaults: dict) -> tuple[dict, dict]:
-    """(the flags of a command of its own, the config) of a command line."""
+    """A command line's own flags, as own_flags() reads them, and the config of the rest."""
     own, rest = own_flags(argv, defaults)
     return own, load_config(rest)
 
 
 def default_config() -> dict:
-    """config/default.py by its own place: a command may be started from any folder."""
+    """The config of config/default.py."""
     return read_config_file(ROOT / "config" / "default.py")
 
 
 def load_config(argv) -> dict:
     """The resolved and checked config: config/default.py, then the files of `argv`, then its
     --key=value, whatever their order."""
-    refuse_two_words(argv)  # before the files are read: in "--seed 3" the 3 is none
+    refuse_two_words(argv)  # first, else the 3 of "--seed 3" would be read as a file
     defaults = default_config()
     config = dict(defaults)
     flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
@@ -579,7 +585,7 @@ def load_config(argv) -> dict:
         else:
             values = read_config_file(path)
         config = merge(config, values, path)
-    # after all files, wherever they stood on the line
+    # flags override all files, wherever they stand on the line
     for flag in flags:
         config = merge(config, flag, "command line")
     check_config(config)
@@ -587,22 +593,22 @@ def load_config(argv) -> dict:
 
 
 def check_config(c: dict) -> None:
-    """UserError with the first claim of checks.py that does not hold."""
+    """UserError with the sentence of the first claim in checks.py that does not hold."""
     for holds, sentence in checks.claims(c):
         if not holds:
             raise UserError(sentence)
 
 
 def with_tau(c: dict, vocabulary: int) -> dict:
-    """The config with a figure for maxent_tau=-1, which takes the model's vocabulary."""
+    """The config, with maxent_tau=-1 replaced by its value for the model's vocabulary."""
     if c["maxent_tau"] != -1:
         return c
     return {**c, "maxent_tau": checks.default_tau(c, vocabulary)}
 
 
 def check_lengths(path: Path, where: str) -> None:
-    """UserError for a path or a name in it that no file system takes."""
-    longest = max(len(os.fsencode(name)) for name in path.parts)  # in bytes: one letter may take 4
+    """UserError if a path, or a name in it, is too long for a file system."""
+    longest = max(len(os.fsencode(name)) for name in path.parts)  # bytes: a letter may take 4
     if longest > LONGEST_NAME:
         raise UserError(f"{where}: a name of {longest} bytes is in it, {LONGEST_NAME} are the most")
     if len(os.fsencode(path)) > LONGEST_PATH:
@@ -610,29 +616,29 @@ def check_lengths(path: Path, where: str) -> None:
 
 
 def check_writable(key: str, path, folder: bool) -> None:
-    """UserError if `path` can't be written, as a folder or as a file: said before anything is
-    loaded, not when there is something to write."""
+    """UserError if `path` can't be written, as a folder or as a file. Scripts call this before they
+    load anything, so that the error does not come hours later."""
     where = f"{key}={quoted(str(path))} can't be written"
     check_characters(str(path), where)
     if str(path).startswith("~"):
         raise UserError(f"{where}: {checks.TILDE}")
     absolute = Path(path).absolute()
     check_lengths(absolute, where)
-    there = absolute
-    # lexists: a link that leads nowhere is there too, and mkdir would fail on it
-    while not os.path.lexists(there):
-        there = there.parent
-    is_folder = folder or there != absolute  # what has to be a folder for this
-    if not os.path.exists(there):
-        raise UserError(f"{where}: {str(there)!r} is a link that leads nowhere")
-    if is_folder and not os.path.isdir(there):
-        raise UserError(f"{where}: {str(there)!r} is a file, not a folder")
-    if not is_folder and not os.path.isfile(there):
-        raise UserError(f"{where}: {str(there)!r} is a folder or a device, not a file")
-    if not is_folder and not os.access(there, os.W_OK):  # a file that is overwritten
+    existing = absolute  # the path itself, or its nearest parent that exists
+    # lexists: a link that leads nowhere exists too, and mkdir would fail on it
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    is_folder = folder or existing != absolute  # whether `existing` must be a folder
+    if not os.path.exists(existing):
+        raise UserError(f"{where}: {str(existing)!r} is a link that leads nowhere")
+    if is_folder and not os.path.isdir(existing):
+        raise UserError(f"{where}: {str(existing)!r} is a file, not a folder")
+    if not is_folder and not os.path.isfile(existing):
+        raise UserError(f"{where}: {str(existing)!r} is a folder or a device, not a file")
+    if not is_folder and not os.access(existing, os.W_OK):  # a file that would be overwritten
         raise UserError(f"{where}: it is there and protected against writing")
-    place = there if is_folder else there.parent
-    try:  # nothing else tells for root, on read-only disks and in /proc
+    place = existing if is_folder else existing.parent
+    try:  # only a trial tells, if we are root, on a read-only disk or in /proc
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise UserError(
@@ -641,36 +647,37 @@ def check_writable(key: str, path, folder: bool) -> None:
 
 
 def as_read_back(settings: dict) -> dict:
-    """The settings as a .json file gives them back, to be compared with such: tuples are lists, and
-    the steps of a schedule are texts."""
+    """The settings as they come back from a .json file, for comparison with one: tuples become
+    lists, and the steps of a schedule become text."""
     return json.loads(json.dumps(settings))
 
 
 def read_settings(path: Path) -> dict:
-    """The settings that one of these scripts has left in a .json file; a UserError if it is
-    somebody else's."""
+    """The settings that one of these scripts wrote to a .json file, with today's keys. UserError if
+    the file is another program's."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{str(path)!r} can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError):  # no JSON, or nested deeper than Python goes
-        found = None
-    if not isinstance(found, dict) or "reward_funcs" not in found:  # a key of every version
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
+        settings = None
+    if not isinstance(settings, dict) or "reward_funcs" not in settings:  # every version has it
         raise UserError(
             f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
             f"choose another place, or move it away"
         )
-    return modern(found)
+    return modern(settings)
 
 
 def say_once(text: str, file=None) -> None:
-    """Prints on rank 0, also before the ranks know of each other."""
-    if os.environ.get("RANK", "0") == "0":  # torchrun's; without it there is one process
+    """Prints on rank 0 only, even before the process group exists."""
+    if os.environ.get("RANK", "0") == "0":  # torchrun sets RANK; without it there is one process
         print(text, file=file, flush=True)
 
 
 def refuse_missing_folder(model: str) -> None:
-    """A path is no hub id: where it leads nowhere the hub need not be asked."""
+    """UserError if `model` is clearly a path, not a hub id, and there is no such folder: the hub
+    need not be asked."""
     if not model.startswith(("/", "./", "../", "runs/")) or os.path.isdir(model):
         return
     hint = ""
@@ -684,24 +691,25 @@ def refuse_missing_folder(model: str) -> None:
 
 
 def progress(**settings):
-    """A progress bar; into a file, where nobody sees it move, a line every half a minute."""
-    from tqdm import tqdm  # most of what this file would take to import, before Ctrl-C is heard
+    """A tqdm progress bar; if stderr is not a terminal, a line every half a minute instead."""
+    # here: it would be most of this file's import time, in which Ctrl-C is not handled yet
+    from tqdm import tqdm
 
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} "
     line += "[{elapsed}<{remaining}, {rate_fmt}{postfix}]\n"
-    # seconds from one line to the next
+    # seconds between two lines
     calm = {} if sys.stderr.isatty() else {"mininterval": 30, "maxinterval": 60, "bar_format": line}
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
 def scheduled(value, step: int) -> float:
-    """The value of a setting at `step`. A number stays as it is; {step: value} is a line through
+    """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
     these points, flat before the first and after the last."""
     if not isinstance(value, dict):
         return value
     before = max((s for s in value if s <= step), default=min(value))
     after = min((s for s in value if s >= step), default=max(value))
-    if before >= after:  # on a point, or outside
+    if before >= after:  # on a point, or before the first or after the last
         return value[before]
     done = (step - before) / (after - before)
     return (1 - done) * value[before] + done * value[after]
@@ -711,18 +719,19 @@ def scheduled(value, step: int) -> float:
 
 
 def rank_memory() -> int:
-    """Bytes of main memory that one rank may use: its share of this machine's, or of what the
-    container or Slurm job that it runs in may take. Of all there is, not of what is free now: the
-    same command gives the same answer."""
+    """Bytes of main memory that one rank may use: its share of the machine's memory, or of the
+    limit of the container or Slurm job that it runs in. A share of all memory, not of what is free
+    now, so that the same command always gets the same answer."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = min([machine, *memory_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
     return limit // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_limits(membership: Path, root: Path) -> list[int]:
-    """Bytes that Linux lets the control groups of a process take, in both of cgroup's versions."""
+    """Memory limits in bytes of the control groups that a process is in (cgroup versions 1 and 2).
+    membership: /proc/self/cgroup; root: /sys/fs/cgroup."""
     limits = []
-    # "0::/path", or of the first version "5:memory:/path"
+    # lines are "0::/path" in version 2, "5:memory:/path" in version 1
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, kinds, inside = line.split(":", 2)
         if kinds not in ("", "memory"):
@@ -730,56 +739,58 @@ def memory_limits(membership: Path, root: Path) -> list[int]:
         name = "memory.limit_in_bytes" if kinds else "memory.max"
         top = root / kinds
         group = top / inside.lstrip("/")
-        # a group has the limits of those around it too
+        # the limits of the parent groups hold for a group too
         for folder in (group, *group.parents):
             file = folder / name
-            if file.is_file() and file.read_text().strip().isdecimal():  # "max": none
+            if file.is_file() and file.read_text().strip().isdecimal():  # "max" means no limit
                 limits.append(int(file.read_text()))
             if folder == top:
                 break
     return limits
 
 
-# --- How a run is asked to end early: SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to
-# any of its processes, or a file "stop" in its folder
+# --- A user asks a run to end early by SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to
+# any of its processes, or by a file "stop" in its folder
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def listen(hear) -> None:
-    """hear(number, frame) for every signal that asks to end. What was ignored at the start stays
-    so: nohup means that a closed terminal is not our concern."""
-    # SIGUSR1: what a Slurm script is sent before its time is over
+    """Installs hear(number, frame) as the handler of every signal in SIGNALS. A signal that was
+    ignored when we started stays ignored: nohup ignores SIGHUP, so that a closed terminal does not
+    end us."""
+    # SIGUSR1: Slurm sends it to a batch script before its time is over
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, hear)
 
 
 def end_now(number: int, frame) -> None:
-    """Ends the process with one sentence. No exception: libraries swallow it while they load."""
+    """A signal handler that ends the process with one sentence. It raises no exception, because
+    libraries swallow exceptions while they load."""
     name = signal.Signals(number).name
-    by_torchrun = under_torchrun() and number == signal.SIGTERM  # which says why itself
+    by_torchrun = under_torchrun() and number == signal.SIGTERM  # torchrun itself says why
     if os.environ.get("RANK", "0") == "0" and not by_torchrun:
         say(f"error: stopped by {name}")
-    os._exit(128 + number)  # the shell's status of a process that a signal ended
+    os._exit(128 + number)  # the status that shells give to a process ended by a signal
 
 
 def say(sentence: str) -> None:
-    """From a signal handler, or a thread that ends the process: print() may be half-way
-    elsewhere."""
+    """Prints to stderr from a signal handler, or from a thread that ends the process. print() is
+    not safe there: the main thread may be in the middle of one and hold its lock."""
     try:
         os.write(2, f"{sentence}\n".encode())  # one call, without Python's buffer and its lock
     except OSError:
-        pass  # the terminal is gone, and with it whoever would read this
+        pass  # the terminal is closed
 
 
 def leave_terminal() -> None:
-    """What goes to a terminal goes nowhere from now on: writing to one that is closed is an error,
-    which would end the run before it has saved."""
+    """Sends stdout and stderr to /dev/null if they go to a terminal. Writing to a closed terminal
+    raises an error, which would end the run before it has saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):  # a file or a pipe goes on being written
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # a terminal, not a file or a pipe
             os.dup2(nowhere, stream)
     os.close(nowhere)
 
@@ -809,8 +820,11 @@ def outlive_terminal() -> None:
 
 
 class Stop:
+    """Whether the run has been asked to end early, by a signal or by the file "stop" in `folder`. A
+    second signal ends the process at once."""
+
     def __init__(self, folder, rank: int):
-        self.file = Path(folder) / "stop" if rank == 0 else None  # one rank looks, all agree
+        self.file = Path(folder) / "stop" if rank == 0 else None  # rank 0 looks for all ranks
         self.heard = 0  # number of the signal; 0: none yet
         listen(self.hear)
         outlive_terminal()
@@ -818,11 +832,13 @@ class Stop:
     def hear(self, number: int, frame) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
-            self.heard = self.heard or number  # shell and kernel both send it: two are no haste
+            # a second SIGHUP means nothing: the shell and the kernel both send one
+            self.heard = self.heard or number
         elif self.heard in (0, signal.SIGHUP):
             self.heard = number
-        else:  # checkpoints are renamed when they are whole: nothing to tidy up
-            # the second time of asking: somebody is in haste
+        else:
+            # asked twice, so end now. There is nothing to tidy up: a checkpoint gets its name only
+            # when it is whole
             os._exit(128 + number)
 
     def asked(self) -> bool:
@@ -838,19 +854,21 @@ def under_torchrun() -> bool:
 
 @cache  # once in a process
 def end_with_torchrun() -> None:
-    """Ends this rank within seconds, even in the middle of a step, when its torchrun is gone.
+    """Starts a thread that ends this rank, even in the middle of a step, within seconds after its
+    torchrun is gone.
 
-    A torchrun that is killed can't end its ranks, and they would train on unseen. Without torchrun
-    the parent is a shell, and its end means nothing: somebody has logged out."""
+    A torchrun that is killed can't end its ranks, and they would go on unnoticed. Without torchrun
+    the parent is a shell, whose end means only that somebody has logged out."""
     if under_torchrun():
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
 
 
 def follow(parent: int) -> None:
-    # not PR_SET_PDEATHSIG: that one tells of the parent's thread, not of the parent
+    """Waits until the parent process is gone, then ends this one."""
+    # not PR_SET_PDEATHSIG: that signal comes when the parent's thread ends, not the parent
     while os.getppid() == parent:
-        time.sleep(1)  # seconds: an orphan is noticed within them
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence a machine
+        time.sleep(1)  # seconds
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence per machine
         say(
             f"error: torchrun (process {parent}) is gone, and its ranks leave with it; "
             "go on with --resume_from_checkpoint=latest"
