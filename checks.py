@@ -1,7 +1,7 @@
-"""Validation of a config: errors and warnings, every rule that looks at values alone, one sentence
-each.
+"""Validation of a config: every rule that needs the config's values alone, as an error or a warning
+of one sentence.
 
-for holds, sentence in claims(config): ...  # common.load_config raises the first that does not
+for holds, sentence in claims(config): ...  # common.load_config raises the first that doesn't hold
 for sentence in warn_config(config, vocabulary, default_config()): ...
 """
 
@@ -11,19 +11,19 @@ import shlex
 from typing import NamedTuple
 
 
-# No torch here: a wrong config is told before libraries load, which takes ten seconds.
+# No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
 class Objective(NamedTuple):
-    """All that is true of an objective but its formula, which is in loss.py. The defaults are
-    those of dr_grpo."""
+    """Everything about an objective except its formula, which is in loss.py. The defaults are those
+    of dr_grpo."""
 
-    tokens: str = "constant"  # how terms of tokens are summed: "constant", "row_mean", "token_mean"
-    advantage: str = "centred"  # of a row in its group: a name in loss.ADVANTAGES
-    scale: str = "none"  # its own scale_rewards: what "centred" advantages alone are divided by
-    ratio: str = "token"  # "token" and "sequence" are clipped, "cispo" is capped
-    group_loss: str = ""  # a loss over the scores of a group: "listwise", "balance"; "" it has none
-    weights: str = ""  # what w by tau are: the "target" of the policy, or those of the "rows"
+    tokens: str = "constant"  # how token terms are summed: "constant", "row_mean", "token_mean"
+    advantage: str = "centred"  # how a row compares with its group: a name in loss.ADVANTAGES
+    scale: str = "none"  # its default of scale_rewards: the divisor of "centred" advantages
+    ratio: str = "token"  # "token" and "sequence" ratios are clipped, "cispo" ratios capped
+    group_loss: str = ""  # a loss over a group's scores: "listwise", "balance"; "" none
+    weights: str = ""  # what tau's weights w are: the policy's "target", factors of "rows"; "" none
     beta: str = "loss"  # where the reference acts: a KL in the "loss", or it tilts the "weights"
-    term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"
+    term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"; "" nothing
 
 
 OBJECTIVES = {
@@ -43,22 +43,24 @@ OBJECTIVES = {
 
 
 class Optimizer(NamedTuple):
-    """What is true of an optimizer. All of them take the learning rate as lr, and weight_decay."""
+    """What the trainer must know about an optimizer. All take the arguments lr and weight_decay."""
 
     cls: str  # its name in torch.optim
-    state_bytes: int  # it keeps so many for each parameter
-    zero_stages: tuple = (0, 1, 2, 3)  # ZeRO from stage 1 on shows it no matrices, only one row
+    state_bytes: int  # of its state, per parameter
+    # stages it works with: from stage 1 on ZeRO hands it flat vectors instead of matrices
+    zero_stages: tuple = (0, 1, 2, 3)
 
 
 OPTIMIZERS = {
     "adamw": Optimizer("AdamW", state_bytes=8),
-    "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),  # two rows a matrix
+    # state_bytes=0: one row and one column per matrix
+    "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),
     "sgd": Optimizer("SGD", state_bytes=0),
 }
 
 
-# Whether a key does anything, by the objective and the config: one that is set for nothing is
-# warned about.
+# key -> whether it has any effect with this objective and config. unused() warns about keys that
+# are set in vain.
 USED = {
     "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
     "epsilon": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
@@ -80,32 +82,32 @@ USED = {
 
 
 def policy_gradient(c: dict) -> bool:
-    """Whether advantages act on the log-probs of tokens, a policy gradient; otherwise the whole
-    loss is over the scores of groups."""
+    """Whether the loss is a policy gradient: advantages times log-probs of tokens. Otherwise it is
+    a loss over the scores of groups."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
     return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
 
 
 def names(wanted) -> str:
-    """The objectives of which `wanted` is true, as they stand in sentences."""
+    """The names of the objectives for which `wanted` is true, joined for a sentence."""
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
 
-# What one script alone is told, not the config: its own --flag=value.
+# script -> its own flags, --flag=value, with their defaults: they are no keys of the config.
 FLAGS = {
     "train": {"dry_run": False},  # True: check everything, print what would run, load no weights
-    # steps of optimizer; batch_size: demonstrations in each
+    # steps: optimizer steps; batch_size: demonstrations per step
     "sft": {"steps": 1000, "batch_size": 64, "learning_rate": 1e-5},
     "evaluate": {
-        "output": "",  # a .jsonl file of one line per problem and seed; "" none
+        "output": "",  # a .jsonl file with one line per problem and seed; "" none
         "seeds": 1,  # how often every problem is sampled, with seeds 0, 1, ...
     },
     "generate": {
         "output": "",  # the .jsonl file to write
-        "max_prompts": 0,  # the first so many prompts; 0 all
+        "max_prompts": 0,  # take only so many prompts; 0 all
     },
 }
-# Numbers that may change during a run, {step: value}: the table behind (steps) in default.py.
+# Keys that may be {step: value}, to change during a run: those marked (steps) in default.py.
 STEPS = (
     "temperature",
     "easy_dataset.share",
@@ -113,7 +115,7 @@ STEPS = (
     "maxent_target_excess_entropy",
     "pkpo_k",
 )
-# The entries of a source of rows, and what one means that is left out.
+# The entries of a source of rows, with their defaults.
 SOURCE = {
     "name": "",
     "config": "",
@@ -121,41 +123,42 @@ SOURCE = {
     "prompt": "prompt",
     "answer": "answer",
     "more": [],  # further columns that rewards want to see
-    "task": "",  # of rows that name none themselves
+    "task": "",  # the task of rows that name none themselves
 }
-# key of default.py that is a dict -> its known entries, and what one means that is left out
+# key of default.py that is a dict -> its known entries, with their defaults
 ENTRIES = {
-    "dataset": SOURCE | {"weight": 1.0},  # share in a mixture, relative to the others'
-    "easy_dataset": SOURCE | {"share": 0.0},  # of a step's prompts; 0 off
+    "dataset": SOURCE | {"weight": 1.0},  # share in a mixture, relative to the other sources
+    "easy_dataset": SOURCE | {"share": 0.0},  # share of a step's prompts; 0 off
     "eval_dataset": SOURCE | {"split": "test"},
     "chat_template_kwargs": {},
     "replay": {"size": 0, "fraction": 0.25, "ucb": 0.5},  # size in prompts, 0 off
     "vllm_options": {
-        "gpu_memory_utilization": 0.3,  # of the GPU's memory
-        "kv_cache_memory_bytes": 0,  # 0: on a CPU what a step's rows need, see rollout.py
+        "gpu_memory_utilization": 0.3,  # share of the GPU's memory
+        "kv_cache_memory_bytes": 0,  # 0: chosen by rollout.plan_cache on a CPU, by vLLM on a GPU
         "tensor_parallel_size": 1,
         "enable_sleep_mode": True,
     },
     "optimizer_options": {"weight_decay": 0.0},  # 0 off
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
-# that take further entries: others read them
+# keys whose dicts take further entries: a library reads those
 OPEN = ("chat_template_kwargs", "vllm_options", "optimizer_options", "wandb_options")
-# options of vLLM that follow from other keys, or without which its completions would be wrong
+# options of vLLM that the user may not set: they follow from other keys, or completions would be
+# wrong
 VLLM_SET_HERE = (
-    # below: max_model_len is the two length keys together, dtype is the policy's
     "model",
     "tokenizer",
-    "dtype",
+    "dtype",  # the policy's
     "seed",
-    "max_model_len",
-    "logprobs_mode",  # log-probs after temperature: those the learner takes
-    "generation_config",  # a model's own penalties would bend what is sampled
+    "max_model_len",  # max_prompt_length + max_completion_length
+    "logprobs_mode",  # log-probs after the temperature, as the learner computes them
+    "generation_config",  # a model's own penalties would change what is sampled
     "distributed_executor_backend",
-    "enable_chunked_prefill",  # a partial prefill with seeds crashes on a CPU
+    "enable_chunked_prefill",  # on a CPU a partial prefill crashes if requests have seeds
     "trust_remote_code",
 )
-# arguments of apply_chat_template that are not for the template, or chosen here
+# arguments of apply_chat_template that the user may not set: they are not for the template, or are
+# chosen by prompts.py
 TEMPLATE_SET_HERE = (
     "conversation",
     "messages",
@@ -177,20 +180,20 @@ TILDE = "no shell has replaced the ~; write $HOME or the whole path"
 
 
 def entries(c: dict, key: str) -> dict:
-    """All entries of a key that is a dict, those that are left out with what that means."""
+    """All entries of a key that is a dict: the config's, and the defaults of those left out."""
     return ENTRIES[key] | c[key]
 
 
 def sources(c: dict) -> list[dict]:
-    """Where training rows come from: whole sources, one or those of a mixture."""
+    """Where training rows come from: the one source, or those of a mixture, with all entries."""
     given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
     return [ENTRIES["dataset"] | source for source in given]
 
 
 def eval_source(c: dict) -> dict | None:
-    """Where evaluation rows come from: eval_dataset, or without a name there the training dataset
-    with the other entries of eval_dataset, its test split; None of a mixture, which has none of its
-    own."""
+    """Where evaluation rows come from. That is eval_dataset if it has a name, else the training
+    dataset's test split, with the entries that eval_dataset has. None if the training data is a
+    mixture, which has no test split of its own."""
     given = entries(c, "eval_dataset")
     if given["name"]:
         return given
@@ -201,32 +204,34 @@ def eval_source(c: dict) -> dict | None:
 
 
 def is_evaluated(c: dict) -> bool:
-    """Whether rows are held out: for the run itself, or for somebody later on, for whom an
-    eval_dataset is named (allow_leakage: who does not care need not have it at hand)."""
+    """Whether evaluation rows are loaded and kept out of the training data: if the run evaluates,
+    or if it names an eval_dataset for a later evaluation. With allow_leakage=True the latter need
+    not even be at hand."""
     named = entries(c, "eval_dataset")["name"] != ""
     return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
 
 
 def values_of(value) -> list:
-    """The numbers that a key takes in a run: its points, or itself."""
+    """The numbers that a setting takes during a run: the values of {step: value}, or the number
+    itself."""
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def is_on(value) -> bool:
-    """Whether a number that -1 turns off, or a line through points, is on."""
+    """Whether a setting that -1 turns off is on; {step: value} always is."""
     return isinstance(value, dict) or value >= 0
 
 
 def steers_tau(c: dict) -> bool:
-    # a meta-controller moves tau and beta itself
+    """Whether the entropy controller moves tau. A meta-controller takes its place."""
     return c["controller_meta_method"] == "" and (
         is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
     )
 
 
 def steers_beta(c: dict) -> bool:
+    """Whether the KL controller moves beta. A meta-controller takes its place."""
     return (
-        # kl_target, kl_horizon or kl_ctl_step_size at 0: off
         c["controller_meta_method"] == ""
         and c["kl_target"] > 0
         and c["kl_horizon"] > 0
@@ -265,7 +270,7 @@ CHOICES = {
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),  # "" metrics.jsonl only
 }
-# Every number of default.py, in its order: (lower bound, upper bound). No upper bound: MOST.
+# Every number of default.py, in its order: (lower bound, upper bound). None: the bound in MOST.
 RANGES = {
     # run
     "seed": (">= 0", "< 4294967296"),  # 2**32
@@ -356,10 +361,9 @@ RANGES = {
     "keep_every": (">= 0", None),
     "log_rollouts_steps": (">= 0", None),
 }
-# Of a number without an upper bound in the table: 32 bits hold what is counted, float32 what is
-# computed.
+# Upper bounds for numbers without one in RANGES: counts must fit into 32 bits, floats into float32.
 MOST = {int: "<= 2147483647", float: "<= 1e30"}
-REASONS = {  # behind the sentence on a range, where it does not explain itself
+REASONS = {  # appended to the error about a range that does not explain itself
     "seed": "vLLM takes no larger one",
     "num_generations": "a completion is compared with its group, and alone it has advantage 0",
     "temperature": "vLLM samples at 0.01 instead of anything lower",
@@ -372,7 +376,7 @@ REASONS = {  # behind the sentence on a range, where it does not explain itself
     "replay.fraction": "it is a share of a step's prompts",
     "max_reward_failures": "it is a share of a step",
 }
-SIGNS = {  # sign -> (whether it holds, how it is said)
+SIGNS = {  # sign -> (the comparison, its words)
     ">": (operator.gt, "greater than"),
     ">=": (operator.ge, "at least"),
     "<": (operator.lt, "below"),
@@ -381,8 +385,8 @@ SIGNS = {  # sign -> (whether it holds, how it is said)
 
 
 def claims(c: dict):
-    """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A later one may
-    rely on those before it, so a caller stops at the first that fails."""
+    """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A claim may rely
+    on the ones before it, so a caller stops at the first that fails."""
     yield from value_claims(c)
     yield from group_claims(c)
     yield from data_claims(c)
@@ -399,13 +403,13 @@ def is_a_command(text: str) -> bool:
 
 
 def in_range(key: str, value) -> tuple[bool, str]:
-    """Whether a number, or every one of {step: value}, lies in its range of RANGES, and the
+    """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
     sentence if it doesn't."""
     lower, upper = RANGES[key]
     off = lower.startswith("-1 or ") and not isinstance(value, dict)  # -1 turns the key off
     lower = lower.removeprefix("-1 or ")
     for number in values_of(value):
-        # by the type of the number: coerce() has made it that of its default
+        # common.coerce() has given the number the type of its default
         limit = upper or MOST[type(number)]
         lower_holds, lower_words = check_bound(number, lower)
         upper_holds, upper_words = check_bound(number, limit)
@@ -424,7 +428,7 @@ def check_bound(value, bound: str) -> tuple[bool, str]:
 
 
 def value_claims(c: dict):
-    """Each key by itself."""
+    """Claims about one key each."""
     for key, choices in CHOICES.items():
         yield (
             c[key] in choices,
@@ -449,7 +453,7 @@ def value_claims(c: dict):
         )
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
-            # else it would show only when the run is resumed
+            # DeepSpeed would fail only when the run is resumed
             not set(c[key]) & set("*?["),
             f"{key}={c[key]!r}: DeepSpeed and vLLM read the signs * ? [ in a path as a pattern "
             "and would not find the files there: choose, or rename it to, a name without them",
@@ -471,7 +475,7 @@ def value_claims(c: dict):
 
 
 def paths(c: dict):
-    """(key, value) of all that may be a path."""
+    """(key, value) of every key that may hold a path."""
     for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
         yield key, c[key]
     for source in sources(c):
@@ -481,13 +485,13 @@ def paths(c: dict):
 
 
 def rows_of_a_group(c: dict) -> int:
-    """With the seeded rows of InfoSeed."""
-    return c["num_generations"] + c["info_seed_num_seeds"]  # G + S
+    """G + S: completions of a prompt, InfoSeed's included."""
+    return c["num_generations"] + c["info_seed_num_seeds"]
 
 
 def group_claims(c: dict):
-    """Sizes of groups, and what engine and optimizer can do together."""
-    if c["info_seed_num_seeds"] > 0:  # 0: InfoSeed is off, and its other keys mean nothing
+    """Claims about InfoSeed, the size of groups, the rollout engine and the optimizer."""
+    if c["info_seed_num_seeds"] > 0:  # with 0 InfoSeed is off, and its other keys mean nothing
         yield (
             "{seed}" in c["info_seed_prompt_template"],
             f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
@@ -509,7 +513,7 @@ def group_claims(c: dict):
         )
     G = rows_of_a_group(c)
     yield (
-        c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: a share below 0
+        c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
         f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = "
         f"{1 / G:.4f}",
     )
@@ -523,7 +527,7 @@ def group_claims(c: dict):
         "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
     )
     yield (
-        # offloading is a part of ZeRO's stages 1 to 3
+        # offloading is a feature of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
         "offload_optimizer=True needs zero_stage 1, 2 or 3",
     )
@@ -541,7 +545,7 @@ def group_claims(c: dict):
 
 
 def data_claims(c: dict):
-    """Prompts and rewards."""
+    """Claims about rewards and where prompts come from."""
     yield (len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
     yield (
         len(c["reward_funcs"]) == len(c["reward_weights"]),
@@ -592,8 +596,9 @@ def data_claims(c: dict):
 
 
 def objective_claims(c: dict):
-    """Terms of the loss that exclude or need each other."""
-    # A < 0 counts the larger of the capped and the clipped ratio: a lower cap would never act
+    """Claims about terms of the loss that exclude or need each other."""
+    # for A < 0 the loss takes the larger of the capped and the clipped ratio, so a delta below the
+    # clip would never act
     ceiling = 1 + (c["epsilon"] if c["epsilon_high"] == -1 else c["epsilon_high"])
     yield (
         c["delta"] == -1 or c["delta"] >= ceiling,
@@ -621,7 +626,7 @@ def objective_claims(c: dict):
         f"and beta={c['beta']}",
     )
     yield (
-        # in the other objectives beta * KL is in the loss already
+        # all other objectives have beta * KL in the loss anyway
         not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
         f"maxent_kl=True needs one of {names(lambda o: o.beta == 'weights')} as objective and "
         f"beta > 0, not objective={c['objective']!r} "
@@ -634,7 +639,8 @@ def objective_claims(c: dict):
 
 
 def controller_claims(c: dict):
-    """The targets of tau and beta must be reachable, and their start inside the bounds."""
+    """Claims about controllers: targets must be reachable, and tau and beta start inside their
+    bounds."""
     G = rows_of_a_group(c)
     method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
@@ -662,7 +668,8 @@ def controller_claims(c: dict):
             f"kl_target={c['kl_target']}",
         )
         yield (
-            # 2 / (1/2): the softmax's Jacobian has eigenvalues up to 1/2, at two answers of 1/2
+            # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, which they reach
+            # at two answers of probability 1/2
             c["controller_meta_virtual_lr"] < 4,
             f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
             "virtual steps overshoot for ever",
@@ -700,7 +707,7 @@ def controller_claims(c: dict):
             f"beta_max={c['beta_max']}",
         )
     yield (
-        # a step multiplies beta by 1 - step_size / horizon at the least
+        # a step multiplies beta by 1 - step_size / horizon or more
         not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
         f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or "
         "beta could turn negative",
@@ -711,19 +718,20 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its
     target is right at least half of the time.
 
-    Rewards 0 and 1, beta = 0: at the target the scores of right and wrong rows differ by 1 / tau,
-    so the log-probs of strings of T tokens differ by T / (scale * tau) where scores are means, by
-    1 / (scale * tau) where they are sums. There are V^T wrong strings: the difference must be at
-    least T * ln V. For sums T is taken as max_completion_length."""
+    Assume rewards 0 and 1 and beta = 0, and let tau be that product. At the target the scores of
+    right and wrong rows differ by 1 / tau. So the log-probs of strings of T tokens differ by
+    T / (scale * tau) if scores are means, by 1 / (scale * tau) if they are sums. There are V^T
+    wrong strings, so the difference must be at least T * ln V. For sums T is taken to be
+    max_completion_length."""
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
-        per_token *= c["max_completion_length"]  # a sum of so many log-probs, not their mean
+        per_token *= c["max_completion_length"]  # the score is the sum of so many log-probs
     return 1 / (per_token * math.log(vocabulary))
 
 
 def default_tau(c: dict, vocabulary: int) -> float:
-    """What maxent_tau=-1 stands for: the largest that is not warned about, or the nearest where
-    it may start, if it is steered."""
+    """What maxent_tau=-1 stands for: the largest tau without a warning. If a controller steers tau,
+    clamped to its bounds."""
     tau = 1 / math.log(vocabulary)  # xdr compares advantages, not scores
     if OBJECTIVES[c["objective"]].group_loss:
         tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
@@ -735,11 +743,12 @@ def default_tau(c: dict, vocabulary: int) -> float:
 def tau_of_excess(excess: float, G: int, right: int) -> float:
     """The maxent_q_temperature * maxent_tau at which the weights w of a group have this excess
     entropy. The group: `right` of G rows have reward 1, the others 0."""
-    low, high = 1e-3, 1e3  # tau: the entropy grows with it, so halving the interval finds it
-    for _ in range(60):  # halves ln(high / low) each time: to the last digit of a float
-        tau = math.sqrt(low * high)  # the middle of the logarithms
+    low, high = 1e-3, 1e3  # bounds of tau. The entropy grows with tau, so bisection works
+    for _ in range(60):  # each round halves ln(high / low), down to the last digit of a float
+        tau = math.sqrt(low * high)  # the middle on a log scale
+        # w of one wrong row, then w of one right row
         wrong = math.exp(-1 / tau) / (right + (G - right) * math.exp(-1 / tau))
-        best = (1 - (G - right) * wrong) / right  # w of one right row; `wrong`: of one wrong row
+        best = (1 - (G - right) * wrong) / right
         entropy = -right * best * math.log(best)
         entropy -= (G - right) * wrong * math.log(wrong) if wrong > 0 else 0.0
         reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))  # 0 to 1
@@ -748,7 +757,8 @@ def tau_of_excess(excess: float, G: int, right: int) -> float:
 
 
 def tau_warnings(c: dict, vocabulary: int) -> list[str]:
-    """Temperatures so high that wrong answers win, set or to be reached by a controller."""
+    """Sentences about a maxent_tau so high that wrong answers win, whether it is set or a
+    controller will reach it."""
     warnings = []
     product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
     if c["maxent_score_norm"] == "sum":
@@ -778,21 +788,22 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
-    """A sentence on the settings that the objective does not read, if there are any."""
+    """A list of one sentence about the changed settings that the objective does not read; [] if
+    there are none."""
     objective = OBJECTIVES[c["objective"]]
-    found = [
+    useless = [
         f"{key}={c[key]!r}"
         for key, is_used in USED.items()
         if c[key] != defaults[key] and not is_used(objective, c)
     ]
-    if not found:
+    if not useless:
         return []
-    return [f"{', '.join(found)}: not used by objective={c['objective']!r}"]
+    return [f"{', '.join(useless)}: not used by objective={c['objective']!r}"]
 
 
 def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
-    """Settings that run but do nothing or are known to hurt, a sentence each, once maxent_tau is
-    known."""
+    """A sentence for each setting that is allowed but does nothing or is known to hurt. c: with
+    maxent_tau filled in, see common.with_tau."""
     objective = OBJECTIVES[c["objective"]]
     warnings = unused(c, defaults)
     if objective.group_loss:
@@ -802,7 +813,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
             "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
-    # 0.3: ten times the default; from about 30 on the loop is not even stable
+    # 0.3 is ten times the default; from about 30 on the control loop is unstable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
@@ -835,11 +846,11 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "compare the likelihoods of a group's rows, and rows with a seed answered another "
             "prompt"
         )
-    reach = (
-        sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
-    )  # range of log q, if a reward is in 0..1
-    if c["controller_meta_method"] not in ("", "analytic"):  # those that follow a gradient
-        # well below it the slope by log tau is a thousandth (tests/test_controllers_config.py)
+    # range of log q, if every reward function gives 0 to 1
+    reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
+    if c["controller_meta_method"] not in ("", "analytic"):  # the methods that follow a gradient
+        # at half this bound the slope by log tau is less than a thousandth of an ordinary one
+        # (tests/test_controllers_config.py)
         if c["maxent_tau"] + c["beta"] < 0.05 * reach:
             warnings.append(
                 f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "
