@@ -1,8 +1,8 @@
-"""What a run reads before it loads any weights, and everything about it that can be wrong.
+"""Reads everything that a run needs before it loads weights, and checks it.
 
-files = load_model_files(model)          # every command: config, tokenizer, what ends a completion
-inputs = load_inputs(config, world)      # and rows, rewards
-dry_run(config, world, dtype, deepspeed_config)     # reads it and says what would run
+files = load_model_files(model)          # every command: config, tokenizer, stop tokens
+inputs = load_inputs(config, world)      # the same, and rows and rewards
+dry_run(config, world, dtype, deepspeed_config)     # the same, then prints what would run
 """
 
 import json
@@ -51,20 +51,20 @@ from ranks import check_tensor_parallel
 from rollout import VLLM_ROWS, plan_cache, rows_at_once
 
 GIB = 2**30
-# tokens of a micro-batch that is chosen here: more at a time are no faster
+# bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster
 MOST_TOKENS = 16384
 MOST_TOKENS_ON_CPU = 4096
-FEWEST_TOKENS = 256  # fewer save nothing beside the rest
-# Python, torch, vLLM and DeepSpeed in main memory (LOG.md, 2026-11-22); CUDA's context, NCCL and
-# what vLLM keeps asleep on a GPU (an assumption)
+FEWEST_TOKENS = 256  # below this the activations are small beside the weights anyway
+# main memory of Python, torch, vLLM and DeepSpeed (LOG.md, 2026-11-22)
 LIBRARIES = int(0.85 * GIB)
+# GPU memory of CUDA's context, NCCL and a sleeping vLLM (an assumption)
 CUDA_LIBRARIES = 2 * GIB
 IN_CPU_MEMORY = " (in CPU memory)"
-BUCKET = 500_000_000  # gradients: DeepSpeed's default
-# of a rank's memory: the rest is for the system and for what estimates leave out
+BUCKET = 500_000_000  # values in DeepSpeed's reduce_bucket_size, its default
+# share of a rank's memory that an estimate may fill; estimates leave things out
 MEMORY_SHARE = 0.8
-SAMPLE = 4096  # values of every tensor that are read: enough to notice weights that are all NaN
-# what takes less memory, what costs least first
+SAMPLE = 4096  # values read from every tensor: enough to notice weights that are all NaN
+# ways to take less memory, the cheapest first
 LESS_MEMORY = (
     "lower max_tokens_per_micro_batch, set gradient_checkpointing=True, or a higher zero_stage on "
     "several ranks"
@@ -80,24 +80,25 @@ class ModelFiles(NamedTuple):
 
 
 def load_model_files(model: str, chat_template: str = "", dry_run: bool = False) -> ModelFiles:
-    """What a folder or a hub id holds besides weights; a UserError if that or they can't be used.
+    """Loads what a model's folder or hub id holds besides weights. UserError if that can't be used,
+    or if the weights can't.
 
-    chat_template: takes the place of the tokenizer's own; a file, or the template itself.
-    dry_run: downloads no weights, and does without a folder's."""
+    chat_template: replaces the tokenizer's own; a file, or the template itself.
+    dry_run: don't download weights, and don't insist that a folder has any."""
     if not model:
         raise UserError(
             "model is empty: name a Hugging Face id or a folder, such as "
             "--model=Qwen/Qwen2.5-0.5B-Instruct"
         )
-    refuse_missing_folder(model)  # a typo, before the hub is asked for it
+    refuse_missing_folder(model)  # a path with a typo should not be looked up on the hub
     if not os.path.isdir(model):  # a hub id
         data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
-        # the cheap before the large: config, tokenizer, weights
+        # in order of cost: config, tokenizer, weights
         config = load_part(model, "config.json", AutoConfig)
         vocab_size = vocabulary_of(model, config)
-        # False: beside a tekken.json transformers would take Mistral's own, which has no chat
-        # template and another interface
+        # False: if there is a tekken.json, transformers would load Mistral's own tokenizer, which
+        # has no chat template and another interface
         tokenizer = load_part(model, "the tokenizer", AutoTokenizer, mistral_format=False)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
@@ -113,8 +114,8 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
 
 @contextmanager
 def quiet():
-    """Without transformers' own reports and progress bars: what matters of them is said here."""
-    verbosity = logging.get_verbosity()  # of the whole process: it is given back
+    """Silences transformers' reports and progress bars: this file reports what matters in them."""
+    verbosity = logging.get_verbosity()  # global, so it must be restored
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -126,7 +127,7 @@ def quiet():
 def load_part(model: str, part: str, auto_class, **options):
     try:
         return auto_class.from_pretrained(model, **options)
-    except Exception as error:  # strangers' files: the parsers raise dozens of kinds
+    except Exception as error:  # parsers of strangers' files raise dozens of kinds
         raise unusable(model, part, error) from None
 
 
@@ -144,7 +145,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 
 
 def vocabulary_of(model: str, config) -> int:
-    if config.get_text_config() is not config:  # its sizes stand one level deeper
+    if config.get_text_config() is not config:  # multimodal: the text model's config is nested
         raise unusable(
             model,
             "config.json",
@@ -158,12 +159,12 @@ def vocabulary_of(model: str, config) -> int:
 
 
 def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
-    """UserError for a tokenizer without a vocabulary, as some are without their files, or with a
-    larger one than the model's. Special tokens may lie beyond: Gemma's has one for images."""
+    """UserError if a tokenizer's vocabulary is empty (as when its files are missing) or larger than
+    the model's. Special tokens may lie beyond the model's: Gemma has one for images."""
     try:
-        # every letter, digit and sign of ASCII: some of them are in any vocabulary
+        # all letters, digits and signs of ASCII: any vocabulary has some of them
         ids = tokenizer(string.printable, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # Rust's own kinds too
+    except Exception as error:  # tokenizers, written in Rust, raises kinds of its own
         raise unusable(model, "the tokenizer", error) from None
     if not ids:
         sentence = "it makes no token of any letter or digit: is tokenizer.json missing?"
@@ -179,7 +180,7 @@ def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
 
 
 def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) -> None:
-    """Sets and tries the chat template; a model without one is said to be one."""
+    """Sets the chat template and tries it. Prints a sentence if the model has none."""
     if chat_template:
         set_chat_template(tokenizer, chat_template)
     elif tokenizer.chat_template:
@@ -189,7 +190,7 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"model={model!r} has no chat template: its prompts are plain text "
             f"(a base model; --chat_template gives it one)"
         )
-    # tokens that the template, or the tokenizer by itself, puts into every prompt
+    # tokens that the template or the tokenizer adds to every prompt
     plain = {"system_prompt": "", "chat_template_kwargs": {}}
     text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
     beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
@@ -201,12 +202,13 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
 
 
 def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
-    """The tokens that end a completion: the tokenizer's EOS and those of the generation config."""
-    more = generation_eos(model)
-    ids = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    """The ids of tokens that end a completion: the tokenizer's EOS and those of
+    generation_config.json."""
+    eos = generation_eos(model)
+    ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     stop_ids = []
     for i in ids:
-        if i is None or i in stop_ids:  # None: the one or the other names none
+        if i is None or i in stop_ids:  # None: one of the two names no token
             continue
         if type(i) is not int or not 0 <= i < vocab_size:
             raise UserError(
@@ -231,7 +233,7 @@ def generation_eos(model: str):
         if not (Path(model) / "generation_config.json").exists():
             return None  # a model need not have one
         raise unusable(model, "generation_config.json", error) from None
-    except Exception as error:  # fields of another type
+    except Exception as error:  # such as a field of another type
         raise unusable(model, "generation_config.json", error) from None
 
 
@@ -257,7 +259,7 @@ def has_pickles(folder: Path) -> bool:
 
 
 def check_weights(model: str) -> None:
-    """UserError if weights can't be loaded, leave something out or at random, or are no numbers."""
+    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
@@ -276,20 +278,20 @@ def check_weights(model: str) -> None:
             model,
             device_map="meta",  # no memory: only names and sizes are compared
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # don't raise: the report has them
             output_loading_info=True,
         )
     except Exception as error:  # as in load_part
         raise unusable(model, "its weights", damaged_file(folder) or error) from None
     refuse_other_weights(model, lm, report)
-    # the cache has a hub model's files in one folder
+    # for a hub id: all its files are in one folder of the cache
     for path in weight_files(Path(cached_file(model, "config.json")).parent):
         refuse_nan(model, path)
 
 
 def refuse_buffers(model: str, config) -> None:
-    """UserError if a part of the model is in its files but is no parameter: checkpoints and the
-    rollout engine take parameters alone (the routing bias of DeepSeek-V3 is none)."""
+    """UserError if the model's files hold buffers, tensors that are no parameters, such as the
+    routing bias of DeepSeek-V3: checkpoints and the rollout engine get parameters only."""
     lm = empty_model(model, config)
     buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()
     if buffers:
@@ -300,12 +302,12 @@ def refuse_buffers(model: str, config) -> None:
 
 
 def damaged_file(folder: Path) -> str:
-    """Which of a folder's weight files can't be opened, and why; "" if all can."""
+    """A sentence about the first weight file of a folder that can't be opened; "" if all can."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):  # reads the header, and compares it with the file's size
+            with safe_open(path, "pt"):  # reads the header and compares it with the file's size
                 pass
-        except Exception as error:  # SafetensorError, OSError and what else a file can be
+        except Exception as error:  # SafetensorError, OSError and others
             return (
                 f"{path.name} is damaged or can't be read, copy it again: {in_one_line(error, 300)}"
             )
@@ -314,8 +316,8 @@ def damaged_file(folder: Path) -> str:
 
 def refuse_other_weights(model: str, lm, report: dict) -> None:
     """UserError if the files hold other weights than config.json describes. report: transformers'
-    own, of the names and sizes that did not match."""
-    # a file of another model, or a config.json that was edited
+    loading info, with the names and sizes that did not match."""
+    # sizes differ: the file is another model's, or config.json was edited
     other_sizes = sorted(report["mismatched_keys"])
     if other_sizes:
         name, stored, wanted = other_sizes[0]
@@ -323,14 +325,14 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
             f"model={model!r}: {len(other_sizes)} of its weights are of other sizes than "
             f"config.json says, such as {name}, {tuple(stored)} instead of {tuple(wanted)}"
         )
-    # a shard that is not there, or more layers than were saved
+    # weights are missing: a shard is, or config.json has more layers than the files
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
             f"model={model!r}: {len(missing)} weights that config.json asks for are in none of its "
             f"files, such as {missing[0]}: they would be random"
         )
-    # of layers that are like the model's own, whatever their number
+    # unused weights whose names differ from the model's in their layer number only
     kinds = {re.sub(r"\d+", "N", name) for name, _ in lm.named_parameters()}
     unused = sorted(report["unexpected_keys"])
     layers = [name for name in unused if re.sub(r"\d+", "N", name) in kinds]
@@ -339,7 +341,7 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
             f"model={model!r}: its files hold {len(layers)} weights of layers that config.json "
             f"does not have, such as {layers[0]}: they would be left out"
         )
-    if unused:  # a value head, say
+    if unused:  # such as a value head
         say_once(
             f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
             f"model and are left out, such as {unused[0]}"
@@ -347,7 +349,8 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are loaded: one, or those of the index; a folder may hold more."""
+    """The safetensors files that from_pretrained loads: model.safetensors, or those named in the
+    index. A folder may hold others."""
     single = folder / "model.safetensors"
     if single.exists():
         return [single]
@@ -359,7 +362,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_nan(model: str, path: Path) -> None:
-    """UserError if a tensor begins with values that are no numbers; files are mapped, not read."""
+    """UserError if NaN or infinity is among the first SAMPLE values of a tensor. The file is
+    mapped, not read as a whole."""
     with safe_open(path, "pt") as file:
         for name in file.keys():
             tensor = file.get_slice(name)[...].flatten()[:SAMPLE]
@@ -371,12 +375,12 @@ def refuse_nan(model: str, path: Path) -> None:
 
 
 def check_context(model_config, c: dict) -> None:
-    """UserError if the model has fewer positions than a prompt and its completion need. Stretched
-    ones (YaRN and so on) are left to vLLM."""
+    """UserError if the model has fewer positions than a prompt and its completion need. Models that
+    stretch their positions (YaRN and so on) are left to vLLM to check."""
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     stretched = rope.get("rope_type", "default") != "default"
-    if limit and not stretched and longest_row(c) > limit:  # limit None: no table of positions
+    if limit and not stretched and longest_row(c) > limit:  # limit None: the model has no limit
         raise UserError(
             f"max_prompt_length={c['max_prompt_length']} + "
             f"max_completion_length={c['max_completion_length']} is more than the {limit} "
@@ -385,7 +389,7 @@ def check_context(model_config, c: dict) -> None:
 
 
 def longest_row(c: dict) -> int:
-    """Tokens of a prompt and its completion at most."""
+    """Tokens that a prompt and its completion have at most."""
     return c["max_prompt_length"] + c["max_completion_length"]
 
 
@@ -398,17 +402,18 @@ class Inputs(NamedTuple):
     model: object  # the model's config
     tokenizer: object
     stop_ids: list[int]  # the tokens that end a completion
-    sources: list[list[dict]]  # training rows of every source of the mixture
-    weights: list[float]
+    sources: list[list[dict]]  # training rows of each source of the mixture
+    weights: list[float]  # of the sources
     easy: list[dict]  # rows of the easy pool
     columns: list  # scoring.Column
     eval_rows: list[dict]
 
 
 def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
-    """All that can be wrong before weights are loaded; a dry run downloads none to look at them."""
+    """Loads model files, rows and rewards, and checks them as far as possible without loading
+    weights. A dry run does not even download weights."""
     rewards.check_names(c["reward_funcs"])
-    if c["prompts_per_step"] % world:  # every rank takes as many
+    if c["prompts_per_step"] % world:  # every rank takes the same number
         raise UserError(
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
             f"{world}"
@@ -417,18 +422,18 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     # model and tokenizer
     files = load_model_files(c["model"], c["chat_template"], dry_run)
     end = end_of_turn(files.tokenizer, files.stop_ids)
-    if end.startswith("warning") and not dry_run:  # which has a line for it
+    if end.startswith("warning") and not dry_run:  # a dry run prints it in show_data()
         say_once(end)
     check_context(files.config, c)
     refuse_buffers(c["model"], files.config)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
-    make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # only its options can be wrong
+    make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # raises if optimizer_options fail
 
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = data.all_rows([*sources, easy])  # all that rewards will see
+    rows = data.all_rows([*sources, easy])  # all training rows that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
@@ -447,28 +452,27 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """The first eval_max_prompts rows of the evaluation data, encoded; the rewards can read their
-    answers."""
+    """held_out_rows(); UserError if the rewards can't read their answers."""
     rows = held_out_rows(c, tokenizer)
     scoring.check_answers(deciding(rows, c), rows, eval_source(c)["name"], c)
     return rows
 
 
 def held_out_rows(c: dict, tokenizer) -> list[dict]:
-    """The same, whatever their answers are."""
+    """The first eval_max_prompts rows of the evaluation data, encoded."""
     source = eval_source(c)
     if source is None:
         raise UserError(
             "dataset is a mixture, which has no evaluation split of its own: name an "
             "eval_dataset, or set eval_steps=0"
         )
-    # the same rows for every seed of a run: their scores are compared
+    # seed=0: the same rows whatever the run's seed, so that scores can be compared
     rows = data.load_rows(source, seed=0, also=data.more_columns(c))
     return encode_prompts(rows[: c["eval_max_prompts"]], tokenizer, c)
 
 
 def deciding(rows: list[dict], c: dict) -> list:
-    """The reward columns that say what is correct: those of the first of reward_funcs."""
+    """The reward columns that decide what is correct: those of the first of reward_funcs."""
     return rewards.columns_of(c["reward_funcs"][:1], [1.0], rows)
 
 
@@ -477,17 +481,17 @@ def deciding(rows: list[dict], c: dict) -> list:
 
 def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
     """Prints what a run of this config would do. What needs the model's files or the data comes
-    last, they may be out of reach."""
+    last, because these may be out of reach."""
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
     group = rows_of_a_group(c)
-    rows = c["prompts_per_step"] * group  # of a step, over all ranks
+    rows = c["prompts_per_step"] * group  # in a step, on all ranks
     print(
         f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
         f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s)"
     )
-    # all that needs no file is said before any is looked for
+    # print and check what needs no file before looking for files
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
 
@@ -505,7 +509,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
 
 
 def show_data(inputs: Inputs, c: dict) -> None:
-    """How much there is, what a prompt looks like and what ends a completion."""
+    """Prints how much data there is, what a prompt looks like and what ends a completion."""
     tokenizer = inputs.tokenizer
     count = sum(len(source) for source in inputs.sources)
     passes = c["max_steps"] * c["prompts_per_step"] / count
@@ -522,19 +526,21 @@ def show_data(inputs: Inputs, c: dict) -> None:
 
 
 def rows_of_a_rank(c: dict, world: int) -> int:
-    """Completions of a step that one rank learns from."""
+    """Completions that one rank learns from in a step."""
     return c["prompts_per_step"] // world * rows_of_a_group(c)
 
 
 def tokens_at_once(c: dict, world: int) -> int:
-    """Tokens of a micro-batch at most: no row is cut, and there are only so many of them."""
+    """Most tokens that a micro-batch can have: at least the longest row, because no row is cut, and
+    at most all rows of the rank."""
     limit = max(c["max_tokens_per_micro_batch"], longest_row(c))
     return min(limit, rows_of_a_rank(c, world) * longest_row(c))
 
 
 def fitting_tokens(c: dict, model, parameters, world: int) -> int:
-    """max_tokens_per_micro_batch where it is 0: the largest power of two with which the estimate is
-    at most MEMORY_SHARE of a rank's memory. model: its config; parameters: policy.Parameters."""
+    """What max_tokens_per_micro_batch=0 stands for: the largest power of two for which the memory
+    estimate is at most MEMORY_SHARE of a rank's memory. model: the Hugging Face config; parameters:
+    policy.Parameters."""
     tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
@@ -546,7 +552,7 @@ def fitting_tokens(c: dict, model, parameters, world: int) -> int:
 
 
 def device_memory() -> int:
-    """Bytes of a rank's GPU, or its share of this machine's memory."""
+    """Bytes of a rank's GPU memory; without a GPU, of its share of the main memory."""
     if not torch.cuda.is_available():
         return rank_memory()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -554,7 +560,7 @@ def device_memory() -> int:
 
 
 def on_device(table: dict) -> float:
-    """Bytes of an estimate that are in the memory of device_memory()."""
+    """The sum of an estimate's entries, in bytes, that are in the memory of device_memory()."""
     sizes = 0.0
     for what, size in table.items():
         if IN_CPU_MEMORY not in what or not torch.cuda.is_available():
@@ -563,12 +569,12 @@ def on_device(table: dict) -> float:
 
 
 def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
-    """The estimate of a rank's memory as a table. model: its config; parameters:
-    policy.Parameters."""
+    """Prints the estimate of a rank's memory as a table. model: the Hugging Face config;
+    parameters: policy.Parameters."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
     c = c | {"max_tokens_per_micro_batch": tokens}
     longest = longest_row(c)
-    # no row is cut, and one at least is in each
+    # max: rows are not cut, so a micro-batch holds one row at least
     micro_batches = math.ceil(rows_of_a_rank(c, world) / max(1, tokens // longest))
     print(
         f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
@@ -590,25 +596,25 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> N
 
 
 def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
-    """Bytes on each of `world` ranks, by what they hold, while a micro-batch is learned from.
-    model: its config; parameters: policy.Parameters; itemsize: bytes of a number."""
+    """{what: bytes} of memory on each of `world` ranks during the backward of a micro-batch. model:
+    the Hugging Face config; parameters: policy.Parameters; itemsize: bytes of a weight."""
     weights = parameters.all * itemsize
     optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
-    if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO has one in float32 too
+    if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO makes the copy even if weights are float32
         optimizer += parameters.trained * 4  # a float32 copy of the weights
     place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
-    # with adapters it is the policy with these off
+    # with adapters the reference is the policy with adapters off
     reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= world
-    # GPT-2 has no name for the width of its feed-forward layers
+    # GPT-2's config does not give the width of its feed-forward layers
     inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    # recomputed layer by layer, so one at a time is whole
+    # with checkpointing, layers are recomputed one at a time
     layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
     per_token = layers * (18 * model.hidden_size + 4 * inner) * itemsize  # kept for the backward
 
     def share(stage: int) -> int:
-        """Ranks that split what this ZeRO stage splits."""
+        """The number of ranks that share what ZeRO shards from this stage on."""
         return world if c["zero_stage"] >= stage else 1
 
     table = {
@@ -625,17 +631,19 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
 
 
 def bucket_bytes(c: dict, parameters, itemsize: int, world: int) -> int:
-    """What DeepSpeed copies gradients into before it sends them, reduce_bucket_size at a time."""
+    """Bytes of the buffer into which DeepSpeed copies gradients before it reduces them over ranks,
+    reduce_bucket_size at a time."""
     if c["zero_stage"] > 0 and torch.cuda.is_available():
-        return BUCKET * itemsize  # taken whole, whatever comes into it
+        return BUCKET * itemsize  # allocated whole, even for a smaller model
     if c["zero_stage"] > 0 or world > 1:
         return min(parameters.trained, BUCKET) * itemsize
     return 0
 
 
 def head_bytes(model, tokens: int) -> int:
-    """Of loss.token_logps: four float32 tensors of a chunk at a time, the gradient of the head, and
-    on a CPU the softmaxes that it keeps (on a GPU as many as there is room for)."""
+    """Bytes that loss.token_logps takes: four float32 tensors (chunk, vocabulary), the gradient of
+    the head, and on a CPU the softmaxes that it keeps for the backward. On a GPU it keeps as many
+    as there is room for, so they are not counted."""
     on_gpu = torch.cuda.is_available()
     chunk = CHUNK if on_gpu else CPU_CHUNK
     kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model.vocab_size)
@@ -643,13 +651,13 @@ def head_bytes(model, tokens: int) -> int:
 
 
 def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
-    """What the rollout engine holds while the policy learns, by what it is."""
+    """{what: bytes} that the rollout engine holds while the policy learns."""
     if c["rollout_engine"] == "server":
         return {}
     if c["rollout_engine"] == "hf":
         return {"rollout engine's weights": weights}
     share = entries(c, "vllm_options")["tensor_parallel_size"]
-    if torch.cuda.is_available():  # asleep: at most its weights are there
+    if torch.cuda.is_available():  # it sleeps, so at most its weights are on the GPU
         return {"rollout engine's weights": weights / share}
     rows = rows_at_once(c, max(1, world // share), VLLM_ROWS)
     # on a CPU vLLM keeps a packed copy of all matrices but the vocabulary's
