@@ -1,11 +1,11 @@
-"""Rows to train and evaluate on: of a task, a file, a Hugging Face dataset, or several of them.
+"""Rows to train and evaluate on: from a task, a file, a Hugging Face dataset, or a mixture of them.
 
     rows = load_rows({"name": "countdown", "config": "tiny"}, seed=42)
     sources, weights = training_sources(config, tokenizer)      # with "prompt_ids"
 
-A source is a dict like checks.SOURCE, of which only "name" must be given. A row is a dict {"id",
-"task", "prompt", "answer", ...} with whatever else its source holds; prompts.py adds "prompt_ids".
-Which rows a step takes is decided in stream.py.
+A source is a dict with the entries of checks.SOURCE, of which only "name" must be given. A row is a
+dict {"id", "task", "prompt", "answer", ...} with whatever else its source holds; prompts.py adds
+"prompt_ids". stream.py decides which rows a step takes.
 """
 
 import inspect
@@ -23,9 +23,9 @@ from checks import SOURCE, entries, sources
 from common import UserError, quoted, say_once
 from prompts import encode_prompts, prompt_fault, prompt_identity
 
-# columns that mean something here, read wherever a dataset has them
+# columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
-BLOCK = 1000  # prompts over which a mixture keeps its weights to the row
+BLOCK = 1000  # in every block of so many prompts each source of a mixture has its exact share
 
 
 # --- the rows of a source
@@ -33,10 +33,10 @@ BLOCK = 1000  # prompts over which a mixture keeps its weights to the row
 
 def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
     """All rows of a source, at least one. Rows without prompt or answer are left out with a printed
-    count. What can't be found or read is a UserError that names it.
+    count. UserError, naming it, for what can't be found or read.
 
-    seed: of tasks that draw their rows. also: further columns of a dataset, where it has them;
-    those of source["more"] it must have. A .jsonl file brings all of its own."""
+    seed: for tasks that draw their rows at random. also: optional further columns of a dataset;
+    those in source["more"] are required. From a .jsonl file all columns are read."""
     source = SOURCE | source
     name = source["name"]
     if not name:
@@ -53,10 +53,10 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
-    """What rows() of tasks/<name>.py makes."""
+    """The rows that rows() of tasks/<name>.py makes."""
     name = source["name"]
     rows = tasks.module(name).rows
-    # a task of one kind need not have the argument
+    # a task without variants need not have the argument
     variant = {"config": source["config"]} if source["config"] else {}
     if variant and "config" not in inspect.signature(rows).parameters:
         raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
@@ -67,8 +67,9 @@ def task_rows(source: dict, seed: int) -> list[dict]:
 
 
 def check_single(source: dict) -> None:
-    """UserError if a part is asked of a source that has none. "test" is what evaluation asks for
-    where nothing else is said; a config may be left of another source."""
+    """UserError if the config asks for a split of a source that has none. "train" and "test" are
+    allowed, because they are the defaults of training and evaluation. source["config"] is not
+    checked: it may be left over from another source."""
     if source["split"] not in ("train", "test"):
         raise UserError(
             f"dataset.name={source['name']!r} has no splits, so split={source['split']!r} can't be "
@@ -77,8 +78,8 @@ def check_single(source: dict) -> None:
 
 
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
-    """found: {place: row as its source has it}; more: further columns. The rows with prompt and
-    answer, as they are meant here."""
+    """Turns rows as their source has them into this program's rows; those without prompt or answer
+    are left out. found: {place: raw row}; more: names of further columns."""
     rows = []
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])
@@ -88,7 +89,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
         check_fields(raw, place)
-        row = dict(raw)  # its other columns are for rewards
+        row = dict(raw)  # rewards get the other columns
         for column in more:
             if "." in column and column_of(raw, column) is not None:
                 row[column] = column_of(raw, column)
@@ -96,7 +97,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row["task"] = own_task(raw) or source["task"]
         row["prompt"] = prompt
         row["answer"] = answer
-        row.pop("completion", None)  # a reward's own argument
+        row.pop("completion", None)  # rewards have an argument of that name
         rows.append(row)
 
     name = source["name"]
@@ -117,12 +118,12 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     return rows
 
 
-# --- what a row's fields must be
+# --- the fields of a row
 
 
 def column_of(row: dict, name: str):
-    """The content of a column, None where the row has none. "reward_model.ground_truth" is an entry
-    of the column reward_model, unless a column has all of that as its name."""
+    """The value of a row's column, None if it has none. "reward_model.ground_truth" is the entry
+    ground_truth of the column reward_model, unless a column is called exactly that."""
     if name in row:
         return row[name]
     content = row
@@ -145,8 +146,8 @@ def is_count(value) -> bool:
     return type(value) in (int, float) and 0 <= value < 2**31  # NaN is not
 
 
-# Field: what it must be where a row has it, and that in words. "task" may be anything: a column of
-# that name is often a class label.
+# field -> (check of its value if a row has it, the check in words). "task" is not checked: in many
+# datasets a column of that name is a class label.
 FIELDS = {
     "id": (is_name, "text or a number"),
     "solutions": (is_texts, "a list of texts"),
@@ -155,15 +156,15 @@ FIELDS = {
 
 
 def check_fields(row: dict, where: str) -> None:
-    """UserError with the place of a row of which one of FIELDS is of the wrong type."""
+    """UserError, beginning with `where`, if one of FIELDS has the wrong type in this row."""
     for field, (fits, words) in FIELDS.items():
         if row.get(field) is not None and not fits(row[field]):
             raise UserError(f"{where}: {field!r} must be {words}, not {quoted(row[field])}")
 
 
 def own_task(row: dict) -> str:
-    """A row's own task; "" for a number, as a class label is, and for "module:function": data
-    names no code."""
+    """The task that a row names. "" for a number, which is a class label, and for
+    "module:function": data must not name code to run."""
     task = row.get("task")
     return task if isinstance(task, str) and ":" not in task else ""
 
@@ -172,14 +173,15 @@ def own_task(row: dict) -> str:
 
 
 def read_jsonl(path: str) -> dict[str, dict]:
-    """{"path:number" of a line: the row in it}; UserError with file and line of one that can't be
+    """{"path:line number": row}. UserError, with file and line number, for a line that can't be
     used."""
     rows = {}
     number = 0
     try:
-        with open(path, "rb") as file:  # as text it would be decoded ahead of its lines
+        # bytes: text is decoded in blocks, so an error could not be told to its line
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                # a byte order mark, as Windows puts it at the beginning
+                # utf-8-sig: Windows puts a byte order mark at the beginning
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
                     where = f"{path}:{number}"
@@ -195,12 +197,12 @@ def read_row(line: str, where: str) -> dict:
     """The JSON object of one line."""
     try:
         row = json.loads(line)
-        if "\\u" in line:  # only so can half of a character, which no tokenizer takes, come in
+        if "\\u" in line:  # only an escape can bring in half a surrogate pair
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start]
         raise UserError(f"{where}: {bad!r} is not a character but half of one") from None
-    except (ValueError, RecursionError) as error:  # also thousands of digits or brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets too
         raise UserError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {line[:40]!r}")
@@ -211,11 +213,12 @@ def read_row(line: str, where: str) -> dict:
 
 
 def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
-    """{place: row}, the columns of `source` and as many of OURS and `also` as there are."""
+    """{place: row} with the columns that `source` names, and those of OURS and `also` that the
+    dataset has."""
     name = source["name"]
     split = source["split"]
     dataset = open_dataset(source)
-    if isinstance(dataset, dict):  # of its splits: save_to_disk keeps them together
+    if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         if split not in dataset:
             splits = ", ".join(dataset)
             raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
@@ -232,11 +235,11 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
                 f"its columns are {', '.join(dataset.column_names)}"
             )
         wanted.append(whole)
-    for column in (*OURS, *also):  # welcome, not needed
+    for column in (*OURS, *also):  # optional
         whole = whole_column(dataset.features, column)
         if whole is not None:
             wanted.append(whole)
-    # the other columns may be gigabytes of other people's rollouts
+    # the other columns may be gigabytes, such as rollouts of other models
     dataset = dataset.select_columns(list(dict.fromkeys(wanted)))
     try:
         rows = dataset.to_list()
@@ -246,36 +249,36 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
 
 
 def whole_column(features: dict, name: str) -> str | None:
-    """The column that holds "reward_model.ground_truth" among others: reward_model. None without
-    such a one."""
+    """The column of a dataset that contains `name`: reward_model for "reward_model.ground_truth".
+    None if there is none."""
     if name in features:
         return name
     first, *parts = name.split(".")
     content = features.get(first)
     for part in parts:
-        if getattr(content, "_type", "") == "Json":  # it may hold anything: a row tells
+        if getattr(content, "_type", "") == "Json":  # its entries differ from row to row
             return first
         content = content.get(part) if isinstance(content, dict) else None
     return None if content is None else first
 
 
 def open_dataset(source: dict):
-    """A dataset, or a dict of its splits; UserError if there is none that can be loaded.
+    """A dataset, or a dict of its splits; UserError if it can't be loaded.
 
-    huggingface_hub asks a busy hub again after 1, 2, 4, 8 and 8 seconds."""
-    import datasets  # takes seconds, and tasks and .jsonl files do without
+    If the hub is busy, huggingface_hub tries again after 1, 2, 4, 8 and 8 seconds."""
+    import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
 
     name = source["name"]
-    unknown = ""  # what the name is not, where it may be a misspelt one
+    unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (name.endswith(".parquet") or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
-            datasets.config.HF_HUB_OFFLINE = True  # it has a copy of its own
+            datasets.config.HF_HUB_OFFLINE = True  # datasets has its own copy of this setting
         unknown = (
             f"is not a task of tasks/ ({', '.join(tasks.NAMES)}), not a .jsonl or .parquet file "
             f"or a folder of save_to_disk, and "
         )
     try:
-        if name.endswith(".parquet"):  # which has one split, called train
+        if name.endswith(".parquet"):  # datasets calls its only split "train"
             return datasets.load_dataset("parquet", data_files=name, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)
@@ -285,9 +288,9 @@ def open_dataset(source: dict):
             f"dataset.name={name!r} {unknown}the Hugging Face hub can't be reached (no network, or "
             f"HF_HUB_OFFLINE is set) and has left no copy of it in the cache: {quoted(error)}"
         ) from None
-    # of datasets, huggingface_hub, its HTTP library, pyarrow: dozens of kinds
+    # datasets, huggingface_hub, its HTTP library and pyarrow raise dozens of kinds
     except Exception as error:
-        reason = error.__cause__ or error  # the library's own words say less
+        reason = error.__cause__ or error  # the cause says more than the library's wrapper
         words = quoted(" ".join(str(reason).split()), 300)
         raise UserError(
             f"dataset.name={name!r} (dataset.config={source['config']!r}, "
@@ -297,13 +300,14 @@ def open_dataset(source: dict):
 
 
 def is_saved_to_disk(folder: Path) -> bool:
-    """Whether save_to_disk of datasets wrote it: one split, or several."""
+    """Whether save_to_disk of the datasets library wrote this folder, with one split or several."""
     return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def use_cache_without_hub(endpoint: str) -> bool:
-    """Whether the hub can't be reached. Its library is then told to look into its cache alone, or
-    it would ask again and again for half a minute. Behind a proxy that is left to the library."""
+    """Whether the hub can't be reached. If so, this tells huggingface_hub to use its cache only:
+    otherwise it would retry for half a minute. Behind a proxy nothing is tried here: the library
+    decides."""
     hub = huggingface_hub.constants
     proxies = {"http", "https", "all"} & set(getproxies())
     if hub.HF_HUB_OFFLINE or proxies:
@@ -322,19 +326,20 @@ def use_cache_without_hub(endpoint: str) -> bool:
 
 
 def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
-    """Encoded rows and weight of every source of the training data: what stream.py draws from."""
+    """The encoded rows and the weight of every source of the training data; stream.py draws from
+    them."""
     loaded, weights = load_mixture(c)
     return [encode_prompts(rows, tokenizer, c, seeds=True) for rows in loaded], weights
 
 
 def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
-    """Rows and weight of every source of the training data."""
+    """The rows and the weight of every source of the training data."""
     loaded = []
     weights = []
     for source in sources(c):
         loaded.append(load_rows(source, c["seed"]))
         weights.append(source["weight"])
-    # stream.py rounds a source's share of BLOCK prompts
+    # stream.py rounds a source's share of BLOCK prompts, here to 0
     least = min(weights)
     if least * BLOCK < sum(weights):
         raise UserError(
@@ -354,12 +359,12 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
 
 
 def names(c: dict) -> str:
-    """The sources of the training rows, for a sentence."""
+    """The names of the training sources, joined for a sentence."""
     return ", ".join(source["name"] for source in sources(c))
 
 
 def all_rows(sources: list[list[dict]]) -> list[dict]:
-    """Those of every source, one after the other."""
+    """The rows of all sources in one list."""
     rows = []
     for source in sources:
         rows += source
@@ -367,8 +372,8 @@ def all_rows(sources: list[list[dict]]) -> list[dict]:
 
 
 def more_columns(c: dict) -> list[str]:
-    """The further columns of the training data, which other sources bring where they have them:
-    the same rewards judge their rows."""
+    """The further columns ("more") of the training data. The easy pool and the evaluation data load
+    them too if they have them, because the same rewards score their rows."""
     columns = []
     for source in sources(c):
         columns += source["more"]
@@ -376,14 +381,14 @@ def more_columns(c: dict) -> list[str]:
 
 
 def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict) -> list:
-    """The training rows without those whose prompts are evaluated, counted on the console: their
-    score would be one of memory. With allow_leakage all of them, and a warning.
+    """Leaves out the training rows whose prompts are evaluation prompts, because scores on these
+    would measure memory. Prints their number. With allow_leakage it leaves out none and warns.
 
-    pools: the rows of every source, then those of the easy pool. UserError where nothing is left of
+    pools: the rows of every source, then those of the easy pool. UserError if nothing is left of
     one."""
 
     def identity(row: dict) -> str:
-        # but for white space: what differs in case is another prompt to a model
+        # white space is evened out, case is not: to a model it makes another prompt
         return " ".join(prompt_identity(row).split())
 
     evaluated = {identity(row) for row in eval_rows}
