@@ -1,10 +1,9 @@
-"""Prompts as the model sees them: its chat template, and rows turned into token ids once.
+"""Prompts as the model sees them: chat templates, and rows turned into token ids, once.
 
     rows = encode_prompts(rows, tokenizer, config)     # with "prompt_ids"
 
-A row's "prompt" is a text that the user says, or a conversation: a list of messages {"role",
-"content"} of which the last is the user's. What that means stands in the first part of this file;
-all else asks there.
+A row's "prompt" is either the user's text, or a conversation: a list of messages {"role",
+"content"} that ends with the user's. Only the first section of this file knows the difference.
 """
 
 import hashlib
@@ -16,14 +15,15 @@ from pathlib import Path
 
 from common import UserError, in_one_line, quoted, say_once
 
-# --- what a prompt is: a text that the user says, or a list of chat messages
+# --- what a prompt is: the user's text, or a list of chat messages
 
 ROLES = ("system", "user", "assistant")
-MOST_MESSAGES = 1000  # of a conversation: a template goes through all of them
+MOST_MESSAGES = 1000  # in a conversation: a template goes through all of them
 
 
 def prompt_fault(prompt) -> str:
-    """What is wrong with a row's prompt, as a sentence goes on; "" for nothing."""
+    """What is wrong with a row's prompt, as the end of a sentence that begins "the prompt"; "" if
+    nothing is."""
     if isinstance(prompt, str):
         return ""
     if not isinstance(prompt, list):
@@ -46,8 +46,8 @@ def prompt_fault(prompt) -> str:
 
 
 def message_fault(i: int, message) -> str:
-    """What is wrong with message i of a list; "" for nothing. Entries of it beside role and content
-    are not read."""
+    """What is wrong with message i of a list, as the end of a sentence; "" if nothing is. Entries
+    other than role and content are ignored."""
     if not isinstance(message, dict) or not {"role", "content"} <= set(message):
         return f'must be {{"role": ..., "content": ...}}, not {quoted(message)}'
     role = message["role"]
@@ -61,7 +61,8 @@ def message_fault(i: int, message) -> str:
 
 
 def messages_of(row: dict, system_prompt: str) -> list[dict]:
-    """The conversation that the assistant continues. A system message of its own wins."""
+    """The conversation that the assistant continues. system_prompt is put first unless the row has
+    a system message of its own."""
     prompt = row["prompt"]
     given = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     messages = []
@@ -73,30 +74,32 @@ def messages_of(row: dict, system_prompt: str) -> list[dict]:
 
 
 def prompt_text(row: dict) -> str:
-    """What the user says last, of which the beginning is cut where a prompt is too long."""
+    """The user's last message. If a prompt is too long, the beginning of this text is cut."""
     return messages_of(row, "")[-1]["content"]
 
 
 def with_prompt(row: dict, text: str) -> dict:
-    """The row with another text in the place of prompt_text: cut, or with an InfoSeed seed."""
+    """The row with prompt_text() replaced by `text`, which may be cut or have an InfoSeed seed."""
     if not isinstance(row.get("prompt"), list):
         return {**row, "prompt": text}
     return {**row, "prompt": [*row["prompt"][:-1], {"role": "user", "content": text}]}
 
 
 def prompt_identity(row: dict) -> str:
-    """Equal for equal prompts: the whole conversation, or the text of one that is nothing else."""
+    """A text that is equal for equal prompts: the whole conversation, or the user's text alone if
+    there is nothing else."""
     messages = messages_of(row, "")
     if len(messages) == 1:
         return prompt_text(row)
-    # NUL, so that no text looks like it; between spaces, which prompt_key evens out
+    # NUL marks the roles, so that no user's text can look like a conversation
     return " ".join(f"\0{message['role']}\0 {message['content']}" for message in messages)
 
 
 def prompt_key(row: dict) -> str:
-    """The same for prompts that differ in spaces and case only: how replay knows them again."""
+    """A hash that is equal for prompts that differ in white space and case only. The replay buffer
+    recognises prompts by it."""
     words = prompt_identity(row).lower().split()
-    # JSON can hold half a character, which is no UTF-8
+    # surrogatepass: JSON can hold half a surrogate pair, which is not UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -104,8 +107,9 @@ def prompt_key(row: dict) -> str:
 
 
 def render_prompt(row: dict, tokenizer, c: dict) -> str:
-    """The prompt as the model sees it: its chat template with the assistant's turn opened, or the
-    bare text for a base model. c: system_prompt and chat_template_kwargs are read."""
+    """The prompt's text as the model sees it: the chat template with the assistant's turn opened,
+    or the bare text for a base model. Of c, only system_prompt and chat_template_kwargs are
+    read."""
     messages = messages_of(row, c["system_prompt"])
     if not tokenizer.chat_template:
         return bare_text(row, messages)
@@ -123,7 +127,7 @@ def render_prompt(row: dict, tokenizer, c: dict) -> str:
 
 
 def bare_text(row: dict, messages: list[dict]) -> str:
-    """The prompt of a base model, which knows no roles: system prompt and question."""
+    """The prompt for a base model, which knows no roles: system prompt and question, joined."""
     turns = [message for message in messages if message["role"] != "system"]
     if len(turns) > 1:
         raise UserError(
@@ -134,23 +138,25 @@ def bare_text(row: dict, messages: list[dict]) -> str:
 
 
 def check_template_kwargs(tokenizer, kwargs: dict) -> None:
-    """UserError for one of chat_template_kwargs that nothing reads: a template passes over it."""
+    """UserError for an entry of chat_template_kwargs that the template does not read: it would
+    ignore it silently."""
     for name in kwargs:
         if not tokenizer.chat_template:
             raise UserError(
                 f"chat_template_kwargs: {name!r} is for a chat template, and the model has none"
             )
-        # as a word anywhere in it: which branch reads it is the template's business
+        # read means: the name occurs anywhere in the template as a word
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             raise UserError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
 
 def set_chat_template(tokenizer, template: str) -> None:
-    """template: the template itself, or a file with one."""
-    if "{" not in template:  # no template does without braces: it is a path
+    """Sets and checks a tokenizer's chat template. template: the template itself, or a file with
+    one."""
+    if "{" not in template:  # every template has braces, so this is a path
         try:
             template = Path(template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # no such file, no path at all, no text
+        except (OSError, ValueError) as error:  # no such file, not a path, not text
             raise UserError(
                 f"chat_template={template!r} is neither a template (it has no braces) nor a "
                 f"readable file: {getattr(error, 'strerror', None) or error}"
@@ -161,11 +167,11 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 
 def check_chat_template(tokenizer, what: str) -> None:
-    """UserError, beginning with `what`, for a template that fails or leaves the user out."""
-    user = [{"role": "user", "content": "\0"}]  # which no template writes by itself
+    """UserError, beginning with `what`, if the template fails or leaves out the user's message."""
+    user = [{"role": "user", "content": "\0"}]  # NUL: no template writes it by itself
     try:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: jinja2 has a dozen kinds, `1/0` its own
+    except Exception as error:  # a template is a program, so it may raise anything
         raise UserError(
             f"{what} can't be used: {type(error).__name__}: {in_one_line(error, 300)}"
         ) from None
@@ -176,8 +182,8 @@ def check_chat_template(tokenizer, what: str) -> None:
 
 
 def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
-    """A sentence on whether the chat template ends the assistant's turn with a token that ends
-    completions."""
+    """A sentence about the token with which the chat template ends the assistant's turn. It begins
+    with "warning" if that token does not end a completion."""
     if not tokenizer.chat_template:
         return "a base model: no chat template"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}]
@@ -185,10 +191,10 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception as error:  # a template is a program
         return f"the chat template takes no assistant's message: {in_one_line(error, 300)}"
-    _, found, rest = text.rpartition("\0")
-    if not found:
+    _, marker, rest = text.rpartition("\0")
+    if not marker:
         return "the chat template leaves the assistant's message out"
-    # only the first token: Qwen's writes a newline behind its own
+    # only the first token: Qwen's template writes a newline after it
     end = tokenizer(rest.lstrip() or rest, add_special_tokens=False)["input_ids"][:1]
     if not end:
         return "the chat template ends a turn with nothing"
@@ -202,21 +208,22 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 
 
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
-    """A chat template writes its special tokens itself; a base model's tokenizer adds them."""
+    """The token ids of texts. A chat template writes special tokens itself; for a base model the
+    tokenizer adds them."""
     return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
 def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) -> list[dict]:
-    """New rows with "prompt_ids". Prompts over max_prompt_length tokens are a UserError
-    (long_prompts="error"), are left out ("drop"), or lose the beginning of the user's message,
-    never the system prompt or the assistant's header ("truncate"); the last two are counted on the
-    console.
+    """New rows with "prompt_ids". What happens to a prompt over max_prompt_length tokens depends on
+    long_prompts. "error": UserError. "drop": it is left out. "truncate": it loses the beginning of
+    the user's message, never the system prompt or the assistant's header. The numbers of dropped
+    and truncated prompts are printed.
 
     seeds: the prompts with an InfoSeed seed in them must fit as well."""
     check_template_kwargs(tokenizer, c["chat_template_kwargs"])
     encoder = Encoder(tokenizer, c, seeds)
     encoded, sizes = encoder.encode_all(rows)
-    # the usual case: nothing to say
+    # the usual case: all prompts fit
     if max(sizes) <= encoder.limit:
         return encoded
 
@@ -247,25 +254,25 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
 
 
 class Encoder:
-    """Rows to token ids, and how many tokens a row needs at most."""
+    """Turns rows into token ids, and knows how many tokens each row needs at most."""
 
     def __init__(self, tokenizer, c: dict, seeds: bool):
         self.tokenizer = tokenizer
         self.config = c
         self.limit = c["max_prompt_length"]
         self.characters = CharacterLimit(tokenizer, self.limit)
-        # 0 seeds: InfoSeed is off
+        # with 0 seeds InfoSeed is off
         self.seeds = seeds and c["info_seed_num_seeds"] > 0
 
     def render(self, row: dict) -> str:
         return render_prompt(row, self.tokenizer, self.config)
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[float]]:
-        """Rows with "prompt_ids", and the tokens that each needs: math.inf, and no ids, where a
-        prompt's characters alone are too many."""
+        """Rows with "prompt_ids", and the number of tokens that each needs. A prompt that has too
+        many characters to fit is not tokenised: it gets no ids, and needs math.inf tokens."""
         texts = [self.render(row) for row in rows]
         endless = [self.characters.exceeded_by(text) for text in texts]
-        # all in one call, which tokenises them side by side; endless ones not at all
+        # one call tokenises all texts in parallel; those in `endless` become ""
         short = ["" if long else text for text, long in zip(texts, endless)]
         encoded = []
         sizes = []
@@ -275,9 +282,10 @@ class Encoder:
         return encoded, sizes
 
     def size(self, row: dict, ids: list[int]) -> int:
-        """Tokens of the prompt, or of its longest version with a seed. ids: without one."""
+        """Tokens of the prompt or, if that is longer, of its longest version with a seed. ids: the
+        prompt's without a seed."""
         if not self.seeds or len(ids) + self.seed_room <= self.limit:
-            # surely short enough, and need not be rendered again with every seed
+            # surely short enough: no need to render it again with every seed
             return len(ids)
         return max(len(ids), self.longest_seeded(row))
 
@@ -286,21 +294,23 @@ class Encoder:
 
     @cached_property
     def seed_room(self) -> int:
-        """Tokens that a seed adds to a prompt, and as much again: text splits otherwise there."""
-        row = with_prompt({"id": ""}, "1")  # any will do
+        """An upper bound for the tokens that a seed adds to a prompt: twice the number measured on
+        one prompt, and 64, because other text is split into other tokens."""
+        row = with_prompt({"id": ""}, "1")  # any prompt will do
         (ids,) = tokenise([self.render(row)], self.tokenizer)
-        # generous: too much costs a row another rendering, too little would let a long prompt pass
+        # too high a bound costs some renderings, too low a one would let a long prompt pass
         return 2 * (self.longest_seeded(row) - len(ids)) + 64
 
     def sentence(self, rows: list[dict], sizes: list[float]) -> str:
-        """How many rows are too long, and the worst of them. sizes: as of encode_all."""
+        """A sentence: how many rows are too long, and which is the longest. sizes: from
+        encode_all()."""
         too_long = [size for size in sizes if size > self.limit]
         most = max(sizes)
         places = [i for i, size in enumerate(sizes) if size == most]
         worst = rows[places[0]]
         length = f"{most} tokens" + (" with its seed" if self.seeds else "")
         if most == math.inf:
-            # all of these have infinitely many tokens: characters tell which is the longest
+            # these were not tokenised, so take the one with the most characters
             worst = max((rows[i] for i in places), key=lambda row: len(prompt_identity(row)))
             length = f"{len(self.render(worst))} characters, which are more tokens than that"
         return (
@@ -309,50 +319,50 @@ class Encoder:
         )
 
     def cut_left(self, row: dict) -> dict | None:
-        """The row with as much of the end of its prompt as fits; None if not even a token does."""
+        """The row with as much of the end of its prompt as fits; None if not even a token fits."""
         text = self.characters.end_of(prompt_text(row))
         message = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        # tokens of the message that are kept, less in each round
+        # number of the message's tokens that are kept; it falls in each round
         keep = len(message)
         while keep > 0:
             text = self.tokenizer.decode(message[len(message) - keep :])
-            # of a character that is cut in two a replacement character is left
+            # lstrip: a character that is cut in two leaves a replacement character
             shorter = with_prompt(row, text.lstrip("\ufffd"))
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
             if excess <= 0:
                 return {**shorter, "prompt_ids": ids} if prompt_text(shorter) else None
-            # once more: joined with its surroundings the text may be split into other tokens
+            # rounds, because the shorter text may be split into other tokens within the template
             keep -= max(1, excess)
         return None
 
 
 class CharacterLimit:
-    """Whether a text has more than `max_tokens` tokens, by its characters alone: ten megabytes take
-    a minute to tokenise.
+    """Tells by counting characters that a text surely has more than `max_tokens` tokens. Tokenising
+    ten megabytes would take a minute.
 
-    A text that fits is never said to be longer. A token has at most as many characters as the
-    longest of the vocabulary; before, normalisation (NFC) joins at most JOINED characters into one;
-    and characters that the tokenizer drops, or makes one token of however many stand in a row, do
-    not count: a run of each is tried."""
+    A text that fits is never called too long. For a token has at most as many characters as the
+    longest one of the vocabulary. Before, normalisation (NFC) joins at most JOINED characters into
+    one. And characters do not count if the tokenizer drops them, or makes a single token of a run
+    of any length; a run of each character is tried to find out."""
 
-    JOINED = 4  # no character of Unicode is composed of more
-    RUN = 4  # times the longest token: so many equal characters must be as many tokens at least
+    JOINED = 4  # no Unicode character is composed of more
+    RUN = 4  # a run of RUN times the longest token must make RUN tokens at least
 
     def __init__(self, tokenizer, max_tokens: int):
         self.tokenizer = tokenizer
         self.longest = max(map(len, tokenizer.get_vocab()))
         self.most = self.JOINED * self.longest * max_tokens  # characters
-        # some special tokens swallow the spaces beside them
+        # some special tokens swallow the white space beside them
         special = tokenizer.added_tokens_decoder.values()
         self.spaces_vanish = any(token.lstrip or token.rstrip for token in special)
-        self.counts = {}  # character: whether it counts
+        self.counts = {}  # {character: whether it counts}
 
     def exceeded_by(self, text: str) -> bool:
         if len(text) <= self.most:
             return False
         total = 0  # characters that count
-        for character, count in Counter(text).most_common():  # so that it is soon over
+        for character, count in Counter(text).most_common():  # frequent ones first: fewer to try
             if character not in self.counts:
                 self.counts[character] = self.takes_tokens(character)
             if self.counts[character]:
@@ -368,7 +378,8 @@ class CharacterLimit:
         return len(self.tokenizer(run, add_special_tokens=False)["input_ids"]) >= self.RUN
 
     def end_of(self, text: str) -> str:
-        """The end of a text, more of it than fits: nothing before it is left when it is cut."""
+        """The end of a text, long enough that it does not fit: cutting it to fit gives the same
+        result as cutting the whole text."""
         size = self.most + 1
         while size < len(text) and not self.exceeded_by(text[-size:]):
             size *= 2
@@ -380,11 +391,11 @@ class CharacterLimit:
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with
-    {seed} and {prompt} filled in, or added below the prompt where it doesn't hold {prompt}."""
+    {seed} and {prompt} filled in. A template without {prompt} is added below the prompt."""
     template = c["info_seed_prompt_template"]
     if "{prompt}" not in template:
         template = "{prompt}\n" + template
-    # in two, not by str.format: a prompt may hold braces itself
+    # split, not str.format: a prompt may hold braces itself
     before, after = template.split("{prompt}", 1)
     texts = []
     for z in range(c["info_seed_num_seeds"]):
