@@ -1,23 +1,24 @@
-"""How good and how diverse a model is on held-out problems: k sampled answers each, scored by the
-first reward function.
+"""Measures how good and how diverse a model is on held-out problems: samples k answers to each and
+scores them by the first reward function.
 
     python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...
     python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl
 
-The model is a checkpoint or any Hugging Face model; ranks share the problems out; --seeds=3 samples
-every problem three times, and --output takes a line per problem and seed.
+The model is a checkpoint or any Hugging Face model. Ranks divide the problems among them. --seeds=3
+evaluates every problem three times, and --output names a file for one line per problem and seed.
 
 mean@k      share of correct answers
 pass@k      share of problems with a correct answer among k
-distinct@k  different correct answers (modes) among k
-coverage@k  those over the number of all correct answers
+distinct@k  number of different correct answers (modes) among k
+coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
 from checks import FLAGS
 from common import load_with_flags, script
 
-# A wrong config is told here, at once: the imports that follow take ten seconds.
+# Read the config before the other imports: they take ten seconds, and a wrong config is reported
+# at once.
 if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["evaluate"]))
 
@@ -49,23 +50,22 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 class Exam(NamedTuple):
-    """Who answers, and what."""
+    """Who answers, and which problems."""
 
-    # one of rollout.ENGINES; each is a class of its own, without a common base
-    sampler: object  # the rollout engine
+    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
     tokenizer: object
-    stop_ids: list[int]
-    rows: list[dict]  # of all ranks
+    stop_ids: list[int]  # the tokens that end a completion
+    rows: list[dict]  # the problems of all ranks
 
 
 def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this
-    rank's problems; distinct and num_modes None where the task doesn't know its answers. Sampling
-    seeds depend on problem and `seed` only: evaluations of different models are paired."""
+    rank's problems; distinct and num_modes are None if the task has no modes. Sampling seeds depend
+    on the problem and `seed` only, so that evaluations of different models are paired."""
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
-    # of all rows: under "auto" each rank must have the same columns, whatever tasks its share has
+    # from all rows: under "auto" ranks must have the same columns, whatever tasks their rows have
     columns = deciding(exam.rows, c)
 
     def group_done(i: int, group: list[dict]) -> None:
@@ -76,7 +76,7 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
         "temperature": c["eval_temperature"],
         "max_tokens": c["max_completion_length"],
         "stop_token_ids": exam.stop_ids,
-        # i is the place among all rows, so that the number of ranks does not enter
+        # i is the place among all rows, so seeds don't depend on the number of ranks
         "seeds": [rollout.prompt_seed("eval", seed, i) for i in places],
     }
     prompts = [row["prompt_ids"] for row in rows]
@@ -95,9 +95,10 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
 
 
 def summarize(records: list[dict], k: int) -> dict:
-    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"} over the
-    records of all ranks; the last two over the problems whose number of answers is known;
-    "eval/reward_failures" where a reward failed, which counts as wrong."""
+    """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"}: means
+    over the records of all ranks. The last two are over the problems whose number of correct
+    answers is known. "eval/reward_failures" is the number of answers on which a reward failed, if
+    there are any; they count as wrong."""
     names = ("problems", "mean", "pass", "with_modes", "distinct", "coverage", "failures")
     # sums, not means: ranks have different numbers of problems
     sums = dict.fromkeys(names, 0.0)
@@ -106,7 +107,7 @@ def summarize(records: list[dict], k: int) -> dict:
         sums["mean"] += record["correct"] / k
         sums["pass"] += pass_at_k(k, record["correct"], k)
         sums["failures"] += record["failures"]
-        # None or 0: nobody knows how many there are
+        # None or 0: the number of correct answers is unknown
         if record["num_modes"]:
             sums["with_modes"] += 1
             sums["distinct"] += record["distinct"]
@@ -123,33 +124,32 @@ def summarize(records: list[dict], k: int) -> dict:
     if total["with_modes"]:
         metrics[f"eval/distinct@{k}"] = total["distinct"] / total["with_modes"]
         metrics[f"eval/coverage@{k}"] = total["coverage"] / total["with_modes"]
-    # no key without any: one that is there asks to be looked at
+    # only if there are any, so that the key draws attention
     if total["failures"]:
         metrics["eval/reward_failures"] = total["failures"]
     return metrics
 
 
 def evaluate(sampler, inputs, c: dict, world: World) -> dict:
-    """The summary over all held-out rows, each rank sampling its share. inputs:
+    """The metrics of summarize() over all held-out rows; each rank samples its share. inputs:
     preflight.Inputs."""
     exam = Exam(sampler, inputs.tokenizer, inputs.stop_ids, inputs.eval_rows)
     return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
 
 
 def start_command(command: str, checkpoint: Path) -> None:
-    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started that
-    is a line of the log, not the end of the run."""
+    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started the run
+    prints a warning and goes on."""
     words = []
-    for word in shlex.split(command):  # checks.py has tried to split it
+    for word in shlex.split(command):  # checks.py has made sure that it can be split
         words.append(word.replace("{checkpoint}", str(checkpoint)))
-    # it is no rank of this run
+    # without torchrun's variables: the command is no rank of this run
     ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     try:
         subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
-            # a signal to the run's group is not for it
-            start_new_session=True,
+            start_new_session=True,  # signals to the run's process group must not reach it
             env={k: v for k, v in os.environ.items() if not k.startswith(ours)},
         )
     except OSError as error:
@@ -157,8 +157,7 @@ def start_command(command: str, checkpoint: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    """Prints the first and the last evaluation of a run side by side and draws its curves into
-    curves.png."""
+    """Prints the first and the last evaluation of a run side by side, and draws curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
     if evals:
@@ -169,7 +168,7 @@ def report(folder: Path) -> None:
         )
         for key in [
             key for key in first if key.startswith("eval/") and key in last
-        ]:  # reward_failures: only where there were some
+        ]:  # `in last`: reward_failures may be missing
             print(
                 f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} "
                 f"{last[key] - first[key]:>+10.3f}"
@@ -178,7 +177,7 @@ def report(folder: Path) -> None:
     print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
 
 
-PANELS = {  # of curves.png: title -> metrics; "eval/mean@" stands for every k
+PANELS = {  # panels of curves.png: title -> metrics; "eval/mean@" stands for any k
     "training reward": ("reward",),
     "held-out accuracy": ("eval/mean@", "eval/pass@"),
     "different correct answers": ("eval/distinct@", "eval/coverage@"),
@@ -189,11 +188,11 @@ PANELS = {  # of curves.png: title -> metrics; "eval/mean@" stands for every k
 
 
 def panels_of(lines: list[dict]) -> dict:
-    """{title: {metric: (steps, values)}} of the panels for which a run has anything to show."""
-    curves = {}  # metric -> [(step, value)]: one may be missing in some lines
+    """{title: {metric: (steps, values)}} of the panels for which a run has data."""
+    curves = {}  # metric -> [(step, value)]; a metric may be missing in some lines
     for line in lines:
         for name, value in line.items():
-            if value is not None and name != "eval/pass@1":  # it is mean@k once more
+            if value is not None and name != "eval/pass@1":  # equals mean@k
                 curves.setdefault(name, []).append((line["step"], value))
     panels = {}
     for title, wanted in PANELS.items():
@@ -218,7 +217,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
         for name, (steps, values) in curves.items():
             if name.startswith("eval/"):
                 axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
-            else:  # single steps are noisy: faint, under their running mean
+            else:  # single steps are noisy: draw them faintly, and their running mean
                 mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
                 (line,) = axis.plot(steps, mean, label=name)
                 axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
@@ -232,10 +231,10 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     if own["seeds"] < 1:
         raise UserError(f"--seeds={own['seeds']} must be at least 1")
     output = Path(own["output"])
-    unfinished = Path(f"{output}.tmp")  # so that the file is whole or not there
+    unfinished = Path(f"{output}.tmp")  # renamed at the end, so `output` is whole or absent
     if own["output"]:
+        # now, not after an hour of sampling
         check_writable("--output", output, folder=False)
-        # now, not when an hour of samples is there to be written
         check_writable("--output", unfinished, folder=False)
     rewards.check_names(c["reward_funcs"])
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
@@ -243,9 +242,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
     exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)
-    records = []
+    records = []  # of this rank
     for seed in range(own["seeds"]):
-        # of this rank
         records += evaluate_problems(exam, c, world, seed)
     metrics = summarize(records, c["eval_num_generations"])
     shares = [None] * world.size
@@ -257,7 +255,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         with open(unfinished, "w", encoding="utf-8") as file:
             for share in shares:
                 file.writelines(json.dumps(record) + "\n" for record in share)
-        # compare takes a run with this file as done
+        # `python -m compare` takes a run with this file for done
         unfinished.rename(output)
     leave_together(exam.sampler)
 
