@@ -1,21 +1,23 @@
-"""Completions of a model for every training prompt, with log-probs and rewards, into a .jsonl file:
-to distil from, or to look at.
+"""Writes a model's completions of every training prompt, with log-probs and rewards, to a .jsonl
+file, to distil from or to look at.
 
     python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
         --output=out.jsonl
     torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 
-Ranks share the prompts out; --max_prompts=100 takes the first hundred. num_generations lines a
-prompt, prompts in the order of the dataset: {"id", "task", "prompt", "answer", "sample",
-"completion", "reward": null where one failed, "rewards": {name: null too where it does not apply},
-"finish_reason", "prompt_ids", "completion_ids", "logprobs"}. The same command again goes on where
-it was interrupted; OUT.config.json holds the settings that the lines were made with.
+Ranks divide the prompts among them; --max_prompts=100 takes the first hundred only. The file has
+num_generations lines per prompt, with prompts in the order of the dataset: {"id", "task", "prompt",
+"answer", "sample", "completion", "reward", "rewards": {name: value}, "finish_reason", "prompt_ids",
+"completion_ids", "logprobs"}. A value in "rewards" is null if that function failed or does not
+apply; "reward" is null if any function failed. An interrupted run is continued by the same command.
+OUT.config.json holds the settings that the lines were made with.
 """
 
 from checks import FLAGS
 from common import load_with_flags, script
 
-# A wrong config is told here, at once: the imports that follow take ten seconds.
+# Read the config before the other imports: they take ten seconds, and a wrong config is reported
+# at once.
 if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["generate"]))
 
@@ -43,7 +45,7 @@ from common import (
 from preflight import check_context, load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
-# where and how the samples are made, not which
+# keys that may change when an interrupted file is continued: the lines don't depend on them
 FREE = (
     "max_tokens_per_micro_batch",  # nothing is learned here
     "output_dir",
@@ -51,25 +53,25 @@ FREE = (
     "rollout_server",
     "rollout_timeout",
     "weight_sync",
-)  # may change half-way: the lines stay the same
+)
 
 
 def check_settings(path: Path, config: dict) -> dict:
-    """The settings that decide about the lines of `path`, as they are written beside it. A
-    UserError if it, or what lies beside it, was made with others or by another program."""
+    """The settings that the lines of `path` depend on, as OUT.config.json has them. UserError if
+    the file was made with other settings, or one of the two is another program's."""
     beside = Path(f"{path}.config.json")
     settings = as_read_back({key: value for key, value in config.items() if key not in FREE})
-    # lexists: a broken link is somebody's too
-    found = read_settings(beside) if os.path.lexists(beside) else None
+    # lexists: a broken link must not be overwritten either
+    saved = read_settings(beside) if os.path.lexists(beside) else None
     if not path.exists():
         return settings
-    if found is None:
+    if saved is None:
         raise UserError(
             f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines "
             "were made: name another file or remove it"
         )
-    # a key that is younger than the file had its default
-    made_with = as_read_back(load_config([]) | found)
+    # load_config([]): keys that are newer than the file had their defaults
+    made_with = as_read_back(load_config([]) | saved)
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(
@@ -80,31 +82,32 @@ def check_settings(path: Path, config: dict) -> dict:
 
 
 def finished_prompts(path: Path, config: dict) -> int:
-    """How many prompts the file holds whole; what comes after them, part of a group or of a line,
-    is cut off. A UserError if its lines were made with other settings."""
+    """The number of prompts of which the file holds all completions. Cuts off what follows them: a
+    part of a group or of a line. Makes the file, and its settings, if there is none. UserError if
+    its lines were made with other settings."""
     settings = check_settings(path, config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # before the file itself: lines without their settings would be refused for ever
+        # settings first: a file without them would be refused for ever
         Path(f"{path}.config.json").write_text(json.dumps(settings, indent=1))
         path.touch()
     with open(path, "rb") as file:
-        # in bytes, as truncate counts; only the last line can lack its end
+        # lengths in bytes, for truncate; only the last line can lack its end
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     whole = len(lengths) // config["num_generations"] * config["num_generations"]
-    # whole groups only: a prompt is sampled again with all of its completions
+    # a prompt with some of its lines only is sampled again
     os.truncate(path, sum(lengths[:whole]))
     return whole // config["num_generations"]
 
 
 def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> list[str]:
-    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,); a completion on which
-    a function failed has none."""
+    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,). The reward is null if
+    a function failed on the completion."""
     lines = []
     for i, r in enumerate(group):
         each = {}
         for column, value in zip(columns, values[i].tolist()):
-            # NaN and infinity are no JSON; here they mean "not asked" and "failed"
+            # null for NaN (does not apply) and infinity (failed), which are not JSON
             each[column.name] = value if math.isfinite(value) else None
         line = {
             "id": row["id"],
@@ -120,14 +123,14 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
             "completion_ids": r["completion_ids"],
             "logprobs": list(r["logprobs"]),
         }
-        # default=str: the answers of somebody's dataset may be no JSON, such as dates
+        # default=str: answers may be of types that JSON lacks, such as dates
         lines.append(json.dumps(line, default=str) + "\n")
     return lines
 
 
 def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, list[str]]:
-    """{place: lines} of this rank's prompts of a batch. inputs: (rows, columns, tokenizer, tokens
-    that end a completion)."""
+    """{place: lines} of this rank's prompts in a batch; a place is an index into the rows. inputs:
+    (rows, columns, tokenizer, ids of tokens that end a completion)."""
     all_rows, columns, tokenizer, stop_ids = inputs
     rows = [all_rows[i] for i in places]  # p
     G = c["num_generations"]
@@ -139,8 +142,7 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
         "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
         "max_tokens": c["max_completion_length"],
         "stop_token_ids": stop_ids,
-        # by the place in the dataset: an interrupted file goes on to the same lines, also on
-        # another number of ranks
+        # by the place in the dataset: a continued file gets the same lines, on any number of ranks
         "seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in places],
     }
     prompts = [row["prompt_ids"] for row in rows]
@@ -171,13 +173,12 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c)
     rows = data.all_rows(data.training_sources(c, tokenizer)[0])
-    # 0: all of them
-    rows = rows[: own["max_prompts"] or len(rows)]
+    rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
 
     world = start_distributed()
-    # rank 0 alone writes and cuts; the others must not read the file while it does
+    # only rank 0 opens the file, which it may cut; the others learn the number from it
     shared = [finished_prompts(path, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     done = min(shared[0], len(rows))
@@ -190,7 +191,7 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
         places = range(first + world.rank, min(first + P, len(rows)), world.size)
         lines = batch_lines(sampler, inputs, places, c)
         shares = [None] * world.size if world.rank == 0 else None
-        # all ranks in each batch, those without a prompt too, or the others would wait
+        # a collective: ranks without a prompt in this batch must take part too
         dist.gather_object(lines, shares)
         if world.rank == 0:
             bar.update(write_batch(path, shares))
@@ -201,8 +202,8 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
 
 
 def write_batch(path: Path, shares: list[dict]) -> int:
-    """The lines of a batch of all ranks, in the order of the dataset; how many prompts they are. A
-    part of it that a dying process leaves behind is cut off the next time."""
+    """Appends a batch's lines, from all ranks, in the order of the dataset. Returns the number of
+    prompts. If the process dies halfway, finished_prompts() cuts off the rest the next time."""
     lines = {}
     for share in shares:
         lines |= share
