@@ -1,19 +1,21 @@
-"""Supervised warm start: trains a causal LM on demonstrations, any of a row's "solutions" each
-time, until it answers well enough for RL.
+"""Supervised warm start: trains a causal LM on demonstrations until it answers well enough for RL.
+Demonstrations are drawn from the "solutions" of the dataset's rows.
 
     torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny \\
         --output_dir=runs/countdown_sft --steps=800 --batch_size=128 --learning_rate=2e-3
     python sft.py config/countdown_0.5b.py --output_dir=runs/warm --steps=200
 
-model="tiny" first builds, without any download, a character-level tokenizer with a chat template
-and a Qwen2 of about 1M parameters with random weights. Otherwise any Hugging Face model. The result
-is a Hugging Face folder. The problems of a mixture are drawn alike, whatever its weights.
+model="tiny" builds, without any download, a character-level tokenizer with a chat template and a
+Qwen2 of about 1M parameters with random weights. Any Hugging Face model works as well. The result
+is a Hugging Face folder. The weights of a mixture are ignored: all of its problems are drawn with
+the same probability.
 """
 
 from checks import FLAGS, is_evaluated
 from common import load_with_flags, script
 
-# A wrong config is told here, at once: the imports that follow take ten seconds.
+# Read the config before the other imports: they take ten seconds, and a wrong config is reported
+# at once.
 if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"]))
 
@@ -37,12 +39,12 @@ from preflight import check_context, held_out_rows, load_model_files
 from prompts import seed_prompts
 from ranks import World, across_ranks, leave_together, start_distributed
 
-# share of the demonstrations with a seed that follow the seed. With 0.3 or 0 InfoSeed found nothing
-# to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
+# Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
+# With 0.3 or 0 InfoSeed found nothing to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
 SEEDED = 0.6
-# space to tilde, all that ASCII can print
+# printable ASCII, space to tilde, and the newline
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
-# only the assistant's turn ends with <|end|>: that is the token that ends a completion
+# only the assistant's turn ends with <|end|>, because that is the token that ends a completion
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + ('<|end|>' if m['role'] "
     "== 'assistant' else '') }}{% endfor %}"
@@ -51,28 +53,27 @@ TEMPLATE = (
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
-    """A token for each printable ASCII character and the newline, and four for the turns of a chat.
-    Other characters are left out.
+    """A tokenizer with one token for each printable ASCII character and the newline, and special
+    tokens for the turns of a chat. Other characters are dropped.
 
-    It is a Qwen2Tokenizer without merges, because beside a Qwen2 model AutoTokenizer loads that
-    class, whatever was saved: another one would come back as a tokenizer that loses every space."""
+    It is a Qwen2Tokenizer without merges, because for a Qwen2 model AutoTokenizer loads that class
+    whatever was saved: another class would come back as a tokenizer that loses every space."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    # byte-level BPE, which Qwen2's is, writes a space as U+0120 and a newline as U+010A
+    # Qwen2's byte-level BPE writes a space as U+0120 and a newline as U+010A
     byte_level = [
         {" ": "\u0120", "\n": "\u010a"}.get(character, character) for character in CHARACTERS
     ]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(special + byte_level)},
-        merges=[],  # or characters would be joined
+        merges=[],  # so every character stays a token
         eos_token="<|end|>",
-        # padding is told apart by lengths, never by this id
+        # may equal the EOS: masks come from lengths, never from this id
         pad_token="<|end|>",
         unk_token="<|unknown|>",
         additional_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
     )
-    # it is saved with the tokenizer
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TEMPLATE  # saved with the tokenizer
     return tokenizer
 
 
@@ -97,8 +98,7 @@ def tiny_model(
             max_position_embeddings=positions,
             tie_word_embeddings=tied,
             rope_theta=10000.0,
-            # <|end|>, the first of the special tokens
-            eos_token_id=0,
+            eos_token_id=0,  # <|end|>, the first of tiny_tokenizer()'s special tokens
             pad_token_id=0,
             bos_token_id=None,
         )
@@ -106,44 +106,44 @@ def tiny_model(
 
 
 def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, list]]:
-    """For each row with "solutions" a pair (demonstrations, seeded prompts).
+    """A pair (demonstrations, seeded prompts) for each row with "solutions".
 
     A demonstration is {"prompt_ids", "completion_ids", "logprobs"}, EOS included. The seeded
-    prompts are the token ids of the row's prompt with every InfoSeed seed; none if that is off.
-    Solutions over max_completion_length are left out, with a printed count."""
+    prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
+    Solutions over max_completion_length tokens are left out, with a printed count."""
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError('dataset: none of its rows has "solutions", a list of texts to learn from')
     limit = c["max_completion_length"]
-    # all in one call, which is faster; taken out again in the same order below
+    # one call for all texts is faster; next(encoded) below takes them in the same order
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    found, taken = [], 0
+    groups, taken = [], 0
     for row in rows:
         group = []
         for _ in row.get("solutions") or []:
             ids = [*next(encoded), tokenizer.eos_token_id]
             if len(ids) <= limit:
-                # logprobs: to_batch() takes rollouts, and nobody sampled this one
+                # logprobs: to_batch() wants the entry; a demonstration was not sampled
                 pair = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
                 group.append(pair)
         taken += len(group)
         if group:
             seeded = seed_prompts(row, tokenizer, c) if c["info_seed_num_seeds"] else []
-            found.append((group, seeded))
+            groups.append((group, seeded))
     if taken < len(texts):
         count = f"{len(texts) - taken} of {len(texts)}"
         sentence = f"max_completion_length={limit}: {count} solutions are longer"
         if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
         say_once(f"{sentence} and are left out")
-    return found
+    return groups
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
-    """This rank's share of the step's demonstrations: rows drawn with replacement, then one of the
-    solutions of each."""
-    # all ranks draw the whole batch alike and keep every world.size-th demonstration of it, so
-    # that the batch is the same on any number of ranks
+    """This rank's share of a step's demonstrations: `size` rows are drawn with replacement, and one
+    solution of each."""
+    # all ranks draw the same whole batch, and each keeps every world.size-th demonstration: so the
+    # batch does not depend on the number of ranks
     rng = random.Random(f"sft/{seed}/{step}")
     chosen = [demonstration(*rng.choice(groups), rng) for _ in range(size)]
     return rollout.to_batch(chosen[world.rank :: world.size], world.device)
@@ -152,12 +152,13 @@ def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> di
 def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
     """One of a row's demonstrations.
 
-    If the row has seeded prompts, half of its demonstrations come behind one of them: with chance
-    SEEDED the seed then picks from its own share of the sorted solutions, else from all of them.
-    So the model reacts to the seed a little; without that InfoSeed has nothing to amplify."""
+    If the row has seeded prompts, half of its demonstrations get one of them as prompt. Then, with
+    probability SEEDED, the solution is drawn from the seed's own share of the sorted solutions,
+    else from all of them. So the model learns to react to the seed a little; otherwise InfoSeed has
+    nothing to amplify."""
     if not seed_prompts or rng.random() < 0.5:
         return rng.choice(group)
-    # seeds cut the sorted solutions into equal shares; with fewer solutions than seeds some share
+    # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
     z = rng.randrange(len(seed_prompts))
     own = sorted(group, key=lambda pair: pair["completion_ids"])[
         int((z + rng.random()) / len(seed_prompts) * len(group))
@@ -175,13 +176,13 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 
 
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
-    # torchrun's variables: there is no process group to ask yet
+    # from torchrun's variables, because the process group does not exist yet
     with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
-        # after the folder is held, or another process could fill it behind the check
+        # only once we hold the folder, or another process could fill it after the check
         check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
         lm, tokenizer = load_model(c)
         sources, _ = data.training_sources(c, tokenizer)
-        if is_evaluated(c):  # not by us: a warm start must not know the answers either
+        if is_evaluated(c):  # sft.py does not evaluate, but must not learn the answers either
             held_out = held_out_rows(c, tokenizer)
             *sources, _ = data.leave_out_evaluated([*sources, []], held_out, c)
         rows = data.all_rows(sources)
@@ -190,7 +191,7 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
 
 
 def check(c: dict, own: dict, world: int) -> None:
-    """UserError for what can be seen to be wrong before anything is loaded."""
+    """UserError if something is wrong that can be seen before anything is loaded."""
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
@@ -204,10 +205,10 @@ def check(c: dict, own: dict, world: int) -> None:
         raise UserError("model='tiny' brings its own chat template: leave out chat_template")
     steps = own["steps"]
     learning_rate = own["learning_rate"]
-    # NaN and infinity are refused too
+    # not 0 < NaN, so NaN is refused too
     if steps < 1 or not 0 < learning_rate <= 1e30:
         raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
-    # a rank would have no row to compute
+    # every rank needs at least one row
     if own["batch_size"] < world:
         raise UserError(
             f"--batch_size={own['batch_size']} must be at least the number of ranks, {world}"
@@ -223,7 +224,7 @@ def load_model(c: dict) -> tuple:
         files = load_model_files(c["model"], c["chat_template"])
         check_context(files.config, c)
         tokenizer = files.tokenizer
-        if tokenizer.eos_token_id is None:  # generation_config.json alone names one
+        if tokenizer.eos_token_id is None:  # only generation_config.json names one
             tokenizer.eos_token_id = files.stop_ids[0]
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
     if c["pack_sequences"]:
@@ -232,7 +233,7 @@ def load_model(c: dict) -> tuple:
 
 
 def make_optimizer(policy, steps: int, learning_rate: float, device) -> tuple:
-    """AdamW, and its schedule: a warm-up of a twentieth of the steps, then a line down to 0."""
+    """AdamW and its schedule: a warm-up over a twentieth of the steps, then linearly down to 0."""
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=learning_rate,
@@ -243,40 +244,40 @@ def make_optimizer(policy, steps: int, learning_rate: float, device) -> tuple:
     warmup = max(1, steps // 20)
 
     def share_of_peak(step: int) -> float:
-        # step + 1 and steps - step: neither the first nor the last step has a rate of 0
+        # step counts from 0; + 1 and steps - step keep the first and the last rate above 0
         return min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
 def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
-    """The warm start, on all ranks, into a folder that nobody else writes to."""
+    """Trains on all ranks together; rank 0 saves the model to output_dir."""
     world = start_distributed()
     device = world.device
-    # temperature 1: demonstrations were not sampled at the config's
+    # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
     if world.rank == 0:
         millions = sum(p.numel() for p in lm.parameters()) / 1e6
         first = groups[0][0][0]
         text = tokenizer.decode(first["prompt_ids"] + first["completion_ids"])
         print(f"{len(groups)} problems, {millions:.2f}M parameters; the first: {text!r}")
-    if device.type == "cuda":  # a warm start need not be exact, and float32 is 5 to 8 times slower
+    if device.type == "cuda":  # TF32, 5 to 8 times faster: a warm start need not be exact
         torch.set_float32_matmul_precision("high")
     optimizer, schedule = make_optimizer(policy, own["steps"], own["learning_rate"], device)
     bar = progress(total=own["steps"], disable=world.rank > 0, unit="step")
     started = time.perf_counter()
     for step in range(own["steps"]):
         batch = sft_batch(groups, step, own["batch_size"], c["seed"], world)
-        # 0 behind the end of a completion, so that a plain sum will do
+        # after a completion's end its log-probs are 0, so a plain sum is right
         logps, _ = policy(  # (n, T)
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
         )
-        # of all ranks: a mean of the ranks' means would weigh tokens by their neighbours
+        # the tokens of all ranks: so every token of the batch has the same weight
         tokens = across_ranks(batch["lengths"].sum().cpu()).item()
-        # DistributedDataParallel averages over ranks what is meant to be a sum
+        # * world.size: DistributedDataParallel averages gradients over ranks, we want their sum
         loss = -logps.sum() / tokens * world.size
         loss.backward()
-        # backward() has averaged the gradients: the norm is the same on all ranks
+        # all ranks have the same gradients now, and so the same norm
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -287,7 +288,7 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     if world.rank == 0:
         seconds = time.perf_counter() - started
         save(Path(c["output_dir"]), lm, tokenizer, c, loss.item(), seconds)
-    leave_together()  # the others wait for rank 0 to save
+    leave_together()  # the other ranks wait here until rank 0 has saved
 
 
 if __name__ == "__main__":
