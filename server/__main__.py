@@ -1,13 +1,14 @@
-"""Starts a stock vLLM server with what a config needs, for rollout_engine="server". Ends with the
-signal that ends it.
+"""Starts a stock vLLM server with the settings that a config needs, for rollout_engine="server".
+This process becomes the server, so a signal that ends this ends the server.
 
     python -m server config/countdown_tiny.py --port=8000
     python -m server config/math_maxent.py --port=8000 --host=0.0.0.0 --tp=2
     python -m server config/math_maxent.py --port=8000 -- --max-num-seqs 512
 
-The first serves this machine only, the second others too, with two GPUs a replica; what follows --
-is vLLM's. --dp=N: replicas behind one port. The server runs in vLLM's development mode, which lets
-whoever reaches the port change its weights: open it to a private network only.
+The first line serves this machine only, the second other machines too, with two GPUs per replica
+(--tp). --dp=N: N replicas behind one port. Arguments after -- go to vLLM as they are. The server
+runs in vLLM's development mode, in which anybody who reaches the port can change its weights: open
+it to a private network only.
 """
 
 import json
@@ -18,13 +19,14 @@ from checks import entries
 from common import UserError, load_config, own_flags, script
 
 OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
-# vllm_options that the command sets by itself, with checks; --tp has the place of the first
+# vllm_options that command() handles itself; --tp replaces tensor_parallel_size
 SET_HERE = ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes")
 
 
 def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
-    """(argv, environment additions) of the server for a resolved config."""
-    # here, not above: a wrong flag is told before the ten seconds that these take
+    """The server's argv, and what must be added to its environment. c: a resolved config;
+    model_config: Hugging Face's."""
+    # imported here, because they take ten seconds: a wrong flag is reported before
     import torch
 
     import rollout
@@ -34,7 +36,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     eager = rollout.enforce_eager(c, on_gpu)
     options = {
         "model": c["model"],
-        "served_model_name": "policy",  # not a path, which the trainer may see elsewhere
+        "served_model_name": "policy",  # not the path, which may differ on the trainer's machine
         "host": own["host"],
         "port": own["port"],
         "dtype": str(dtype_of(c)).removeprefix("torch."),
@@ -42,10 +44,10 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         "max_model_len": rollout.longest_sequence(c),
         "tensor_parallel_size": own["tp"],
         "data_parallel_size": own["dp"],
-        # not the model's own top_p and repetition penalty
+        # ignore the model's own top_p and repetition penalty
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        # answers carry the id of their request, so that a proxy can't mix up clients unnoticed
+        # answers repeat the id of their request, so that we notice if a proxy mixes up clients
         "enable_request_id_headers": True,
         "disable_uvicorn_access_log": True,
     }
@@ -56,7 +58,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     cache = entries(c, "vllm_options")["kv_cache_memory_bytes"]
     if on_gpu and cache:
         options["kv_cache_memory_bytes"] = cache
-    if not on_gpu:  # as in rollout.VllmEngine
+    if not on_gpu:  # as in rollout.vllm_settings
         shared = c | {"vllm_options": c["vllm_options"] | {"tensor_parallel_size": own["tp"]}}
         rows = rollout.rows_at_once(shared, own["dp"], at_most=128)
         options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes(shared, model_config, rows)
@@ -64,14 +66,15 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = rollout.largest_prefill(c)
     for name, value in c["vllm_options"].items():
-        if name not in SET_HERE:  # what the user says goes before what stands above
+        if name not in SET_HERE:  # the user's options override those above
             options[name] = value
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
     return argv, environment_additions(on_gpu, eager)
 
 
 def flags_of(options: dict) -> list[str]:
-    """{"max_model_len": 64, "enforce_eager": True} as vLLM's command line has it."""
+    """Options as flags of vLLM's command line: {"max_model_len": 64, "enforce_eager": True} ->
+    ["--max-model-len", "64", "--enforce-eager"]."""
     flags = []
     for name, value in options.items():
         word = name.replace("_", "-")
@@ -85,12 +88,13 @@ def flags_of(options: dict) -> list[str]:
 
 
 def environment_additions(on_gpu: bool, eager: bool) -> dict[str, str]:
-    """What vLLM reads from the environment; what the user has put there stays."""
+    """Settings that vLLM reads from the environment only. Except for VLLM_SERVER_DEV_MODE, the
+    user's own values stay."""
     additions = {"VLLM_SERVER_DEV_MODE": "1"}
     if on_gpu:
         return additions
     usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if eager:  # nothing else is compiled: its sampler is not either
+    if eager:  # enforce_eager still compiles a part of the sampler, see rollout.VllmEngine
         usual["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in usual.items():
         if name not in os.environ:
@@ -114,13 +118,13 @@ def main(argv) -> None:
     c = load_config(rest)
     from preflight import check_context, load_model_files
 
-    # vLLM answers a bad folder with a traceback
+    # checked here, because vLLM itself answers a bad folder with a traceback
     files = load_model_files(c["model"], c["chat_template"])
     check_context(files.config, c)
     arguments, additions = command(c, own, files.config)
     arguments += vllms
     print("starting", *arguments[1:], flush=True)
-    # in place of this process: signals reach vLLM itself
+    # replaces this process, so that signals reach vLLM itself
     os.execve(sys.executable, arguments, os.environ | additions)
 
 
