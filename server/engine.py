@@ -4,15 +4,15 @@
     torchrun ... train.py config/countdown_tiny.py --rollout_engine=server \\
         --rollout_server=http://127.0.0.1:8000,http://other:8000
 
-The first line starts such a server with what a config needs. Every rank asks for its own prompts,
-/v1/completions with token ids, up to CONCURRENCY at a time, spread over the servers. After
-each step the weights go to every server, and each remembers under which name it got them (vLLM's
-weight version): an answer counts only if its server still holds the version that was synced last.
-A server that dies is left out and its prompts go to the others; the next sync asks it again.
+The first line starts such a server with the settings that a config needs. Every rank sends its own
+prompts, as token ids to /v1/completions, up to CONCURRENCY at a time, spread over the servers.
+After each step the weights go to every server under a new name, which the server remembers (vLLM's
+weight version). An answer counts only if its server still holds the version that was synced last. A
+server that dies is left out, and the others take over its prompts; the next sync tries it again.
 
-Requests carry X-Request-Id: <tag>-s<step>-p<prompt>, which the server repeats in the header and in
-the body: an answer to somebody else's request, as a proxy that mixes clients would deliver, is
-dropped and counted. What a server sends is checked like any other input.
+Requests carry X-Request-Id: <tag>-s<step>-p<prompt>, which the server repeats in the header and the
+body of its answer. So an answer to somebody else's request, which a proxy that mixes clients might
+deliver, is noticed, dropped and counted. What a server sends is checked like any untrusted input.
 """
 
 import os
@@ -35,35 +35,36 @@ from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
 CONCURRENCY = 64  # requests that a rank has under way at a time
-TRIES = 6  # of one prompt, until all its completions are there
-STRIKES = 3  # failures of one server, without a success in between, after which it is left out
-COUNTS = ("failed", "foreign", "refilled")  # requests, requests, completions
+TRIES = 6  # requests for one prompt, at most, until all its completions are there
+STRIKES = 3  # failures in a row after which a server is left out
+# counted: failed requests, answers to somebody else's request, completions asked for again
+COUNTS = ("failed", "foreign", "refilled")
 
 
 class ServerEngine:
-    """The servers of rollout_server as a rollout engine. Rank 0 looks after them; which of them
-    hold the current weights, all ranks know."""
+    """The servers of rollout_server as a rollout engine. Rank 0 waits for them, checks them and
+    sends them the weights; every rank knows which of them hold the current weights."""
 
-    sleeps = False  # its memory is elsewhere
+    sleeps = False  # it has no GPU memory to give
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype):
         self.rank = dist.get_rank()
-        self.seconds = config["rollout_timeout"]  # for one answer, and for the servers to start
+        self.seconds = config["rollout_timeout"]  # limit for one answer, and for servers to start
         self.longest_prompt = config["max_prompt_length"]
         self.vocabulary = AutoConfig.from_pretrained(model).vocab_size
         self.tag = client_tag()
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
 
-        self.live = []  # servers that hold `version`
-        self.missing = {}  # {url: why it does not hold it}
+        self.live = []  # servers that hold the weights `version`
+        self.missing = {}  # {url: why the server does not hold them}
         self.version = ""  # the name of the weights that were synced last
-        self.updates = 0  # how often there have been new ones
+        self.updates = 0  # number of syncs
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.lock = threading.Lock()  # of live, missing and counts: requests have threads
-        # for waits only; a generator of its own leaves the global one, and what is sampled, alone
+        self.lock = threading.Lock()  # guards live, missing and counts: requests run in threads
+        # for waiting times only; its own generator, so that the global one is not disturbed
         self.random = random.Random(self.rank)
-        self.ahead = None  # (request, future) of what begin() has started
-        # one that stays: a reward worker that it starts would die with it
+        self.ahead = None  # (request, future) that begin() has started
+        # one thread for the whole run: reward workers that it starts die when it ends
         self.background = ThreadPoolExecutor(1)
 
         self.name, models = self.on_rank_0(partial(self.start, config))
@@ -72,17 +73,18 @@ class ServerEngine:
         self.transfer = self.make_transfer(model, config, dtype)
 
     def start(self, config: dict) -> tuple[str, list[str]]:
-        """Waits until all servers are there and finds out whether they can be used: the name of
-        this run's weights, and each server's name of the model. On rank 0."""
+        """Waits until all servers answer, and checks their settings. Returns the name of this run's
+        weights, and each server's name for the model. Runs on rank 0."""
         self.wait_for_servers()
         longest = config["max_prompt_length"] + config["max_completion_length"]
         transfers = config["weight_sync"] == "nccl"
-        # at once: each takes seconds to list its settings
+        # all servers at once: each takes seconds to list its settings
         on_each(self.servers, lambda server: server.check(longest, transfers))
         return run_name(uuid.uuid4().hex[:8]), [server.model for server in self.servers]
 
     def wait_for_servers(self) -> None:
-        """UserError with what those say that are not there after rollout_timeout."""
+        """Waits until every server answers. UserError after rollout_timeout, with the reason for
+        each that does not."""
         end = time.monotonic() + self.seconds
         total = len(self.servers)
         waiting = self.servers
@@ -101,12 +103,13 @@ class ServerEngine:
                     )
                 bar.set_postfix_str(reasons[0][:60], refresh=False)
                 bar.update(0)
-                # one that has answered is not asked again
+                # a server that has answered is not asked again
                 waiting = [server for server in waiting if server.url in absent]
                 time.sleep(1)
 
     def make_transfer(self, model: str, config: dict, dtype: torch.dtype):
-        """How the weights get to the servers: what has send(named_parameters, version)."""
+        """The object that takes the weights to the servers, by its send(named_parameters,
+        version)."""
         if config["weight_sync"] == "nccl":
             from server.nccl import NcclTransfer  # imports vLLM
 
@@ -117,7 +120,7 @@ class ServerEngine:
         return DiskTransfer(self, folder)
 
     def on_rank_0(self, work):
-        """What work() returns or raises on rank 0, on every rank."""
+        """Runs work() on rank 0. Every rank returns its result, or raises its error."""
         outcome = [None]
         if self.rank == 0:
             try:
@@ -126,7 +129,8 @@ class ServerEngine:
                 outcome = [(None, error)]
             except ServerError as error:
                 outcome = [(None, RunStopped(str(error)))]
-        # pickled, so only errors that are a sentence; others end this rank, and torchrun the rest
+        # only the errors above are passed on, which can be pickled. Any other ends rank 0 here, and
+        # torchrun the others
         dist.broadcast_object_list(outcome)
         result, error = outcome[0]
         if error:
@@ -136,10 +140,10 @@ class ServerEngine:
     # --- completions
 
     def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
-        """As the other engines; RolloutsLost on all ranks if on one of them no server is left or a
-        prompt stays without its completions."""
+        """The same as in other engines (rollout.py). RolloutsLost on all ranks, if on any of them
+        no server is left or a prompt does not get its completions."""
         request = (prompts_ids, n, sampling)
-        # anything else, such as an evaluation, leaves what was begun where it is
+        # another request, such as an evaluation's, leaves self.ahead as it is
         if self.ahead and self.ahead[0] == request:
             work = self.ahead[1].result
             self.ahead = None
@@ -160,12 +164,12 @@ class ServerEngine:
                 f"max_prompt_length={self.longest_prompt}"
             )
         self.leave_out_changed()
-        # of a training step: where in which step a prompt stands
+        # a training step gives names, made of its number and the place of the prompt
         names = sampling.get("names")
-        if not names:  # of an evaluation: no step, but another number after each sync
+        if not names:  # an evaluation: names with the number of syncs
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups = {}
-        # max: a rank may have no prompts, and a pool needs a thread
+        # max: a rank may have no prompts, and a pool needs at least one thread
         pool = ThreadPoolExecutor(min(CONCURRENCY, max(1, len(prompts_ids))))
         try:
             asked = {}  # future: index of its prompt
@@ -179,22 +183,22 @@ class ServerEngine:
                 if finished:
                     finished(i, groups[i])
         finally:
-            pool.shutdown(cancel_futures=True)  # of a prompt that is lost the others are too
-        # prompt-major, in whatever order the answers came
+            pool.shutdown(cancel_futures=True)  # after an error the other prompts are useless
+        # sorted: answers come in any order, rollouts are prompt-major
         return [r for i in sorted(groups) for r in groups[i]]
 
     def group(self, i: int, body: dict, name: str) -> list[dict]:
-        """The completions of prompt i. As far as they are missing they are asked for again, on
-        another server and with another seed."""
+        """The completions of prompt i. Missing ones are asked for again, from another server and
+        with another seed."""
         n = body["n"]
         rollouts = []
         for attempt in range(TRIES):
-            if attempt:  # longer each time, and not all requests at the same moment
+            if attempt:  # wait longer each time; random, so that requests don't come all at once
                 time.sleep(0.25 * 2**attempt * self.random.uniform(0.5, 1.5))
             server = self.choose(i + attempt)
             suffix = f"-a{attempt}" if attempt else ""
             wanted = n - len(rollouts)
-            # sample i of a request has seed + i: far from those of the tries before
+            # sample i of a request has seed + i, so this seed must be far from the earlier ones
             seed = (body["seed"] + attempt * 1_000_003) % 2**62
             rest = body | {"model": server.model, "n": wanted, "seed": seed}
             try:
@@ -217,11 +221,11 @@ class ServerEngine:
         )
 
     def complete(self, server: Server, body: dict, name: str) -> list[dict]:
-        """The usable completions in the answer of a server."""
+        """The usable completions in a server's answer to one request."""
         headers = {"X-Request-Id": name, "X-VLLM-Client-Tag": self.tag}
         answer = server.call("/v1/completions", body, headers, largest=largest_answer(body))
         rollouts = completions_in(answer, body, self.vocabulary)
-        # it may have been started again since, and have sampled by the weights of its start
+        # a server that was restarted meanwhile has sampled with the weights of its start
         self.check_weights(server)
         server.strikes = 0
         return rollouts
@@ -229,7 +233,8 @@ class ServerEngine:
     # --- which servers can be asked
 
     def choose(self, turn: int) -> Server:
-        """Servers take turns, and ranks begin with different ones."""
+        """The live server for this turn: servers take turns, and each rank starts with another one.
+        RolloutsLost if none is left."""
         with self.lock:
             if self.live:
                 return self.live[(turn + self.rank) % len(self.live)]
@@ -238,12 +243,13 @@ class ServerEngine:
         raise RolloutsLost(f"no rollout server is left of {urls}: {reasons}")
 
     def strike(self, server: Server, error: ServerError) -> None:
-        """Leaves a server out until the next sync if it is gone or has failed too often; an answer
-        that is not ours may be a proxy's fault."""
+        """Counts a server's failure, unless the answer was to another request: that may be a
+        proxy's fault. Leaves the server out until the next sync if it is gone, or has failed
+        STRIKES times in a row."""
         with self.lock:
             if not error.foreign:
                 server.strikes += 1
-            # the last one has its TRIES
+            # the last live server stays in for all TRIES
             too_often = server.strikes >= STRIKES and len(self.live) > 1
             if server in self.live and (error.gone or too_often):
                 self.live.remove(server)
@@ -253,7 +259,7 @@ class ServerEngine:
                 )
 
     def check_weights(self, server: Server) -> None:
-        """ServerError if it does not hold the weights that were synced last."""
+        """ServerError if a server does not hold the weights that were synced last."""
         version = server.version()
         if version != self.version:
             raise ServerError(
@@ -263,7 +269,7 @@ class ServerEngine:
             )
 
     def leave_out_changed(self) -> None:
-        """Before anything is sampled by other weights than ours."""
+        """Leaves out the live servers that no longer hold our weights, before they sample."""
         with self.lock:
             live = list(self.live)
         for server in live:
@@ -275,16 +281,17 @@ class ServerEngine:
     # --- weights
 
     def sync(self, named_parameters) -> None:
-        """To every server, also those that were left out before. All ranks together, for ZeRO-3
-        gathers here. That no server has taken the weights shows in the next generate()."""
-        if self.ahead:  # by the weights that the servers hold now
+        """Sends the weights to every server, also to those that were left out before. All ranks
+        call it together, because ZeRO-3 gathers the weights here. If no server takes them, the next
+        generate() fails."""
+        if self.ahead:  # must be sampled with the weights that the servers still hold
             futures.wait([self.ahead[1]])
-        dist.barrier()  # another rank may still sample
+        dist.barrier()  # other ranks may still be sampling
         self.updates += 1
         version = f"{self.name}-{self.updates}"
         missing = self.transfer.send(named_parameters, version)
         self.version = version
-        with self.lock:  # those that were left out before have another chance
+        with self.lock:  # servers that were left out get another chance
             self.missing = missing
             self.live = [server for server in self.servers if server.url not in missing]
             for server in self.live:
@@ -296,20 +303,21 @@ class ServerEngine:
                 )
 
     def sleep(self) -> None:
-        pass  # another machine's, or another GPU's, memory
+        pass  # the servers' memory is on other machines or GPUs
 
     def wake(self) -> None:
         pass
 
-    # --- and the rest
+    # --- counts and the end
 
     def count(self, what: str, number: int) -> None:
         with self.lock:
             self.counts[what] += number
 
     def take_counts(self) -> dict:
-        """{"rollout/failed", "rollout/foreign", "rollout/refilled", "rollout/servers"}: of all
-        ranks since the last time. All ranks together."""
+        """{"rollout/failed", "rollout/foreign", "rollout/refilled"}, summed over all ranks since
+        the last call, and "rollout/servers", the number of live ones. All ranks call it
+        together."""
         with self.lock:
             local = self.counts | {"servers": len(self.live)}
             self.counts = dict.fromkeys(COUNTS, 0)
@@ -318,7 +326,7 @@ class ServerEngine:
         metrics = {}
         for what in COUNTS:
             metrics[f"rollout/{what}"] = sum(share[what] for share in shares)
-        # a server that one rank has left out counts as lost
+        # min: a server that one rank has left out counts as lost
         metrics["rollout/servers"] = min(share["servers"] for share in shares)
         return metrics
 
@@ -331,8 +339,8 @@ class ServerEngine:
 
 
 def client_tag() -> str:
-    """What the ids of this rank's requests begin with."""
-    # a tag of the launcher's tells the runs apart that share servers
+    """The beginning of this rank's request ids."""
+    # a launcher may set a tag, to tell apart runs that share servers
     usual = f"rank-{dist.get_rank()}-of-{dist.get_world_size()}"
     tag = os.environ.get("VLLM_CLIENT_TAG") or usual
     if not (tag.isascii() and tag.isprintable() and " " not in tag):
@@ -344,14 +352,15 @@ def client_tag() -> str:
 
 
 def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> dict:
-    """A request for n completions by the policy's own distribution, nothing of the server's."""
+    """A request for n completions from the policy's own distribution, whatever the server's
+    defaults are."""
     return {
         "prompt": prompt_ids,
         "n": n,
         "max_tokens": sampling["max_tokens"],
         "seed": seed,
         "temperature": sampling["temperature"],
-        # named one by one: what is missing a server takes from the model's generation_config.json
+        # all of them, because for a missing one the server may use generation_config.json
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
@@ -359,22 +368,21 @@ def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> di
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop_token_ids": sampling["stop_token_ids"],
-        # 0: of the sampled token alone
-        "logprobs": 0,
+        "logprobs": 0,  # the sampled token's only
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # their texts may be of any length
+        "return_tokens_as_token_ids": True,  # instead of their texts, which may be of any length
     }
 
 
 def all_or_none(work) -> list[dict]:
-    """The rollouts that work() returns, or RolloutsLost on all ranks if it raises that on one."""
+    """The rollouts that work() returns; RolloutsLost on all ranks if work() raises it on one."""
     rollouts = []
     lost = ""
     try:
         rollouts = work()
     except RolloutsLost as error:
         lost = str(error)
-    # a rank that went on alone would wait in the next collective
+    # every rank must know: one that went on alone would hang in the next collective
     sentences = [None] * dist.get_world_size()
     dist.all_gather_object(sentences, lost)
     for sentence in sentences:
