@@ -1,12 +1,12 @@
-"""One stock vLLM server over HTTP: its requests, and the limits and checks of what it answers.
+"""One stock vLLM server over HTTP: requests to it, and limits and checks of its answers.
 
     server = Server("http://127.0.0.1:8000", seconds=600)
     server.call("/v1/completions", {...}, {"X-Request-Id": "me-s1-p0"})
 
-A ServerError unless what comes is JSON, in time, and an answer to this request.
+call() raises a ServerError unless the answer is JSON, comes in time, and belongs to this request.
 
-A call has one deadline, from connecting to the last byte of the answer, and a size that its answer
-may have. The large answers of a server are read one at a time. What a server says is quoted.
+A call has one deadline, from connecting to the last byte of the answer, and a limit for the size of
+the answer. A server's large answers are read one at a time. Text from a server is quoted in errors.
 """
 
 import base64
@@ -24,13 +24,13 @@ import httpx
 
 from common import UserError, quoted
 
-CONNECT_SECONDS = 10  # a server next door that is there is there at once
-BODY_SECONDS = 60  # for the bytes of an answer once its headers are there
-PIECE = 4096  # bytes of a request that a socket takes at once or not at all
+CONNECT_SECONDS = 10  # for connecting: servers are nearby, so a live one accepts at once
+BODY_SECONDS = 60  # for the bytes of an answer after its headers
+PIECE = 4096  # bytes of a request that are written with one timeout
 LARGEST_ANSWER = 2**16  # bytes, unless a call says otherwise
-LARGEST_SETTINGS = 2**22  # of a server's list of its settings
-# of an answer with completions. A token of it: its id three times (of up to 7 digits, twice as
-# text), its log-prob twice (of up to 24), where its text begins, and the text, as JSON writes it
+LARGEST_SETTINGS = 2**22  # bytes of a server's list of its settings
+# Sizes of an answer with completions. JSON has for each token its id three times (up to 7 digits,
+# twice as text), its log-prob twice (up to 24 digits), the place where its text begins, the text.
 BYTES_PER_TOKEN = 256  # of a completion
 BYTES_PER_PROMPT_TOKEN = 16
 BYTES_PER_COMPLETION = 2**10
@@ -38,7 +38,7 @@ BYTES_AROUND = 2**16
 
 
 def largest_answer(body: dict) -> int:
-    """Bytes that the answer to a request for completions can have."""
+    """Bytes that the answer to a request for completions has at most."""
     each = BYTES_PER_COMPLETION
     each += BYTES_PER_TOKEN * body["max_tokens"]
     each += BYTES_PER_PROMPT_TOKEN * len(body["prompt"])
@@ -46,8 +46,8 @@ def largest_answer(body: dict) -> int:
 
 
 class ServerError(RuntimeError):
-    """A request that failed; gone: nobody answers there any more; foreign: the answer is to
-    somebody else's request."""
+    """A request that failed. gone: the server is lost to us until the next sync: nobody answers
+    there, or it holds other weights. foreign: the answer belongs to somebody else's request."""
 
     def __init__(self, sentence: str, gone: bool = False, foreign: bool = False):
         super().__init__(sentence)
@@ -55,20 +55,21 @@ class ServerError(RuntimeError):
         self.foreign = foreign
 
 
-# --- waiting. httpcore hands `timeout` down to each single wait, which a server that sends a byte
-# now and then begins anew; here it is not a span but the moment at which the call must be over
+# --- Deadlines. httpcore passes `timeout` to every single wait, so a server that sends a byte now
+# and then could make a call last for ever. In this file `timeout` is not a span of time but the
+# moment (of time.monotonic) at which the call must be over.
 
 
 def left(end: float) -> float:
-    """Seconds until `end`."""
+    """Seconds until the moment `end`; ReadTimeout if it has passed."""
     seconds = end - time.monotonic()
     if seconds <= 0:
-        raise httpcore.ReadTimeout  # as if the wait had begun and ended
+        raise httpcore.ReadTimeout
     return seconds
 
 
 class Network(httpcore.NetworkBackend):
-    """TCP connections whose `timeout` is a moment."""
+    """Makes TCP connections whose `timeout` is a moment."""
 
     def __init__(self):
         self.tcp = httpcore.SyncBackend()
@@ -79,6 +80,8 @@ class Network(httpcore.NetworkBackend):
 
 
 class Stream(httpcore.NetworkStream):
+    """A connection whose `timeout` is a moment."""
+
     def __init__(self, stream: httpcore.NetworkStream):
         self.stream = stream
 
@@ -86,7 +89,7 @@ class Stream(httpcore.NetworkStream):
         return self.stream.read(max_bytes, left(timeout))
 
     def write(self, buffer, timeout=None):
-        # in pieces, or a server that reads slowly would have the whole time again for each
+        # in pieces: inside one large write, every wait for a slow reader would get the whole time
         for i in range(0, len(buffer), PIECE):
             self.stream.write(buffer[i : i + PIECE], left(timeout))
 
@@ -105,16 +108,16 @@ class Server:
 
     def __init__(self, url: str, seconds: float):
         self.url = url
-        self.seconds = seconds  # that a call may take
-        self.strikes = 0  # failures without a success in between
-        self.model = ""  # the name that it has for its model
-        self.reading = threading.Lock()  # held by who reads and parses a large answer
-        # nothing of the environment, such as a proxy: these are machines next door
+        self.seconds = seconds  # limit for a call
+        self.strikes = 0  # failures since the last success
+        self.model = ""  # the server's name for its model
+        self.reading = threading.Lock()  # held while a large answer is read and parsed
+        # httpcore ignores proxies in the environment, which is right: servers are nearby
         self.http = httpcore.ConnectionPool(
-            max_connections=None,  # the engine says how many requests are under way
+            max_connections=None,  # the engine limits the number of requests
             max_keepalive_connections=64,
-            # idle ones go before vLLM closes them, after 5 s: it could do so just when the next
-            # request leaves
+            # vLLM closes idle connections after 5 s. We do so earlier, or it could close one just
+            # when we send the next request
             keepalive_expiry=2.0,
             network_backend=Network(),
         )
@@ -127,25 +130,25 @@ class Server:
         seconds: float | None = None,
         largest: int | None = None,
     ):
-        """The JSON that a GET, or with a body a POST, brings (None if it is empty); ServerError
-        after `seconds`, after `largest` bytes, or if it is anything else."""
+        """The JSON that a GET, or with a body a POST, returns; None if the answer is empty.
+        ServerError after `seconds`, after `largest` bytes, or if the answer is not valid."""
         seconds = seconds or self.seconds
-        # small ones need not wait for each other
+        # answers of the default size don't wait for each other
         turn = self.turn if largest else nullcontext
         largest = largest or LARGEST_ANSWER
         end = time.monotonic() + seconds
         data = bytearray()
-        answered = False  # whether the headers of an answer are there
+        answered = False  # whether the answer's headers have come
         try:
             with self.exchange(path, body, headers, end) as (answer, timeouts):
                 answered = True
                 with turn(end):
-                    # sampling is over: what takes longer from now on is no vLLM at work
+                    # the headers come after sampling, so the rest should take no time
                     seconds = min(BODY_SECONDS, left(end))
                     timeouts["read"] = time.monotonic() + seconds
                     for piece in answer.iter_stream():
                         data += piece
-                        # counted as it comes: a Content-Length may lie or be missing
+                        # count the bytes: a Content-Length may be wrong or missing
                         if len(data) > largest:
                             raise ServerError(
                                 f"{self.url}{path} sent {len(data)} bytes and no end, more "
@@ -156,7 +159,7 @@ class Server:
             said = f"sent {len(data)} bytes and no end" if answered else "did not answer"
             raise ServerError(f"{self.url}{path} {said} within {seconds:.0f} s") from None
         except httpcore.ConnectError as error:
-            # nobody listens: no use in trying again before the next sync
+            # nobody listens there, so don't try again before the next sync
             raise ServerError(f"{self.url} is not there: {quoted(error)}", gone=True) from None
         except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
             words = quoted(error) if str(error) else type(error).__name__
@@ -164,9 +167,9 @@ class Server:
 
     @contextmanager
     def exchange(self, path: str, body: dict | None, headers: dict | None, end: float) -> Iterator:
-        """(answer, timeouts): its body not read yet; the moments at which waits end, to be
-        changed."""
-        url = httpx.URL(self.url + path)  # parses what httpcore wants in parts
+        """Sends a request. Yields (answer, timeouts): the answer's body has not been read yet, and
+        timeouts is a dict of moments that the caller may change."""
+        url = httpx.URL(self.url + path)  # splits the URL for httpcore
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
@@ -189,7 +192,7 @@ class Server:
 
     @contextmanager
     def turn(self, end: float) -> Iterator:
-        """Waits for the large answer that is being read to be done."""
+        """Waits until no other large answer of this server is being read."""
         if not self.reading.acquire(timeout=left(end)):
             raise httpcore.ReadTimeout
         try:
@@ -198,13 +201,13 @@ class Server:
             self.reading.release()
 
     def checked(self, path: str, answer: httpcore.Response, data: bytearray, headers: dict | None):
-        """What an answer says, parsed, if it is one to our request."""
-        if answer.status != 200:  # redirects too: nobody else is to get our prompts
+        """The parsed answer; ServerError unless it is a JSON answer to our request."""
+        if answer.status != 200:  # redirects too: nobody else may get our prompts
             words = bytes(data[:300]).decode(errors="replace")
             raise ServerError(f"{self.url}{path} answered {answer.status}: {quoted(words)}")
         try:
             found = json.loads(data) if data else None
-        except (ValueError, RecursionError):  # the second for what is nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: nested too deeply
             raise ServerError(
                 f"{self.url}{path} sent {len(data)} bytes that are not JSON"
             ) from None
@@ -216,7 +219,7 @@ class Server:
         """ServerError if the body or the header names another request than ours."""
         in_body = found.get("id") if isinstance(found, dict) else None
         echoes = [str(in_body).removeprefix("cmpl-")]
-        # the header is checked where it is there; the body must always say it
+        # the body must have the id; the header is checked if there is one
         for name, value in answer.headers:
             if name.lower() == b"x-request-id":
                 echoes.append(value.decode(errors="replace"))
@@ -228,27 +231,27 @@ class Server:
                 )
 
     def version(self) -> str:
-        """The name of the weights that it holds."""
+        """The name of the weights that the server holds."""
         found = self.call("/weight_info", seconds=min(30.0, self.seconds))
         if not isinstance(found, dict):
             raise ServerError(f"{self.url}/weight_info names no weight_version")
         return str(found.get("weight_version"))
 
     def seal(self, version: str) -> None:
-        """After new weights: what it has cached for the old ones goes, and it remembers the name of
-        these."""
+        """To call after new weights: the server forgets what it has cached for the old ones, and
+        remembers the name of the new ones."""
         if self.call("/reset_prefix_cache", {}) != {"success": True}:
             raise ServerError(f"{self.url} could not forget what it had cached for the old weights")
-        # last: a server that has this name holds the weights and nothing older
+        # last: a server that reports this name holds the new weights and no older cache
         self.call("/update_weight_version", {"new_version": version})
 
     def look_alive(self) -> None:
-        """ServerError, soon, if it is not there or not well."""
+        """ServerError, within seconds, if the server does not answer or is not healthy."""
         self.call("/health", seconds=min(10.0, self.seconds))
 
     def check(self, longest: int, transfers: bool) -> None:
-        """UserError if this server can't be used for sequences of `longest` tokens, or takes no
-        weights over NCCL although it should; learns the name of its model."""
+        """UserError if the server's settings don't fit: it must take sequences of `longest` tokens
+        and, if `transfers`, weights over NCCL. Stores the server's name for its model."""
         try:
             self.version()
             models = self.call("/v1/models", largest=LARGEST_SETTINGS)
@@ -265,13 +268,13 @@ class Server:
                 f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); "
                 f"start it with python -m server, or with VLLM_SERVER_DEV_MODE=1"
             ) from None
-        # a wrong setting of the server would show late, or not at all
+        # checked here, because wrong settings would show late or not at all
         if limit < longest:
             raise UserError(
                 f"rollout_server: {self.url} has max_model_len={limit}, max_prompt_length + "
                 f"max_completion_length is {longest}"
             )
-        # log-probs of another distribution than the one that is sampled from
+        # another mode gives log-probs of another distribution than the one sampled from
         if mode != "processed_logprobs":
             raise UserError(
                 f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with "
@@ -286,10 +289,10 @@ class Server:
 
 
 def on_each(servers: list[Server], work) -> dict[str, str]:
-    """work(server) for all at once; {url: sentence} of those where it failed."""
+    """Calls work(server) for all servers at once. Returns {url: sentence} for those where it raised
+    a ServerError; any other error is raised here."""
     with ThreadPoolExecutor(len(servers)) as pool:
         futures = {server.url: pool.submit(work, server) for server in servers}
-    # all have ended by now; another error than theirs is a bug, or meant for the user
     failed = {}
     for url, future in futures.items():
         try:
@@ -300,15 +303,15 @@ def on_each(servers: list[Server], work) -> dict[str, str]:
 
 
 def addresses(setting: str) -> list[str]:
-    """The URLs of rollout_server; "auto" stands for what a launcher, such as slurm/train.sh, has
-    put into ROLLOUT_SERVER."""
+    """The URLs in rollout_server. "auto" stands for the environment variable ROLLOUT_SERVER, which
+    a launcher such as slurm/train.sh sets."""
     launched = os.environ.get("ROLLOUT_SERVER", "")
     if setting == "auto" and not launched:
         raise UserError(
             "rollout_server='auto': no launcher has set ROLLOUT_SERVER; name the servers: "
             "--rollout_server=http://host:8000,http://other:8000"
         )
-    urls = {}  # in order, each once
+    urls = {}  # a dict keeps the order and drops repetitions
     for part in (launched if setting == "auto" else setting).split(","):
         url = part.strip().rstrip("/")
         if url:
@@ -323,7 +326,7 @@ def addresses(setting: str) -> list[str]:
 
 
 def check_address(url: str, where: str) -> None:
-    """UserError for what can't be the address of a server."""
+    """UserError if a URL can't be a server's address."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{where} must begin with http:// or https://")
     try:
@@ -337,13 +340,13 @@ def check_address(url: str, where: str) -> None:
 
 
 def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
-    """The whole completions in the answer to a request for body["n"] of them, as rollouts without
-    text, at most n. Others are left out: they are asked for again."""
+    """The valid completions in an answer, body["n"] at most, as rollouts without text. Invalid ones
+    are left out; the engine asks for them again. body: the request."""
     choices = answer.get("choices")
     if not isinstance(choices, list):
         return []
     rollouts = []
-    for choice in choices[: body["n"]]:  # what is too much was not asked for
+    for choice in choices[: body["n"]]:  # more were not asked for
         try:
             if is_whole(choice, body, vocabulary):
                 rollouts.append(
@@ -355,13 +358,13 @@ def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
                     }
                 )
         except (KeyError, TypeError, OverflowError):
-            continue  # something else than a completion
+            continue  # not even shaped like a completion
     return rollouts
 
 
 def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
-    """Whether it is 1 to max_tokens token ids below `vocabulary`, each with a finite log-prob, that
-    follow the prompt we sent."""
+    """Whether a completion consists of 1 to max_tokens token ids below `vocabulary`, each with a
+    finite log-prob, and belongs to the prompt that we sent."""
     ids = choice["token_ids"]
     logps = choice["logprobs"]["token_logprobs"]
     if not 0 < len(ids) <= body["max_tokens"] or len(ids) != len(logps):
@@ -373,5 +376,5 @@ def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
             return False
     if choice["finish_reason"] not in ("stop", "length"):  # such as "abort"
         return False
-    # older servers do not repeat the prompt
+    # None: older servers do not repeat the prompt
     return choice.get("prompt_token_ids") in (None, body["prompt"])
