@@ -1,12 +1,12 @@
-"""weight_sync="nccl": weights from rank 0 straight into the memory of vLLM servers on other GPUs,
-by vLLM's own weight transfer.
+"""weight_sync="nccl": rank 0 sends the weights straight into the memory of vLLM servers on other
+GPUs, by vLLM's own weight transfer.
 
     transfer = NcclTransfer(engine, model, dtype)
     missing = transfer.send(named_parameters, version)
 
-All ranks together; {url: sentence} of the servers that did not get the weights. Not run yet: it
-needs at least two GPUs, of which one belongs to a server (python -m server CONFIG
---weight_sync=nccl). What can be tested without is.
+All ranks call send() together. It returns {url: sentence} for the servers that did not get the
+weights. This has not been run on GPUs yet: it needs at least two, one of them a server's (python -m
+server CONFIG --weight_sync=nccl). Tests cover what can be tested without GPUs.
 """
 
 import socket
@@ -23,14 +23,14 @@ from server.http import Server, on_each
 
 @contextmanager
 def deadline(seconds: float):
-    """Ends the process if the work inside takes longer: a broadcast to a server that has died waits
-    for ever, and no exception reaches it."""
+    """Ends the process if the work inside takes longer. A broadcast to a server that has died waits
+    for ever, and no exception can interrupt it."""
     sentence = (
         f"weight_sync='nccl': the servers did not take the weights in {seconds:.0f} s "
         f"(rollout_timeout); has one of them died?"
     )
     timer = threading.Timer(seconds, leave, (sentence, 1))
-    timer.daemon = True  # or a process that ends for another reason would wait for it
+    timer.daemon = True  # else a process that ends for another reason would wait for the timer
     timer.start()
     try:
         yield
@@ -39,14 +39,15 @@ def deadline(seconds: float):
 
 
 def own_address() -> tuple[str, int]:
-    """Where the servers meet this process."""
+    """(host, port) at which the servers can reach this process."""
     from vllm.utils.network_utils import get_ip
 
-    # the host's own name may lead to 127.0.1.1; but without a default route vLLM finds no address
+    # not the host name at first: it may resolve to 127.0.1.1. But without a default route get_ip()
+    # finds no address
     host = get_ip()
     if host == "0.0.0.0":
         host = socket.gethostname()
-    # a free port, which nobody else should take until the group is there
+    # a free port; nothing reserves it until the group is made
     with socket.socket() as probe:
         probe.bind(("", 0))
         return host, probe.getsockname()[1]
@@ -58,19 +59,20 @@ def wait_for_gpu() -> None:
 
 
 class NcclTransfer:
-    """From rank 0 to every worker of every server, a few parameters at a time. The group is made
-    anew whenever other servers take part than the last time. It is also what vLLM's trainer side
-    calls a client and a source. engine: the ServerEngine that this belongs to."""
+    """Broadcasts the weights from rank 0 to every worker of every server, a few parameters at a
+    time, in an NCCL group. The group is made anew whenever other servers take part than before. To
+    vLLM's trainer side this object is both the client (it makes requests to the servers) and the
+    source (it yields the weights). engine: the ServerEngine that this belongs to."""
 
     def __init__(self, engine, model: str, dtype: torch.dtype):
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         self.engine = engine
-        self.members = []  # servers of the group
-        self.sizes = []  # workers of each
-        self.sender = None  # vLLM's side of the group in this process
+        self.members = []  # servers in the group
+        self.sizes = []  # number of workers of each
+        self.sender = None  # vLLM's object for this process's end of the group
         self.weights = None  # the iterator that is being sent
-        # the servers are told names and shapes before the weights come; no memory is taken for it
+        # servers must know names and shapes before the weights come. meta: takes no memory
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self.parameters = []
@@ -84,7 +86,7 @@ class NcclTransfer:
         if not members:
             return missing
         with deadline(self.engine.seconds):
-            # a group can't lose or take in members: another one is made
+            # a group can't change its members, so a new one is made
             if members != self.members or not unchanged:
                 self.connect(members)
             self.sender.send_weights()
@@ -95,15 +97,15 @@ class NcclTransfer:
         return missing | self.engine.on_rank_0(seal)
 
     def look(self) -> tuple[dict[str, str], bool]:
-        """{url: sentence} of the servers that are not there, and whether all others still hold what
-        was sent last: one that was started again since is no longer in the group, and a broadcast
-        would wait for it for ever."""
+        """Returns {url: sentence} for the servers that don't answer, and whether all others still
+        hold the weights that were sent last. A server that was restarted meanwhile does not: it is
+        no longer in the group, and a broadcast would wait for it for ever."""
         versions = set()
         missing = on_each(self.engine.servers, lambda server: versions.add(server.version()))
         return missing, versions == {self.engine.version}
 
     def connect(self, members: list[Server]) -> None:
-        """A group of rank 0 and the workers of these servers."""
+        """Makes a group of rank 0 and the workers of these servers."""
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,
@@ -122,9 +124,9 @@ class NcclTransfer:
         self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
 
     def prepare(self) -> tuple[list[int], str, int]:
-        """Has the servers leave the group they are in; how many workers each has, and where they
-        are to meet."""
-        # whether they were in one or not
+        """Makes the servers leave their old group. Returns the number of workers of each, and the
+        host and port of the new group."""
+        # errors are ignored: a server may not be in a group
         on_each(self.members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
         sizes = []
         for server in self.members:
@@ -132,16 +134,17 @@ class NcclTransfer:
         return sizes, *own_address()
 
     def close(self) -> None:
-        pass  # the group goes with the process
+        pass  # the group ends with the process
 
-    # what vLLM's trainer side asks of its source
+    # --- the methods that vLLM's trainer side calls on its source
 
     def metadata(self) -> list:
         return self.parameters
 
     def __iter__(self):
-        """vLLM copies in CUDA streams of its own, which wait for nothing: what it is given must be
-        there, and must stay (ZeRO-3 reuses the memory) until it is copied."""
+        """Yields the weights. vLLM copies them in CUDA streams of its own, which don't wait for
+        ours. So a weight must be computed before it is yielded, and copied before the next one is
+        taken, because ZeRO-3 reuses the memory."""
         weights = iter(self.weights)
         while True:
             wait_for_gpu()
@@ -151,11 +154,11 @@ class NcclTransfer:
             wait_for_gpu()
             yield item
 
-    # and of its client: the same call to every server, but each has its own place in the group
+    # --- and on its client: each makes the same request to every server
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = {}
-        place = 1  # rank 0 of the run has place 0
+        place = 1  # of a server's first worker in the group; rank 0 of the run has place 0
         for server, size in zip(self.members, self.sizes):
             bodies[server.url] = {"init_info": init_info | {"rank_offset": place}}
             place += size
@@ -172,7 +175,8 @@ class NcclTransfer:
         self.tell_all("/finish_weight_update", {})
 
     def tell_all(self, path: str, bodies: dict[str, dict]) -> None:
-        """A POST to every server at once, of its body or an empty one. RunStopped if one fails."""
+        """POSTs to all servers at once; bodies: {url: body}, an empty body for those not in it.
+        RunStopped if a request fails."""
         failed = on_each(self.members, lambda server: server.call(path, bodies.get(server.url, {})))
         if failed:
             raise RunStopped(f"weight_sync='nccl': {'; '.join(failed.values())}")
