@@ -1,19 +1,20 @@
-"""Objectives against each other: the same config under several arms and seeds, trained, evaluated,
-tested and drawn.
+"""Compares objectives: trains and evaluates one config under several arms and seeds, tests the
+differences and draws them.
 
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --jobs=2 --max_steps=100
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --report_only=True
 
-An arm is a line `name = {"key": value, ...}` of the arms file: what it changes in the config; the
-first one is the baseline. Own flags: --arms, --seeds (1..n), --eval_seeds (3), --output (default
-runs/compare_<config>), --ranks of a run, --jobs (runs at a time), --report_only (table and picture
-of what is finished); every other --key=value goes to all runs. A finished run is not repeated and
-an interrupted one is continued: the same command again goes on where it was.
+An arm is a line `name = {"key": value, ...}` of the arms file, with what the arm changes in the
+config. The first arm is the baseline. The command's own flags: --arms, --seeds (runs of each arm,
+seeds 1..n), --eval_seeds (default 3), --output (default runs/compare_<config>), --ranks of a run,
+--jobs (runs at a time), --report_only (table and picture of what is finished). Every other
+--key=value goes to all runs. The same command again continues where it was interrupted: finished
+runs are not repeated, unfinished ones go on.
 
-Leaves <output>/<arm>/seed_<n>/ (a run's folder, with eval.jsonl: the last checkpoint on every
-held-out problem under --eval_seeds evaluation seeds), results.md and comparison.png; results.py
-says what the figures there mean.
+Writes results.md and comparison.png (results.py says what the figures mean), and each run's folder
+<output>/<arm>/seed_<n>/, in which eval.jsonl has the scores of the last checkpoint on every
+held-out problem under --eval_seeds evaluation seeds.
 """
 
 import json
@@ -49,21 +50,20 @@ from compare.results import SET_HERE, draw, evaluation_seeds, write_results
 from journal import hold_folder
 
 OWN = {
-    "arms": "",  # a file, see above
+    "arms": "",  # the arms file, see above
     "seeds": 3,  # runs of each arm
-    "eval_seeds": 3,  # of the last evaluation of every run
-    "output": "",  # empty: runs/compare_<config>
+    "eval_seeds": 3,  # in the final evaluation of every run
+    "output": "",  # "": runs/compare_<config>
     "ranks": 2,  # of one run
     "jobs": 1,  # runs at a time
     "report_only": False,
 }
-TAIL = 2**16  # bytes; a line of metrics.jsonl has about 2,000
-# their types are what an arm's values are checked against
+TAIL = 2**16  # bytes read from the end of metrics.jsonl, whose lines have about 2,000
 DEFAULTS = default_config()
 
 
 def read_own(argv) -> tuple[dict, list[str]]:
-    """Our own flags, and the arguments of every run."""
+    """The command's own flags, and the arguments that every run gets."""
     own, shared = own_flags(argv, OWN)
     for key in ("seeds", "eval_seeds", "ranks", "jobs"):
         if own[key] < 1:
@@ -73,7 +73,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
             '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is '
             "the baseline"
         )
-    # what is no flag is a config file; the output folder has its name
+    # arguments that are no flags are config files; the output folder is named after them
     configs = [Path(argument).stem for argument in shared if not argument.startswith("-")]
     output = Path(own["output"] or "_".join(["runs/compare", *configs]))
     check_writable("--output", output, folder=True)
@@ -81,13 +81,13 @@ def read_own(argv) -> tuple[dict, list[str]]:
 
 
 def plan_runs(own: dict, shared: list[str]) -> list[dict]:
-    """All runs, seeds first, so that all arms have one before any has two. What can be wrong with
-    an arm is an error here, before any starts."""
+    """All runs in the order of their seeds, so that every arm has one run before any has two.
+    Whatever is wrong with an arm is an error here, before any run starts."""
     runs, measures = [], []
     for arm, overrides in read_config_file(own["arms"]).items():
         flags, config = read_arm(own["arms"], arm, overrides, shared)
         measures.append(measure_of(config))
-        # without evaluations in training there are no curves and no "at equal mean@k"
+        # eval_steps: curves, and figures "at equal mean@k", need evaluations during training
         if measures[-1] != measures[0] or config["eval_steps"] == 0:
             raise UserError(
                 f"{own['arms']}: {arm}: all arms need the same eval_* and the same first of "
@@ -98,18 +98,18 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
             runs.append(run | {"eval_seeds": own["eval_seeds"]})
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
-    return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay as the file has them
+    return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay in the file's order
 
 
 def read_arm(file: str, arm: str, overrides, shared: list[str]) -> tuple[list[str], dict]:
-    """(flags, config) of an arm."""
+    """The flags and the resolved config of an arm's runs."""
     where = f"{file}: {arm}"
     if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
         raise UserError(
             f'{where} must be a dict of overrides such as {{"maxent_tau": 0.1}}, not {overrides!r}'
         )
-    merge(DEFAULTS, overrides, where)  # types are checked here: as flags they are all text
-    # the arm's come last: what it is about wins over a flag for all runs
+    merge(DEFAULTS, overrides, where)  # checks types, which can't be seen in flags
+    # the arm's flags come last, so they override those for all runs
     flags = [*shared, *flags_of(overrides)]
     for flag in flags:
         if flag.partition("=")[0].removeprefix("--") in SET_HERE:
@@ -125,21 +125,20 @@ def flags_of(settings: dict) -> list[str]:
 
 
 def measure_of(config: dict) -> list:
-    """What has to be the same for two arms to be compared."""
+    """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
-    # the first reward decides what is correct
-    return [config["reward_funcs"][0], *evaluation]
+    return [config["reward_funcs"][0], *evaluation]  # the first reward decides what is correct
 
 
 def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
-    # an interrupted run goes on from its last evaluation
+    # so that an interrupted run can be continued from its last evaluation
     save_steps = config["save_steps"] if config["save_steps"] > 0 else config["eval_steps"]
     own = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
     return {
         "arm": arm,
         "seed": seed,
         "folder": folder,
-        # the checkpoint that is evaluated, and without which the run is not trained
+        # the checkpoint that is evaluated; a run that has it is "trained"
         "last": folder / f"step_{config['max_steps']:06d}",
         "config": config | own,
         "flags": [*flags, *flags_of(own)],
@@ -147,56 +146,56 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
 
 
 def with_known_tau(config: dict) -> dict:
-    """As train.py writes it into config.json."""
+    """The config as train.py writes it into config.json, with maxent_tau=-1 replaced."""
     if config["maxent_tau"] != -1:
         return config
-    from transformers import AutoConfig  # takes seconds, and few arms need it
+    from transformers import AutoConfig  # here: it takes seconds, and few arms need it
 
     return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
 
 
 def state_of(run: dict) -> str:
-    """ "new", "interrupted", "trained" or "done"; a UserError if the folder holds a run of another
+    """ "new", "interrupted", "trained" or "done". UserError if the folder holds a run of another
     config."""
     folder = run["folder"]
-    # a run that never got as far as its settings has nothing to keep
+    # a run that ended before it wrote its config has nothing to keep
     if not (folder / "config.json").exists():
         return "new"
-    # a key that is younger than the run had its default
-    there = as_read_back(DEFAULTS | read_settings(folder / "config.json"))
+    # DEFAULTS: keys that are newer than the run had their defaults
+    saved = as_read_back(DEFAULTS | read_settings(folder / "config.json"))
     for key, value in as_read_back(with_known_tau(run["config"])).items():
         if key == "max_tokens_per_micro_batch" and value == 0:
-            continue  # the run has chosen a number
-        # a folder may be moved: where it is makes no other run
-        if key not in SET_HERE and there[key] != value:
+            continue  # the run has chosen a number and saved that
+        # not SET_HERE: a run stays the same if its folder is moved
+        if key not in SET_HERE and saved[key] != value:
             raise UserError(
-                f"{folder} holds a run with {key}={there[key]!r} instead of {value!r}: delete it, "
+                f"{folder} holds a run with {key}={saved[key]!r} instead of {value!r}: delete it, "
                 f"or choose another --output"
             )
-    # evaluate.py renames it into place when it is whole
+    # evaluate.py renames this file into place when it is whole
     if (folder / "eval.jsonl").exists():
         return "done"
     latest = checkpoint.latest(folder)
-    if latest is None:  # it ended before its first checkpoint
+    if latest is None:  # the run ended before its first checkpoint
         return "new"
     return "trained" if latest == run["last"] else "interrupted"
 
 
 def check_evaluation(run: dict) -> None:
-    """UserError if a finished run was evaluated under fewer or more seeds than are asked for."""
-    there = evaluation_seeds(run["folder"])
-    if there != run["eval_seeds"]:
+    """UserError if a finished run was evaluated under another number of seeds than is asked for."""
+    seeds = evaluation_seeds(run["folder"])
+    if seeds != run["eval_seeds"]:
         raise UserError(
-            f"{run['folder'] / 'eval.jsonl'} has {there} evaluation seed(s) instead of "
+            f"{run['folder'] / 'eval.jsonl'} has {seeds} evaluation seed(s) instead of "
             f"--eval_seeds={run['eval_seeds']}: delete it to evaluate again, or give "
-            f"--eval_seeds={there}"
+            f"--eval_seeds={seeds}"
         )
 
 
 def command_of(run: dict, ranks: int) -> list[str]:
-    """What comes next in a run, train.py or evaluate.py, under torchrun."""
+    """The next command of a run, train.py or evaluate.py, under torchrun."""
     state = state_of(run)
-    # --standalone: each run meets at a port of its own, so several fit on one machine
+    # --standalone: each run uses a port of its own, so several fit on one machine
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc_per_node", str(ranks)]
     if state == "trained":
@@ -207,45 +206,45 @@ def command_of(run: dict, ranks: int) -> list[str]:
             f"--output={output}",
         ]
         return [*launch, str(ROOT / "evaluate.py"), *run["flags"], *evaluation]
-    # a new run may lie in a folder with remains, see state_of()
+    # the folder of a new run may hold remains, see state_of()
     how = "--overwrite_output_dir=True" if state == "new" else "--resume_from_checkpoint=latest"
     return [*launch, str(ROOT / "train.py"), *run["flags"], how]
 
 
 def start(run: dict, ranks: int, locked) -> subprocess.Popen:
-    """Its next command, which writes to the end of the run's log."""
+    """Starts a run's next command; its output is appended to the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
-    # beside the run's folder, not in it: overwriting the folder would take the log along
+    # beside the run's folder, not in it: overwriting the folder would delete the log
     with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(
             command_of(run, ranks),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C reaches it through us only
-            pass_fds=[locked.fileno()],
+            start_new_session=True,  # Ctrl-C reaches only us, and we end the runs
+            pass_fds=[locked.fileno()],  # see carry_out()
             env={"OMP_NUM_THREADS": "1", **os.environ},  # ranks share the cores
         )
 
 
 def steps_of(run: dict) -> int:
-    """The last training step that the run has written down."""
+    """The last training step in the run's metrics.jsonl, for the progress bar."""
     try:
         with open(run["folder"] / "metrics.jsonl", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             lines = file.read().split(b"\n")
-    except FileNotFoundError:  # it is still starting
+    except FileNotFoundError:  # the run is still starting
         return 0
-    # the first may lack its beginning, the last its end
+    # [1:-1]: the first line may lack its beginning, the last its end
     return max((json.loads(line)["step"] for line in lines[1:-1]), default=0)
 
 
 def carry_out(runs: list[dict], own: dict, locked) -> None:
-    """Trains and evaluates what isn't yet, own["jobs"] runs at a time. One that fails is named and
-    the others go on. Leaves no process behind. `locked` goes to every run: should we be killed,
-    they hold the folder as long as they live."""
+    """Trains and evaluates the unfinished runs, own["jobs"] at a time. If one fails its name is
+    printed and the others go on. Leaves no process behind. locked: the locked file of the output
+    folder, which every run inherits: if we are killed, the folder stays locked until they end."""
     live, stop = [], []
-    # here a folder with another config is an error, before anything starts
+    # state_of() raises for a folder with another config, here before anything starts
     waiting = [run for run in runs if state_of(run) != "done"]
     for run in runs:
         if run not in waiting:
@@ -258,7 +257,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
     total = sum(run["config"]["max_steps"] for run in waiting)
     bar = progress(total=total, unit="step", disable=not waiting)
     steps = {run["folder"]: steps_of(run) for run in waiting}
-    # noted here, acted on below: a handler that raises could leave a run that nobody knows of
+    # the handler only takes a note: if it raised, a run just started might be forgotten
     listen(lambda number, frame: stop.append(signal.Signals(number).name))
     try:
         while (waiting or live) and not stop:
@@ -271,7 +270,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
-                # checked on disk too: a run may end well without its last checkpoint
+                # state_of(): a run may end with status 0 but without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
                     waiting.insert(0, run)  # to be evaluated
                     continue
@@ -282,8 +281,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
             bar.update(sum(steps.values()) - bar.n)
     finally:
         for _, process in live:
-            # all at once, so that they end side by side
-            process.terminate()  # torchrun takes its ranks with it
+            process.terminate()  # torchrun ends its ranks; tell all before waiting for any
         for _, process in live:
             process.wait()
     bar.close()
@@ -298,13 +296,13 @@ def main(argv) -> None:
     runs = plan_runs(own, shared)
     output = own["output"]
     if not own["report_only"]:
-        for run in runs:  # here, not for each: the tenth would fail after hours
+        for run in runs:  # before any run starts: the tenth would fail after hours
             refuse_missing_folder(run["config"]["model"])
         look = "look at what is finished with --report_only=True"
         with hold_folder(output, cure=look) as locked:
             carry_out(runs, own, locked)
 
-    # of the plan, not of what is done: its first seed may be missing
+    # from the plan, because the baseline's first run may be unfinished
     baseline = runs[0]["arm"]
     done = [run for run in runs if state_of(run) == "done"]
     missing = [run for run in runs if run not in done]
