@@ -1,14 +1,14 @@
-"""What finished runs of python -m compare say: a table of the arms, their effects, a picture.
+"""The results of finished runs of python -m compare: a table of the arms, their effects, a picture.
 
     print(write_results(runs, baseline, output, missing))       # results.md
     draw(runs, output)                                          # comparison.png
 
-A run is compare's {"arm", "seed", "folder", "config"}.
+A run is a dict with "arm", "seed", "folder" and "config", made by compare.__main__.plan_run.
 
-An effect is the arm's mean minus the baseline's, by a regression of each problem's outcome on the
-arm. All runs answer the same problems, so errors are clustered by problem: interval and p (Holm
-over all arms and metrics) say what OTHER PROBLEMS would have given THESE checkpoints. They know
-nothing of other training seeds: for that look at the range over the runs.
+An effect is the arm's mean minus the baseline's, estimated by a regression of each problem's
+outcome on the arm. All runs answer the same problems, so errors are clustered by problem. Interval
+and p (with Holm's correction over all arms and metrics) say how THESE checkpoints would do on OTHER
+PROBLEMS. They say nothing about other training seeds: for that look at the range over the runs.
 """
 
 import json
@@ -22,21 +22,21 @@ from common import UserError
 from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
-# by compare, never by an arm
+# keys that compare sets, and arms may not
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
-# named, so that a table without a line has them too
+# columns of effects(), so that a table without lines has them too
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
-# --- what the runs have left
+# --- reading the runs' files
 
 
 def parse_lines(path: Path) -> list[dict]:
-    """The objects of a file of JSON lines. An OSError or a ValueError where it is damaged."""
+    """The objects in a file of JSON lines. OSError or ValueError if it is damaged."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Those of a file that a run has left."""
+    """parse_lines() of a file that a run wrote; UserError if it is damaged."""
     try:
         return parse_lines(path)
     except (OSError, ValueError) as error:
@@ -46,8 +46,8 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl but for half a last one, as a full disk leaves it; none of
-    a run that has only begun."""
+    """The rows of a run's metrics.jsonl, [] for a run that has only begun. Half a line at the end,
+    as a full disk leaves it, is ignored; other damage is a UserError."""
     path = run / "metrics.jsonl"
     lines, broken = read_metrics(path)
     if broken or not path.exists():
@@ -59,59 +59,59 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def runs_in(folder: Path) -> list[tuple[str, int, Path]]:
-    """(arm, seed, folder) of every run of `python -m compare` there that has begun to train; not
-    of copies that somebody has kept under another name."""
-    found = []
+    """(arm, seed, folder) of every run of `python -m compare` in `folder` that has begun to train.
+    Folders that are not called seed_<number>, such as a user's copies, are ignored."""
+    runs = []
     for file in sorted(folder.glob("*/seed_*/metrics.jsonl")):
         run = file.parent
         seed = run.name.removeprefix("seed_")
         if seed.isdecimal():
-            found.append((run.parent.name, int(seed), run))
-    return found
+            runs.append((run.parent.name, int(seed), run))
+    return runs
 
 
 def k_of(runs: list[dict]) -> int:
-    """Samples of every problem, the k of pass@k."""
-    return runs[0]["config"]["eval_num_generations"]  # the same in all: plan_runs() sees to that
+    """Samples per problem, the k of pass@k."""
+    return runs[0]["config"]["eval_num_generations"]  # plan_runs() makes it the same in all
 
 
 def load_outcomes(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and problem: mean, pass, coverage, distinct, averaged over the
-    evaluation seeds; the last two NaN where unknown."""
+    """One line per arm, seed and problem: mean, pass, coverage and distinct, averaged over the
+    evaluation seeds. The last two are NaN if they are unknown."""
     k = k_of(runs)
     records = {run["folder"] / "eval.jsonl": [] for run in runs}
     for file in records:
         records[file] = read_lines(file)
-    # effects compare means over problems: with other problems they would compare those
+    # effects compare means over problems, so the problems must be the same
     check_same_problems(records)
     lines = []
     for run in runs:
         for r in records[run["folder"] / "eval.jsonl"]:
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
     by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False, as_index=False)
-    # evaluation seeds are no further evidence on a problem: its outcomes are one cluster
+    # averaged: more evaluation seeds of a problem are no independent evidence
     return by_problem.mean()
 
 
 def outcome_of(record: dict, k: int) -> dict:
-    """A problem's figures under one evaluation seed."""
-    # None where the task doesn't know, 0 would be no divisor
+    """A problem's metrics under one evaluation seed."""
+    # num_modes may be None or 0 if it is unknown
     known_modes = bool(record["num_modes"])
     return {
         "problem": record["id"],
         "mean": record["correct"] / k,
-        "pass": float(record["correct"] > 0),  # of k answers: pass@k
+        "pass": float(record["correct"] > 0),  # pass@k, since there are k answers
         "distinct": nan if record["distinct"] is None else record["distinct"],
         "coverage": record["distinct"] / record["num_modes"] if known_modes else nan,
     }
 
 
 def check_same_problems(records: dict) -> None:
-    """UserError if a file lacks problems that another has."""
+    """UserError if the files of two runs don't have the same problems and evaluation seeds."""
     asked = {}
     for file, lines in records.items():
         asked[file] = sorted((r["id"], r["seed"]) for r in lines)
-    # a file that was cut short is the likely fault: the longest is taken as whole
+    # the likely fault is a file that was cut short, so the longest is taken for whole
     most = max(asked.values(), key=len)
     for file, problems in asked.items():
         if not problems or problems != most:
@@ -122,21 +122,23 @@ def check_same_problems(records: dict) -> None:
 
 
 def load_curves(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and evaluation in training: step, mean, pass, coverage, distinct."""
+    """One line per arm, seed and evaluation during training: step, mean, pass, coverage,
+    distinct."""
     k = k_of(runs)
     lines = []
     for run in runs:
         for line in metrics_of(run["folder"]):
             # only some steps are evaluated
             if "eval/pass@1" in line:
-                found = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
+                scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
                 own = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
-                lines.append(own | found)
+                lines.append(own | scores)
     return pd.DataFrame(lines)
 
 
 def known(table: pd.DataFrame) -> list[str]:
-    # all: a mean over those problems alone that have modes would be of other problems
+    """The metrics that a table has for all of its lines. With gaps, a mean would be over other
+    problems than the means of the other metrics."""
     return [m for m in METRICS if table[m].notna().all()]
 
 
@@ -144,36 +146,37 @@ def known(table: pd.DataFrame) -> list[str]:
 
 
 def effects(outcomes: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Arm minus baseline, per metric: estimate, 95% interval and p from OLS with errors clustered
-    by problem, p after Holm's correction over the table, and the smallest and the largest
-    difference between a run of the arm and a run of the baseline."""
+    """Effects, arm minus baseline, one row per arm and metric: the estimate, its 95% interval and p
+    from OLS with errors clustered by problem; p after Holm's correction over the whole table
+    (p_holm); the smallest and the largest difference between a run of the arm and a run of the
+    baseline (run_min, run_max)."""
     from statsmodels.stats.multitest import multipletests
 
-    found = []
-    if outcomes["problem"].nunique() > 1:  # one problem is nothing to cluster by
+    rows = []
+    if outcomes["problem"].nunique() > 1:  # clustering needs two problems at least
         for metric in known(outcomes):
-            found += effects_on(metric, outcomes, baseline)
-    table = pd.DataFrame(found, columns=COLUMNS)
+            rows += effects_on(metric, outcomes, baseline)
+    table = pd.DataFrame(rows, columns=COLUMNS)
     if not len(table):
         return table.assign(p_holm=[])
-    # NaN, of an outcome that never varies, is no evidence: 1
+    # p is NaN if an outcome never varies; that is no evidence, so 1
     return table.assign(p_holm=multipletests(table["p"].fillna(1), method="holm")[1])
 
 
 def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]:
-    """A row of effects() for every arm but the baseline."""
+    """The rows of effects() for one metric: one for every arm but the baseline."""
     import statsmodels.api as sm
 
     arms = [arm for arm in outcomes["arm"].unique() if arm != baseline]
-    # the baseline has no column: it is the constant
+    # no column for the baseline: its mean is the constant
     is_arm = [outcomes["arm"] == arm for arm in arms]
     X = np.column_stack([np.ones(len(outcomes)), *is_arm])  # (lines, 1 + arms)
-    clusters = {"groups": pd.factorize(outcomes["problem"])[0]}  # numbers for the problems' ids
+    clusters = {"groups": pd.factorize(outcomes["problem"])[0]}  # problem ids as numbers
     runs = outcomes.groupby(["arm", "seed"])[metric].mean()
-    found = []
+    rows = []
     with np.errstate(all="ignore"):  # an outcome that never varies has p = 0 / 0
         model = sm.OLS(outcomes[metric].to_numpy(), X)
-        # use_t: Student's t; with few problems the normal distribution would be too sure
+        # use_t: with few problems, intervals by the normal distribution would be too narrow
         fit = model.fit(cov_type="cluster", cov_kwds=clusters, use_t=True)
         for i, arm in enumerate(arms, 1):
             row = {
@@ -183,31 +186,31 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
                 "low": fit.conf_int()[i, 0],
                 "high": fit.conf_int()[i, 1],
                 "p": fit.pvalues[i],
-                # the worst run of the arm against the best of the baseline
+                # the worst run of the arm against the best of the baseline, and the reverse
                 "run_min": runs[arm].min() - runs[baseline].max(),
                 "run_max": runs[arm].max() - runs[baseline].min(),
             }
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
-    """How much better the arm's last evaluation is than the baseline at the moment when it had the
-    same mean@k: a point above the baseline's path in the plane of mean@k and `metric`. NaN where
-    the baseline never was there."""
+    """The arm's `metric` at its last evaluation, minus the baseline's when the baseline had the
+    same mean@k: how far the point lies above the baseline's path in the plane of mean@k and
+    `metric`. NaN if the baseline never had that mean@k."""
     path = path_of(curves, baseline, metric)
     last = path_of(curves, arm, metric).iloc[-1]
-    # a noisy path may go back; "was there" means that it has been as high
+    # a noisy path may go back, so the baseline counts as there once it has been as high
     highest = path["mean"].cummax()
     if not highest.iloc[0] <= last["mean"] <= highest.iloc[-1]:
         return nan
-    # interpolation needs a mean that rises: new heights only
+    # interpolation needs rising values, so take the points with a new highest mean only
     risen = path[path["mean"] > highest.shift(fill_value=-1)]
     return last[metric] - np.interp(last["mean"], risen["mean"], risen[metric])
 
 
 def path_of(curves: pd.DataFrame, arm: str, metric: str) -> pd.DataFrame:
-    """mean and metric by step, averaged over the arm's runs."""
+    """mean@k and `metric` by step, averaged over the arm's runs."""
     return curves[curves["arm"] == arm].groupby("step")[["mean", metric]].mean()
 
 
@@ -225,7 +228,7 @@ def markdown(*rows) -> str:
 def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     shown = known(outcomes)
     equal = [m for m in ("pass", "coverage") if m in shown]
-    # before any training, over all runs
+    # before training, averaged over all runs
     start = curves[curves["step"] == 0][list(METRICS)].mean()
     head = ["arm", "runs", *(f"{m}@{k}" for m in shown)]
     head += [f"{m}@{k} at equal mean@{k}" for m in equal]
@@ -235,7 +238,7 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     for arm, own in runs.groupby("arm", sort=False):
         row = [arm, str(len(own))]
         for m in shown:
-            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""  # of n - 1, as pandas has it
+            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""  # over n - 1: pandas' default
             row.append(f"{own[m].mean():.3f}{spread}")
         for m in equal:
             gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
@@ -245,7 +248,8 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
 
 
 def figure(value: float, form: str) -> str:
-    """Empty for what was not measured, such as distinct@k in training, which wants num_modes."""
+    """A number as text; "" for NaN, which was not measured, such as distinct@k without
+    num_modes."""
     return "" if np.isnan(value) else format(value, form)
 
 
@@ -286,13 +290,13 @@ of the range once in ten times.
 
 
 def evaluation_seeds(run: Path) -> int:
-    """Under how many a finished run was evaluated: an earlier command may have asked for others
-    than this one."""
+    """The number of seeds under which a finished run was evaluated. An earlier command may have
+    asked for another number than this one."""
     return len({record["seed"] for record in read_lines(run / "eval.jsonl")})
 
 
 def write_results(runs: list[dict], baseline: str, output: Path, missing: list[dict]) -> str:
-    """results.md: a table of the arms and one of the effects; also returned."""
+    """Writes results.md, with a table of the arms and one of the effects, and returns its text."""
     outcomes, curves = load_outcomes(runs), load_curves(runs)
     k = k_of(runs)
     absent = [f"{run['arm']}/seed_{run['seed']}" for run in missing]
@@ -313,8 +317,8 @@ def write_results(runs: list[dict], baseline: str, output: Path, missing: list[d
 
 
 def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
-    """[(key, [(dose, arm), ...]), ...]: three or more arms that differ in one numeric key only,
-    ordered by it."""
+    """[(key, [(dose, arm), ...]), ...]: the dose-responses among the arms, each of three or more
+    arms that differ in one numeric key only, ordered by its value, the dose."""
     configs = {}
     for run in runs:
         own = {key: value for key, value in run["config"].items() if key not in SET_HERE}
@@ -322,21 +326,21 @@ def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
     lines = {}
     for arm, config in configs.items():
         for key, value in config.items():
-            # not isinstance: True is an int, and no dose
+            # type(), not isinstance(): True is an int, and no dose
             if type(value) in (int, float):
-                # a text that arms share if nothing but this key differs
+                # arms that differ in this key only have the same text
                 rest = json.dumps(config | {key: None})
                 lines.setdefault((key, rest), []).append((value, arm))
-    found = []
+    responses = []
     for (key, _), line in lines.items():
         # two points are no dose-response
         if len({dose for dose, _ in line}) > 2:
-            found.append((key, sorted(line)))
-    return found
+            responses.append((key, sorted(line)))
+    return responses
 
 
 def band(axis, x, runs: pd.DataFrame, **style) -> None:
-    """The mean over runs, one a column, as a line; their range as an area."""
+    """Draws the mean over runs (the columns of `runs`) as a line, and their range as an area."""
     (line,) = axis.plot(x, runs.mean(axis=1), **style)
     axis.fill_between(x, runs.min(axis=1), runs.max(axis=1), color=line.get_color(), alpha=0.12)
 
@@ -353,8 +357,7 @@ def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> N
     for arm in color:
         path = path_of(curves, arm, metric)
         axis.plot(path["mean"], path[metric], color=color[arm], linewidth=1, alpha=0.7)
-        # a dot where training ended
-        axis.plot(*path.iloc[-1], "o", color=color[arm])
+        axis.plot(*path.iloc[-1], "o", color=color[arm])  # where training ended
         axis.annotate(arm, path.iloc[-1], fontsize=7)
     axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
 
@@ -364,12 +367,12 @@ def draw_doses(axis, outcomes: pd.DataFrame, metrics: list[str], k: int, dosed: 
     arms = [arm for _, arm in line]
     final = outcomes.groupby(["arm", "seed"])[list(METRICS)].mean().unstack()
     for metric in metrics:
-        # a count, not a share: it would flatten the others
+        # distinct is a count; on this axis it would flatten the others, which are shares
         if metric != "distinct":
             label = f"{metric}@{k}"
             band(axis, range(len(line)), final[metric].loc[arms], marker="o", label=label)
     axis.set(title=f"at the end, {arms[0]} to {arms[-1]}", xlabel=key)
-    # evenly spaced: 0 and inf have a place
+    # evenly spaced, so that 0 and inf fit on the axis
     axis.set_xticks(range(len(line)), [f"{dose:g}" for dose, _ in line])
     axis.legend(fontsize=7)
 
@@ -384,12 +387,11 @@ def colors_of(arms) -> dict:
 
 
 def draw(runs: list[dict], output: Path) -> Path:
-    """comparison.png: learning curves with the range over runs, pass and coverage against mean, and
-    the dose-responses."""
+    """Draws comparison.png: learning curves with the range over runs, pass and coverage against
+    mean, and the dose-responses. Returns its path."""
     import matplotlib
 
-    # writes a file, needs no window
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # draws to a file, needs no window
     import matplotlib.pyplot as plt
 
     outcomes, curves = load_outcomes(runs), load_curves(runs)
