@@ -1,11 +1,11 @@
-# The arms of the long comparison: until mean@8 has stopped rising. The first one is the baseline.
-# (one line)
+# The arms of the long comparison, trained until mean@8 stops rising. The first one is the baseline.
+# Run, in one line:
 #   python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --seeds=3
 #   --ranks=1 --jobs=2 --learning_rate=2e-4 --lr_scheduler_type=constant --warmup_steps=20
 #   --max_steps=1500 --eval_steps=50
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
-# flow divides by row lengths and dr_grpo does not: this one is between them
+# flow divides by a row's length and dr_grpo does not; this is dr_grpo divided by it too
 dr_grpo_rowmean = {"objective": "grpo", "scale_rewards": "none"}
 grpo = {"objective": "grpo"}
 dapo_high = {"objective": "dapo", "epsilon_high": 0.28}
@@ -21,7 +21,7 @@ maxent_slow = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 5e-5}
 maxent_scale8 = {"objective": "maxent", "maxent_score_scale": 8.0, "maxent_tau": 0.025}
 maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}
-# the control: maxent's weighting of groups without its pull, its temperature and its scores
+# the control: maxent's weighting of groups, without its pull, temperature and scores
 maxent_pg_tau0 = {"objective": "maxent", "maxent_loss": "policy_gradient", "maxent_tau": 0.0}
 xdr_05 = {"objective": "xdr", "maxent_tau": 0.05}
 xdr_80 = {"objective": "xdr", "maxent_tau": 0.8}

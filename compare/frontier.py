@@ -1,15 +1,15 @@
-"""Arms over the whole of their training: what they reach, what it costs them, and when.
+"""Compares arms over their whole training: what they reach, when, and at what cost.
 
     python -m compare.frontier compare/evidence/countdown_convergence.jsonl --picture=paths.png
     python -m compare.frontier runs/compare_countdown_tiny          a folder of python -m compare
 
 A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "cpu"} for
-each evaluation, cpu the seconds of CPU time that the run had cost by then. Own flags: --picture,
---problems of an evaluation, --k samples of each.
+each evaluation; cpu is the CPU time in seconds that the run had taken until then. The command's own
+flags: --picture (a file to draw), --problems (of an evaluation), --k (samples of each).
 
-Best point of a run: the highest mean@k among its evaluations whose pass@k is at least the start's
-minus one standard error. The rule was fixed before the runs. The highest of many noisy figures is
-too high; the means over the last three evaluations, in the other columns, are not.
+Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
+start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
+figures is biased upwards; the other columns, means over the last three evaluations, are not.
 """
 
 import json
@@ -23,11 +23,11 @@ from compare.results import colors_of, markdown, metrics_of, parse_lines, runs_i
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
-LAST = 3  # evaluations that are averaged, at the end of the table's runs and along a path
+LAST = 3  # evaluations that are averaged: in the table the last ones, in the picture neighbours
 
 
 def read_evaluations(source: Path, k: int) -> pd.DataFrame:
-    """One line per arm, seed and evaluation: step, cpu, and METRICS without their @k."""
+    """One line per arm, seed and evaluation: step, cpu, and METRICS, whose names lose their @k."""
     records = read_file(source) if source.is_file() else read_folder(source, k)
     if not records:
         raise UserError(f"{source}: no evaluations in it")
@@ -50,12 +50,12 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
 def read_file(source: Path) -> list[dict]:
     try:
         return parse_lines(source)
-    except (OSError, ValueError) as error:  # bytes that are no text are a ValueError too
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
         raise UserError(f"{source} can not be read: {error}") from None
 
 
 def read_folder(source: Path, k: int) -> list[dict]:
-    """Evaluations of all runs of `python -m compare`: <source>/<arm>/seed_<n>/metrics.jsonl."""
+    """The evaluations in <source>/<arm>/seed_<n>/metrics.jsonl, written by `python -m compare`."""
     records = []
     for arm, seed, run in runs_in(source):
         for line in metrics_of(run):
@@ -69,15 +69,15 @@ def read_folder(source: Path, k: int) -> list[dict]:
 
 
 def best_point(run: pd.DataFrame, problems: int) -> pd.Series:
-    """The line of one run's evaluations, in the order of steps, that the rule above picks."""
+    """The best point by the rule above. run: one run's evaluations, in the order of their steps."""
     start = run.iloc[0]
     error = sqrt(start["pass"] * (1 - start["pass"]) / problems)
-    kept = run[run["pass"] >= start["pass"] - error]  # the start itself is always in it
+    kept = run[run["pass"] >= start["pass"] - error]  # never empty: the start is in it
     return kept.loc[kept["mean"].idxmax()]
 
 
 def spread(values: pd.Series) -> str:
-    """ ".322", or over several runs ".322 (.310 to .335)"."""
+    """ "0.322", or for several runs "0.322 (0.310 to 0.335)": mean, smallest, largest."""
     text = f"{values.mean():.3f}"
     if len(values) > 1:
         text += f" ({values.min():.3f} to {values.max():.3f})"
@@ -101,8 +101,8 @@ def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
 
 
 def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
-    """Markdown: a line for the start and one for each arm, highest mean@k at the best point
-    first."""
+    """A Markdown table: a line for the start and one for each arm, ordered by mean@k at the best
+    point, highest first."""
     head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in METRICS)]
     head += ["best point: step", f"mean@{k}", f"pass@{k}", "CPU minutes to it"]
     start = evaluations[evaluations["step"] == 0]
@@ -118,13 +118,12 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
 
 
 def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
-    """Two panels: pass@k and coverage@k against mean@k, a path per run in the colour of its arm,
-    averaged over three neighbouring evaluations; a dot with the last step where it ends, a cross at
-    the start."""
+    """Draws two panels, pass@k and coverage@k against mean@k. Each run is a path in the colour of
+    its arm, averaged over LAST neighbouring evaluations, from a cross at the start to a dot with
+    the number of its last step."""
     import matplotlib
 
-    # writes a file, needs no window
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # draws to a file, needs no window
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")

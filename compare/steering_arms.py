@@ -1,6 +1,5 @@
-# The controllers: off, one by one, both, by the meta-controller, and from a wrong start. The first
-# one is the baseline.
-# (one line)
+# The arms for the controllers: off, each alone, both, from a wrong start, and the meta-controller.
+# The first one is the baseline. Run, in one line:
 #   python -m compare config/countdown_steered.py --arms=compare/steering_arms.py --seeds=3
 #   --ranks=1 --jobs=2 --max_steps=200 --lr_scheduler_type=constant
 # Do they hold their targets: python -m compare.targets runs/compare_countdown_steered
@@ -8,17 +7,17 @@ off = {"maxent_target_excess_entropy": -1.0, "kl_target": 0.0}
 tau_only = {"kl_target": 0.0}
 beta_only = {"maxent_target_excess_entropy": -1.0}
 both = {}
-# out of reach: beta grows, and is a part of the weights' temperature, tau + beta
+# a KL target out of reach: beta grows, and with it the weights' temperature, tau + beta
 kl_05 = {"kl_target": 0.05}
-# the same with beta also as the weight of a KL in the loss
+# the same, and beta is also the weight of a KL in the loss
 kl_05_in_loss = {"kl_target": 0.05, "maxent_kl": True}
-# from ten times too much and too little
+# starts at ten times too much and too little
 tau_large = {"maxent_tau": 2.0, "maxent_tau_max": 10.0}
 tau_small = {"maxent_tau": 0.02}
 beta_large = {"beta": 0.2}
 beta_small = {"beta": 0.002}
-# the meta-controller: the weights' own entropy, which rises with the share of right answers, and a
-# KL over the group, which is ten times smaller than one per token
+# the meta-controller. Its targets are for the plain entropy of the weights, which rises with the
+# share of right answers, and for the KL over a group, which is ten times smaller than per token
 meta_analytic = {
     "controller_meta_method": "analytic",
     "maxent_target_excess_entropy": -1.0,

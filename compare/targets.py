@@ -3,13 +3,13 @@
     python -m compare.targets runs/compare_countdown_steered
     python -m compare.targets runs/compare_countdown_steered --last=100
 
-A row is a run, measured over the last half of its steps, or over --last of them: the mean of what
-is steered, its target, the mean distance between the two; where tau and beta ended, and the share
-of those steps that each spent at a bound, where no controller holds anything. What has no target
-has no distance; its mean is there to compare with.
+A row is a run, measured over the second half of its steps, or over the last --last of them. It has,
+for entropy and KL, the mean, the target, and the mean distance between value and target (without a
+target the mean only, to compare with); and for tau and beta the last value, and the share of those
+steps that it spent at a bound, where a controller has no effect.
 
-The entropy is of the weights, the excess entropy if that has the target. The KL is per token, or
-over a group if a meta-controller steers.
+The entropy is that of the weights, or the excess entropy if that is what the target is for. The KL
+is per token, or over a group if a meta-controller steers.
 """
 
 from pathlib import Path
@@ -21,14 +21,15 @@ from common import UserError, load_config, only_source, own_flags, script
 from compare.results import markdown, metrics_of, runs_in
 from controllers import entropy_target, steering_entropy
 
-OWN = {"last": 0}  # steps that are measured; 0: half of them
+OWN = {"last": 0}  # the number of last steps that are measured; 0: half of all
 HEAD = ["arm", "seed", "steps", "entropy", "target", "distance", "KL", "target", "distance"]
 HEAD += ["tau", "at a bound", "beta", "at a bound"]
 
 
 def steps_of(run: Path) -> pd.DataFrame:
-    """The metrics of its finished steps, in order, a column each; NaN where not measured."""
-    # an evaluation's own line has no tau; of a step that was made twice the later line counts
+    """The metrics of a run's finished steps: a line per step, in order, and a column per metric;
+    NaN if it was not measured."""
+    # an evaluation's own line has no tau; if a step was repeated, the later line counts
     lines = {line["step"]: line for line in metrics_of(run) if "tau" in line}
     if not lines:
         raise UserError(f"{run}: it has not finished a step")
@@ -37,7 +38,8 @@ def steps_of(run: Path) -> pd.DataFrame:
 
 
 def held(measured: pd.Series, aims: pd.Series | None) -> list[str]:
-    """Cells: the mean of what was measured, the last of its aims, the mean distance."""
+    """Three cells: the mean of the measured values, the last target, the mean distance between
+    values and targets."""
     if measured.isna().all():
         return ["", "", ""]
     mean = f"{measured.mean():.4f}"
@@ -47,7 +49,7 @@ def held(measured: pd.Series, aims: pd.Series | None) -> list[str]:
 
 
 def bounded(values: pd.Series, low: float, high: float) -> list[str]:
-    """Cells: where tau or beta ended, and how often it stood at a bound."""
+    """Two cells: the last value of tau or beta, and the share of steps that it was at a bound."""
     return [f"{values.iloc[-1]:.4g}", f"{values.isin([low, high]).mean():.0%}"]
 
 
@@ -59,11 +61,11 @@ def row_of(arm: str, seed: int, run: Path, last: int) -> list[str]:
     meta = c["controller_meta_method"] != ""
     aims = {"entropy": None, "kl": None}
     if meta or steers_tau(c):
-        # the first line is step 1, the controllers count from 0
+        # step - 1: metrics.jsonl counts steps from 1, controllers from 0
         aims["entropy"] = steps["step"].map(lambda step: entropy_target(step - 1, c))
     if meta or steers_beta(c):
         aims["kl"] = pd.Series(c["kl_target"], steps.index)
-    # a column is missing if nothing was ever measured
+    # a metric that was never measured has no column
     nothing = pd.Series(float("nan"), steps.index)
     return [
         arm,
