@@ -109,7 +109,8 @@ class RunStopped(RuntimeError):
 
 
 class RewardsFailed(RunStopped):
-    """More rewards of a step failed than the config puts up with. All ranks raise it together."""
+    """More rewards of a step failed than max_reward_failures allows. All ranks raise it
+    together."""
 
 
 class RolloutsLost(RunStopped):

@@ -25,7 +25,7 @@ from prompts import encode_prompts, prompt_fault, prompt_identity
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
-BLOCK = 1000  # in every block of so many prompts each source of a mixture has its exact share
+BLOCK = 1000  # in every block of so many prompts each source of a mixture has its share
 
 
 # --- the rows of a source
@@ -48,8 +48,8 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
         return task_rows(source, seed)
     if name.endswith((".jsonl", ".parquet")):
         check_single(source)
-    found = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
-    return usable_rows(found, source, [*source["more"], *also])
+    raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
+    return usable_rows(raw_rows, source, [*source["more"], *also])
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:

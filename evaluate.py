@@ -144,13 +144,13 @@ def start_command(command: str, checkpoint: Path) -> None:
     for word in shlex.split(command):  # checks.py has made sure that it can be split
         words.append(word.replace("{checkpoint}", str(checkpoint)))
     # without torchrun's variables: the command is no rank of this run
-    ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    of_torchrun = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     try:
         subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals to the run's process group must not reach it
-            env={k: v for k, v in os.environ.items() if not k.startswith(ours)},
+            env={k: v for k, v in os.environ.items() if not k.startswith(of_torchrun)},
         )
     except OSError as error:
         print(f"warning: eval_command {words} could not be started: {error}", flush=True)

@@ -397,7 +397,7 @@ def longest_row(c: dict) -> int:
 
 
 class Inputs(NamedTuple):
-    """What a run reads before it loads any weights."""
+    """The result of load_inputs()."""
 
     model: object  # the model's config
     tokenizer: object
@@ -660,7 +660,7 @@ def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
     if torch.cuda.is_available():  # it sleeps, so at most its weights are on the GPU
         return {"rollout engine's weights": weights / share}
     rows = rows_at_once(c, max(1, world // share), VLLM_ROWS)
-    # on a CPU vLLM keeps a packed copy of all matrices but the vocabulary's
+    # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize
     return {
         "rollout engine's weights": max(weights, 2 * weights - embedding) / share,

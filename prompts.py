@@ -347,7 +347,9 @@ class CharacterLimit:
     of any length; a run of each character is tried to find out."""
 
     JOINED = 4  # no Unicode character is composed of more
-    RUN = 4  # a run of RUN times the longest token must make RUN tokens at least
+    # a character counts if a run of it, RUN times as long as the longest token, makes RUN tokens or
+    # more
+    RUN = 4
 
     def __init__(self, tokenizer, max_tokens: int):
         self.tokenizer = tokenizer

@@ -106,16 +106,16 @@ def soft_overlong(
     soft_overlong_buffer: int,
     **row,
 ) -> float:
-    """0 up to max_completion_length - soft_overlong_buffer tokens, from there in a straight line to
-    -1 at max_completion_length. Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13."""
+    """0 up to max_completion_length - soft_overlong_buffer tokens, from there linearly down to -1
+    at max_completion_length. Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13."""
     # negative for a completion that ends before the buffer
     too_many = tokens - (max_completion_length - soft_overlong_buffer)
     return -min(1.0, max(0.0, too_many / soft_overlong_buffer))
 
 
 def repetition(completion: str, answer=None, **row) -> float:
-    """Minus the share of three-word sequences that have occurred before: 0 without any, towards -1
-    for a loop."""
+    """Minus the share of three-word sequences that repeat an earlier one: 0 if none does, close to
+    -1 for a loop."""
     words = completion.split()
     # all triples, overlapping: a loop repeats some whatever its period
     triples = list(zip(words, words[1:], words[2:]))

@@ -254,8 +254,8 @@ class VllmEngine:
         began = time.perf_counter()
         on_gpu = device.type == "cuda"
         settings = vllm_settings(model, config, dtype, on_gpu)
-        # or the collector looks at all modules again and again while vLLM is imported and set up:
-        # two seconds
+        # while vLLM is imported and set up, the garbage collector would scan all modules again and
+        # again, which takes two seconds
         gc.freeze()
         gc.disable()
         wait = "the first of two waits of 5 to 30 seconds"

@@ -163,13 +163,13 @@ def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, 
     # any(-1): two failed functions on one completion count once
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for f, column in enumerate(columns):
-        said = values[..., f]  # (P, G)
+        scores = values[..., f]  # (P, G)
         metrics |= {
             # nanmean skips the NaN of other tasks' rows; a failure counts as 0, as it does in the
             # reward
-            f"reward/{column.name}/mean": said.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
-            f"reward/{column.name}/timeouts": int((said == TIMEOUT).sum()),
-            f"reward/{column.name}/errors": int((said == ERROR).sum()),
+            f"reward/{column.name}/mean": scores.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
+            f"reward/{column.name}/timeouts": int((scores == TIMEOUT).sum()),
+            f"reward/{column.name}/errors": int((scores == ERROR).sum()),
         }
     weights = torch.tensor([column.weight for column in columns])  # (F,)
     rewards = (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1)  # (P, G)
@@ -247,9 +247,9 @@ def describe_failure(record: dict) -> str:
 def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
     """(p, G) bool: whether the first of reward_funcs gave at least 1."""
     deciding = [f for f, column in enumerate(columns) if column.decides]
-    said = values[..., deciding]  # (p, G, 1); under "auto" (p, G, number of tasks)
+    scores = values[..., deciding]  # (p, G, 1); under "auto" (p, G, number of tasks)
     # isfinite: ERROR is +inf, which is at least 1 too
-    return ((said >= 1) & said.isfinite()).any(-1)
+    return ((scores >= 1) & scores.isfinite()).any(-1)
 
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
@@ -269,7 +269,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
                 places.append((key, i, j))
     answers = answers_to(jobs, c)
     for key, i, j in places:
-        # a Failure of mode() counts as no mode, None is one of its answers
+        # mode() may answer None; a Failure counts as None too
         if isinstance(answers[key], str):
             modes[i][j] = answers[key]
     return modes

@@ -205,7 +205,7 @@ def check(c: dict, own: dict, world: int) -> None:
         raise UserError("model='tiny' brings its own chat template: leave out chat_template")
     steps = own["steps"]
     learning_rate = own["learning_rate"]
-    # not 0 < NaN, so NaN is refused too
+    # this refuses NaN and infinity too
     if steps < 1 or not 0 < learning_rate <= 1e30:
         raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
     # every rank needs at least one row

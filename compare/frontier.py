@@ -108,12 +108,12 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     start = evaluations[evaluations["step"] == 0]
     rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in METRICS), "", "", "", ""]]
     reached = {}
-    for arm, own in evaluations.groupby("arm"):
-        points = [best_point(run, problems)["mean"] for _, run in own.groupby("seed")]
+    for arm, of_arm in evaluations.groupby("arm"):
+        points = [best_point(run, problems)["mean"] for _, run in of_arm.groupby("seed")]
         reached[arm] = sum(points) / len(points)
     for arm in sorted(reached, key=lambda name: -reached[name]):
-        own = evaluations[evaluations["arm"] == arm]
-        rows.append(row_of_arm(arm, own, problems))
+        of_arm = evaluations[evaluations["arm"] == arm]
+        rows.append(row_of_arm(arm, of_arm, problems))
     return markdown(head, *rows)
 
 

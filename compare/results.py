@@ -131,8 +131,8 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
             # only some steps are evaluated
             if "eval/pass@1" in line:
                 scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
-                own = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
-                lines.append(own | scores)
+                key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
+                lines.append(key | scores)
     return pd.DataFrame(lines)
 
 
@@ -235,11 +235,11 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
     rows = [["(start, one evaluation)", "", *(figure(start[m], ".3f") for m in shown)]]
     rows[0] += [""] * len(equal)
     runs = outcomes.groupby(["arm", "seed"], sort=False)[shown].mean()
-    for arm, own in runs.groupby("arm", sort=False):
-        row = [arm, str(len(own))]
+    for arm, of_arm in runs.groupby("arm", sort=False):
+        row = [arm, str(len(of_arm))]
         for m in shown:
-            spread = f" ± {own[m].std():.3f}" if len(own) > 1 else ""  # over n - 1: pandas' default
-            row.append(f"{own[m].mean():.3f}{spread}")
+            spread = f" ± {of_arm[m].std():.3f}" if len(of_arm) > 1 else ""  # over n - 1
+            row.append(f"{of_arm[m].mean():.3f}{spread}")
         for m in equal:
             gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
             row.append(figure(gain, "+.3f"))
@@ -321,8 +321,8 @@ def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
     arms that differ in one numeric key only, ordered by its value, the dose."""
     configs = {}
     for run in runs:
-        own = {key: value for key, value in run["config"].items() if key not in SET_HERE}
-        configs[run["arm"]] = own
+        settings = {key: value for key, value in run["config"].items() if key not in SET_HERE}
+        configs[run["arm"]] = settings
     lines = {}
     for arm, config in configs.items():
         for key, value in config.items():
@@ -347,8 +347,8 @@ def band(axis, x, runs: pd.DataFrame, **style) -> None:
 
 def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
-        own = curves[curves["arm"] == arm]
-        over = own.pivot_table(index="step", columns="seed", values=metric)
+        of_arm = curves[curves["arm"] == arm]
+        over = of_arm.pivot_table(index="step", columns="seed", values=metric)
         band(axis, over.index, over, color=color[arm], label=arm)
     axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
 

@@ -103,13 +103,13 @@ def environment_additions(on_gpu: bool, eager: bool) -> dict[str, str]:
 
 
 def main(argv) -> None:
-    ours = argv
-    vllms = []
+    for_us = argv
+    for_vllm = []
     if "--" in argv:
         end = argv.index("--")
-        ours = argv[:end]
-        vllms = argv[end + 1 :]
-    own, rest = own_flags(ours, OWN)
+        for_us = argv[:end]
+        for_vllm = argv[end + 1 :]
+    own, rest = own_flags(for_us, OWN)
     for key in ("port", "tp", "dp"):
         if own[key] < 1:
             raise UserError(f"--{key}={own[key]} must be a whole number above 0")
@@ -122,7 +122,7 @@ def main(argv) -> None:
     files = load_model_files(c["model"], c["chat_template"])
     check_context(files.config, c)
     arguments, additions = command(c, own, files.config)
-    arguments += vllms
+    arguments += for_vllm
     print("starting", *arguments[1:], flush=True)
     # replaces this process, so that signals reach vLLM itself
     os.execve(sys.executable, arguments, os.environ | additions)

@@ -206,14 +206,14 @@ class Server:
             words = bytes(data[:300]).decode(errors="replace")
             raise ServerError(f"{self.url}{path} answered {answer.status}: {quoted(words)}")
         try:
-            found = json.loads(data) if data else None
+            parsed = json.loads(data) if data else None
         except (ValueError, RecursionError):  # RecursionError: nested too deeply
             raise ServerError(
                 f"{self.url}{path} sent {len(data)} bytes that are not JSON"
             ) from None
         if headers:
-            self.check_echo(found, answer, headers["X-Request-Id"])
-        return found
+            self.check_echo(parsed, answer, headers["X-Request-Id"])
+        return parsed
 
     def check_echo(self, found, answer: httpcore.Response, asked: str) -> None:
         """ServerError if the body or the header names another request than ours."""
@@ -232,10 +232,10 @@ class Server:
 
     def version(self) -> str:
         """The name of the weights that the server holds."""
-        found = self.call("/weight_info", seconds=min(30.0, self.seconds))
-        if not isinstance(found, dict):
+        info = self.call("/weight_info", seconds=min(30.0, self.seconds))
+        if not isinstance(info, dict):
             raise ServerError(f"{self.url}/weight_info names no weight_version")
-        return str(found.get("weight_version"))
+        return str(info.get("weight_version"))
 
     def seal(self, version: str) -> None:
         """To call after new weights: the server forgets what it has cached for the old ones, and
