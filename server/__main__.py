@@ -69,7 +69,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         if name not in SET_HERE:  # the user's options override those above
             options[name] = value
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
-    return argv, environment_additions(on_gpu, eager)
+    return argv, environment_additions(on_gpu, eager, own["tp"])
 
 
 def flags_of(options: dict) -> list[str]:
@@ -87,7 +87,7 @@ def flags_of(options: dict) -> list[str]:
     return flags
 
 
-def environment_additions(on_gpu: bool, eager: bool) -> dict[str, str]:
+def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
     """Settings that vLLM reads from the environment only. Except for VLLM_SERVER_DEV_MODE, the
     user's own values stay."""
     additions = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -96,6 +96,8 @@ def environment_additions(on_gpu: bool, eager: bool) -> dict[str, str]:
     usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if eager:  # enforce_eager still compiles a part of the sampler, see rollout.VllmEngine
         usual["TORCHDYNAMO_DISABLE"] = "1"
+    if tp == 1:  # the model lives in the engine's process: none of its own, which starts for 10 s
+        usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in usual.items():
         if name not in os.environ:
             additions[name] = value
