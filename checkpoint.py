@@ -352,14 +352,15 @@ def report(config: dict, parameters) -> str:
 
 def checkpoint_bytes(config: dict, parameters) -> int:
     """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and for
-    each trained parameter its optimizer state and, beside 16-bit weights, a float32 copy.
+    each trained parameter its optimizer state and, beside 16-bit weights or under ZeRO, a float32
+    copy.
     parameters: policy.Parameters."""
     from policy import dtype_of
 
     itemsize = dtype_of(config).itemsize
     files = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
     state = OPTIMIZERS[config["optimizer"]].state_bytes
-    if itemsize == 2:
+    if itemsize == 2 or config["zero_stage"] > 0:
         state += 4
     return parameters.all * itemsize * files + parameters.trained * state
 

@@ -173,8 +173,10 @@ def report(folder: Path) -> None:
                 f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} "
                 f"{last[key] - first[key]:>+10.3f}"
             )
-    draw_curves(lines, folder / "curves.png")
-    print(f"\nmetrics: {folder / 'metrics.jsonl'}\ncurves:  {folder / 'curves.png'}")
+    print(f"\nmetrics: {folder / 'metrics.jsonl'}")
+    if lines:  # somebody may have deleted them
+        draw_curves(lines, folder / "curves.png")
+        print(f"curves:  {folder / 'curves.png'}")
 
 
 PANELS = {  # panels of curves.png: title -> metrics; "eval/mean@" stands for any k

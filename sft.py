@@ -282,12 +282,13 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+        reported = across_ranks(loss.detach()).item() / world.size  # of the whole batch
+        bar.set_postfix_str(f"loss {reported:.3f}", refresh=False)
         bar.update()
     bar.close()
     if world.rank == 0:
         seconds = time.perf_counter() - started
-        save(Path(c["output_dir"]), lm, tokenizer, c, loss.item(), seconds)
+        save(Path(c["output_dir"]), lm, tokenizer, c, reported, seconds)
     leave_together()  # the other ranks wait here until rank 0 has saved
 
 

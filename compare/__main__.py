@@ -231,12 +231,14 @@ def steps_of(run: dict) -> int:
     """The last training step in the run's metrics.jsonl, for the progress bar."""
     try:
         with open(run["folder"] / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            begin = max(0, os.fstat(file.fileno()).st_size - TAIL)
+            file.seek(begin)
             lines = file.read().split(b"\n")
     except FileNotFoundError:  # the run is still starting
         return 0
-    # [1:-1]: the first line may lack its beginning, the last its end
-    return max((json.loads(line)["step"] for line in lines[1:-1]), default=0)
+    # the last line may lack its end; the first its beginning, unless it is the file's first
+    whole = lines[1:-1] if begin else lines[:-1]
+    return max((json.loads(line)["step"] for line in whole), default=0)
 
 
 def carry_out(runs: list[dict], own: dict, locked) -> None:

@@ -241,6 +241,10 @@ def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, cap
     assert compare.steps_of(run) == 0
     write_run(run)
     metrics = run["folder"] / "metrics.jsonl"
+    all_lines = metrics.read_text()
+    metrics.write_text('{"step": 1}\n')
+    assert compare.steps_of(run) == 1
+    metrics.write_text(all_lines)
     assert compare.steps_of(run) == 20
     with open(metrics, "a") as file:
         file.write('{"step": 21, "rew')  # it is being written

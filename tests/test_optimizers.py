@@ -104,6 +104,8 @@ def test_memory_and_size_of_a_checkpoint_follow_the_optimizer():
         table = memory_estimate(c, Qwen2Config(num_hidden_layers=2), parameters, 4, 1)
         sizes[name] = (table["optimizer"], checkpoint_bytes(c, parameters))
     assert sizes == {"adamw": (8000, 16000), "adafactor": (0, 8000)}
+    # its shards hold float32 weights once more
+    assert checkpoint_bytes(load_config(["--dtype=float32", "--zero_stage=2"]), parameters) == 20000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

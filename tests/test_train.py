@@ -282,17 +282,28 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     assert "equal rewards (mean 0), from which nothing is learnt" in warning
 
 
+def warm_start(folder: Path, ranks: int, *flags: str) -> float:
+    """Trains the tiny model with sft.py, and returns the loss that it reports."""
+    argv = ["config/countdown_tiny.py", "--model=tiny", f"--output_dir={folder}"]
+    argv += ["--batch_size=32", "--learning_rate=2e-3", *flags]
+    own, config = common.load_with_flags(argv, checks.FLAGS["sft"])
+    log = folder.with_suffix(".log")
+    started = child.start_ranks(ranks, common.script, sft.main, config, own, logs=[log] * ranks)
+    assert child.statuses(started) == [0] * ranks, log.read_text()[-3000:]
+    return json.loads((folder / "sft.json").read_text())["loss"]
+
+
 def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     folder = tmp_path / "sft"
-    flags = ["--steps=30", "--batch_size=32", "--learning_rate=2e-3"]
-    argv = ["config/countdown_tiny.py", "--model=tiny", f"--output_dir={folder}", *flags]
-    own, config = common.load_with_flags(argv, checks.FLAGS["sft"])
-    log = tmp_path / "log"
-    ranks = child.start_ranks(2, common.script, sft.main, config, own, logs=[log, log])
-    assert child.statuses(ranks) == [0, 0], log.read_text()[-3000:]
-    assert json.loads((folder / "sft.json").read_text())["loss"] < 3.0  # ln(101 tokens) before: 4.6
+    assert warm_start(folder, 2, "--steps=30") < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_warm_start_is_that_of_the_batch_on_all_ranks(tmp_path):
+    losses = [warm_start(tmp_path / str(n), n, "--steps=2") for n in (1, 2)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_metrics_of_a_killed_run_lose_later_steps_and_half_a_line_only(tmp_path):
