@@ -280,7 +280,7 @@ RANGES = {
     "easy_dataset.share": (">= 0", "<= 1"),
     "max_prompt_length": ("> 0", None),
     "replay.size": (">= 0", None),
-    "replay.fraction": (">= 0", "<= 1"),
+    "replay.fraction": (">= 0", "< 1"),
     "replay.ucb": (">= 0", None),
     "resample_equal_groups": (">= 0", None),
     # rollouts
@@ -373,7 +373,7 @@ REASONS = {  # appended to the error about a range that does not explain itself
     "three hours",
     "reward_timeout": "ranks give up on each other after three hours",
     "easy_dataset.share": "it is a share of a step's prompts",
-    "replay.fraction": "it is a share of a step's prompts",
+    "replay.fraction": "it is a share of a step's prompts, and new ones must come in",
     "max_reward_failures": "it is a share of a step",
 }
 SIGNS = {  # sign -> (the comparison, its words)
@@ -523,6 +523,11 @@ def group_claims(c: dict):
         "and learning share a process",
     )
     yield (
+        not c["rollout_ahead"] or c["info_seed_num_seeds"] == 0,
+        "rollout_ahead=1 does not go with info_seed_num_seeds > 0: only the completions without a "
+        "seed would be sampled ahead, by weights a step older than those of the others",
+    )
+    yield (
         "lr" not in c["optimizer_options"],
         "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
     )
@@ -580,6 +585,11 @@ def data_claims(c: dict):
     yield (
         not c["push_to_hub"] or c["save_steps"] >= 0,
         f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
+    )
+    yield (
+        entries(c, "replay")["size"] == 0 or c["prompts_per_step"] >= 2,
+        f"replay.size={entries(c, 'replay')['size']} needs prompts_per_step of at least 2: at "
+        "least one of a step's prompts is new",
     )
     easy = c["easy_dataset"]
     yield (

@@ -174,22 +174,21 @@ def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) 
     KL(softmax(s) || softmax(l)) after virtual.steps steps s <- s + virtual.lr * (w - softmax(s)),
     which stand for training on w. With 0 steps K is that of the measured policy and does not
     depend on tau and beta."""
-    import torch
-
     u = batch["utilities"].double()  # (groups, G), like s, ref and w below
     s = batch["scores"].double()
     ref = batch["ref_scores"].double()
     tau = log_tau.exp()
     beta = log_beta.exp()
-    w = ((u + beta * ref) / (tau + beta)).softmax(1)
+    log_w = ((u + beta * ref) / (tau + beta)).log_softmax(1)
+    w = log_w.exp()
     for _ in range(virtual.steps):
         p = s.softmax(1)
         if not virtual.use_hessian:
             # then the derivative of softmax(s), which is the Hessian, does not enter
             p = p.detach()
         s = s + virtual.lr * (w - p)
-    # entr(w) = -w * log w, nats; entr(0) is 0, where the formula gives NaN
-    H = torch.special.entr(w).sum(1).mean()
+    # nats. Not entr(w), whose slope is infinite where w underflows to 0
+    H = -(w * log_w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
     return 0.5 * (H - targets[0]) ** 2 + 0.5 * (K - targets[1]) ** 2, H, K
 
@@ -278,9 +277,9 @@ def rate(own: float, config: dict) -> float:
 def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, list[float]]:
     """(the optimizer's new state, what to subtract once multiplied by the learning rate): the
     gradient itself ("sgd"), or Adam's step (arXiv:1412.6980)."""
-    updates = meta["updates"] + 1
     if optimizer == "sgd":
-        return {**meta, "updates": updates}, gradient
+        return meta, gradient
+    updates = meta["updates"] + 1
     # Adam's bias correction: both moments start at 0, and dividing by this makes up for it
     m_share = 1 - ADAM_BETA1**updates
     v_share = 1 - ADAM_BETA2**updates

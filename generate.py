@@ -42,6 +42,7 @@ from common import (
     read_settings,
     scheduled,
 )
+from journal import hold_folder
 from preflight import check_context, load_model_files
 from ranks import leave_together, start_distributed, start_sampler
 
@@ -168,6 +169,14 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
         raise UserError("--output is empty: name a .jsonl file to write to")
     path = Path(own["output"])
     check_writable("--output", path, folder=False)
+    # no second process may write lines there; the lock's folder is gone when this one ends
+    rank = int(os.environ.get("RANK", 0))
+    with hold_folder(f"{path}.lock", rank, cure="name another --output"):
+        write(c, own, path)
+
+
+def write(c: dict, own: dict, path: Path) -> None:
+    """Samples the prompts that the file still lacks, and appends their lines."""
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])

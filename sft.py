@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import UserError, progress, say_once
+from common import RunStopped, UserError, progress, say_once
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, held_out_rows, load_model_files
@@ -278,7 +278,12 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
         loss = -logps.sum() / tokens * world.size
         loss.backward()
         # all ranks have the same gradients now, and so the same norm
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        if not norm.isfinite():
+            raise RunStopped(
+                f"step {step + 1}: the gradient is not finite; lower "
+                f"--learning_rate={own['learning_rate']}"
+            )
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

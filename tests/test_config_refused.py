@@ -206,6 +206,12 @@ def test_a_number_out_of_its_range_is_refused_with_both_bounds(setting, bounds):
     assert f"{setting} must be {bounds}" in refusal("--" + setting)
 
 
+def test_replay_leaves_room_for_new_prompts():
+    assert "replay.fraction=1.0" in refusal("--replay.size=9", "--replay.fraction=1.0")
+    assert "needs prompts_per_step" in refusal("--replay.size=9", "--prompts_per_step=1")
+    load_config(["--replay.size=9", "--replay.fraction=0.99"])
+
+
 MONSTERS = {
     "digits": ("9" * 400, "more than 30 digits"),
     "thousands of digits": ("9" * 5000, ""),

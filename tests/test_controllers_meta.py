@@ -237,11 +237,20 @@ def test_every_method_moves_both_tau_and_beta(method, optimizer):
         assert (state[key] > 0.3) == (metrics[f"meta/{key}_grad"] < 0)  # downhill
 
 
-def test_sgd_subtracts_the_gradient_and_remembers_only_the_count():
-    meta, moves = controllers.descend(
-        {"updates": 4, "m": [0.0, 0.0], "v": [0.0, 0.0]}, [0.25, -3.0], "sgd"
-    )
-    assert moves == [0.25, -3.0] and meta == {"updates": 5, "m": [0.0, 0.0], "v": [0.0, 0.0]}
+def test_sgd_subtracts_the_gradient_and_remembers_nothing():
+    """Adam would take updates that left no moments for warm ones, after a resume."""
+    before = controllers.init_state(DEFAULTS)["meta"]
+    meta, moves = controllers.descend(before, [0.25, -3.0], "sgd")
+    assert moves == [0.25, -3.0] and meta == before
+    assert controllers.descend(meta, [2.0, 2.0], "adam")[1] == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("method", ["first_order", "truncated_backprop"])
+def test_the_gradient_is_finite_where_weights_underflow(method):
+    batch = ORDINARY | {"utilities": ORDINARY["utilities"] * 1e4}
+    config = setting(method, maxent_tau=0.01, beta=1e-4)
+    measured, gradient = controllers.meta_gradient(controllers.init_state(config), batch, config)
+    assert all(map(math.isfinite, [*measured, *gradient]))
 
 
 def test_adam_is_torch_adam_on_the_same_gradients():
@@ -282,6 +291,7 @@ def test_the_gradient_by_log_beta_is_clipped_and_the_one_by_log_tau_is_not():
 
 def test_an_update_interval_moves_every_so_many_steps_and_counts_all():
     config = setting("analytic", controller_meta_update_interval=3, maxent_tau=0.3, beta=0.3)
+    config["controller_meta_optimizer"] = "adam"
     state = controllers.init_state(config)
     moved = []
     for step in range(8):

@@ -15,6 +15,7 @@ from servers import environment
 import checks
 import common
 import generate
+import journal
 import rollout
 import scoring
 from common import UserError, load_config, load_with_flags
@@ -147,6 +148,14 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):
         generate.finished_prompts(stray, load_config(["config/countdown_tiny.py", *flags]))
     assert stray.read_text() == "{}\n"
+
+
+def test_a_file_that_another_process_writes_is_refused(whole, tiny_model_dir):
+    own, config = load_with_flags(words(tiny_model_dir, whole), checks.FLAGS["generate"])
+    with journal.hold_folder(f"{whole}.lock"):
+        with pytest.raises(UserError, match=r"in use by .* name another --output"):
+            generate.main(config, own)
+    assert not Path(f"{whole}.lock").exists()
 
 
 def test_a_group_that_is_not_whole_is_cut_off(tmp_path):

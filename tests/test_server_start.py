@@ -121,6 +121,10 @@ def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypat
     [
         (["--rollout_ahead=1"], "rollout_ahead=1 needs rollout_engine='server'"),
         (["--rollout_ahead=2", "--rollout_engine=server"], "must be at least 0 and at most 1"),
+        (
+            ["--rollout_ahead=1", "--rollout_engine=server", "--info_seed_num_seeds=2"],
+            "does not go with info_seed_num_seeds > 0",
+        ),
         (["--weight_sync=tape"], "'disk', 'nccl'"),
         (["--rollout_timeout=0"], "greater than 0"),
     ],

@@ -301,6 +301,18 @@ def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_warm_start_that_diverges_is_a_sentence_and_leaves_no_model(tmp_path):
+    flags = ["--steps=30", "--batch_size=8", "--model=tiny", f"--output_dir={tmp_path / 'sft'}"]
+    flags = ["config/countdown_tiny.py", *flags, "--learning_rate=1e28"]
+    own, config = common.load_with_flags(flags, checks.FLAGS["sft"])
+    log = tmp_path / "log"
+    assert child.status(child.start(common.script, sft.main, config, own, log=log)) == 1
+    words = log.read_text()
+    assert "the gradient is not finite; lower --learning_rate=1e+28" in words
+    assert not (tmp_path / "sft").exists()
+
+
+@pytest.mark.slow
 def test_the_loss_of_a_warm_start_is_that_of_the_batch_on_all_ranks(tmp_path):
     losses = [warm_start(tmp_path / str(n), n, "--steps=2") for n in (1, 2)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
