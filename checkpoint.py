@@ -41,6 +41,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
+import controllers
 from checks import OPTIMIZERS
 from common import (
     RunStopped,
@@ -67,12 +68,17 @@ TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a sav
 UPLOAD_SECONDS = 3600.0
 
 
+# Steps in a row whose update was skipped, and in which all groups had equal rewards.
+NO_STREAKS = {"skipped": 0, "equal": 0}
+
+
 class Memory(NamedTuple):
     """What a run remembers besides weights, optimizer and random state."""
 
     step: int  # finished steps
     controllers: dict  # see controllers.init_state()
     replay: dict  # see stream.py
+    streaks: dict = NO_STREAKS
 
 
 # --- is it whole?
@@ -543,7 +549,7 @@ def steps_in(path: Path) -> int:
     that file is damaged: find() reports it."""
     try:
         return int(json.loads((path / "controller_state.json").read_text())["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return 0
 
 
@@ -569,6 +575,7 @@ def find(config: dict) -> Path | None:
         if problem:
             raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     check_fit(path, config)
+    check_memory(path, config)
     return path
 
 
@@ -604,6 +611,42 @@ def check_fit(path: Path, config: dict) -> None:
                 f"this run has {now!r}: go on with the same, or start a new run from its weights: "
                 f"--model={path} --output_dir=..."
             )
+
+
+def check_memory(path: Path, config: dict) -> None:
+    """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
+    file = path / "controller_state.json"
+    example = {"step": 0, "controllers": controllers.init_state(config), "streaks": NO_STREAKS}
+    try:
+        saved = {"streaks": NO_STREAKS} | json.loads(file.read_text())
+        saved["controllers"].setdefault("steering", "")  # older checkpoints lack these two
+        replay = saved.get("replay")
+        if replay:
+            prompts = {key: [1, 0.0, 0.0] for key in replay["prompts"]}  # at least one visit
+            example["replay"] = {"total": 1, "prompts": prompts}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        saved = None
+    if not alike(saved, example):
+        raise UserError(f"{file} is damaged: it is not what a run saves")
+
+
+def alike(value, example) -> bool:
+    """Whether a value that was read from a file has the form of an example: its keys, lengths and
+    types. An int in the example is the smallest that is allowed; None stands for None or a
+    float."""
+    if isinstance(example, dict):
+        keys = isinstance(value, dict) and value.keys() >= example.keys()
+        return keys and all(alike(value[key], example[key]) for key in example)
+    if isinstance(example, list):
+        same = isinstance(value, list) and len(value) == len(example)
+        return same and all(map(alike, value, example))
+    if type(example) is int:
+        return type(value) is int and value >= example
+    if isinstance(example, float):
+        return type(value) in (int, float) and value == value
+    if isinstance(example, str):
+        return isinstance(value, str)
+    return value is None or type(value) is float
 
 
 def check_model(path: Path, model) -> None:
@@ -643,8 +686,9 @@ def load(path: Path, engine, rank: int) -> Memory:
     # %: if more ranks load than saved, some start with the same random state
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    # get: older checkpoints have no replay
-    return Memory(saved["step"], saved["controllers"], saved.get("replay", {}))
+    # get: older checkpoints have no replay and no streaks
+    replay = saved.get("replay", {})
+    return Memory(saved["step"], saved["controllers"], replay, saved.get("streaks", NO_STREAKS))
 
 
 @contextmanager

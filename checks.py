@@ -67,6 +67,8 @@ USED = {
     "epsilon_high": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
     "delta": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
     "cispo_epsilon_max": lambda o, c: o.ratio == "cispo",
+    "importance_sampling": lambda o, c: policy_gradient(c),
+    "importance_sampling_cap": lambda o, c: policy_gradient(c),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
     "pkpo_k": lambda o, c: o.advantage == "pass_at_k",

@@ -89,6 +89,11 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
         check_fields(raw, place)
+        if is_deeper(raw, DEEPEST_ROW):
+            raise UserError(
+                f"{place}: a column is nested deeper than {DEEPEST_ROW} levels, which can not be "
+                "sent to a reward"
+            )
         row = dict(raw)  # rewards get the other columns
         for column in more:
             if "." in column and column_of(raw, column) is not None:
@@ -119,6 +124,18 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
 
 
 # --- the fields of a row
+
+# levels of lists and dicts: pickle, which takes rows to the reward workers, fails at a few hundred
+DEEPEST_ROW = 100
+
+
+def is_deeper(value, levels: int) -> bool:
+    """Whether a value's lists and dicts are nested deeper than `levels`."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return levels == 0 or any(is_deeper(item, levels - 1) for item in value)
 
 
 def column_of(row: dict, name: str):

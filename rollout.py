@@ -48,7 +48,7 @@ from transformers import (
 )
 
 from checks import entries
-from common import DEADLINE, UserError, in_one_line, rank_memory, say_once
+from common import DEADLINE, RunStopped, UserError, in_one_line, rank_memory, say_once
 from policy import dtype_of
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
@@ -415,6 +415,11 @@ class SampledLogps(LogitsProcessor, StoppingCriteria):
     def __call__(self, input_ids, scores):
         if isinstance(scores, torch.Tensor):  # as LogitsProcessor: scores (n, V)
             self.logps = (scores.float() / self.temperature).log_softmax(1)
+            if self.logps.isnan().any():
+                raise RunStopped(
+                    "the policy's logits are not finite, so nothing can be sampled: lower "
+                    "learning_rate, and start from an earlier checkpoint or from another model"
+                )
             return scores
         # as StoppingCriteria: the new token is the last one
         self.steps.append(self.logps.gather(1, input_ids[:, -1:]))

@@ -264,18 +264,18 @@ def start(c: dict) -> Run:
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
     reference = load_reference(c, engine, world.device)
-    step, state, replay_state = 0, controllers.init_state(c), {}
+    memory = checkpoint.Memory(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
-        step, state, replay_state = checkpoint.load(resume_path, engine, world.rank)
-        state = controllers.resume_state(state, c)
-        say_once(f"resumed from {resume_path}, {step} steps done")
+        memory = checkpoint.load(resume_path, engine, world.rank)
+        say_once(f"resumed from {resume_path}, {memory.step} steps done")
+        memory = memory._replace(controllers=controllers.resume_state(memory.controllers, c))
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, resuming)
-        print(checkpoint.take_over(c, step, parameters), flush=True)
-        log = MetricsLog(Path(c["output_dir"]), c, step)
+        print(checkpoint.take_over(c, memory.step, parameters), flush=True)
+        log = MetricsLog(Path(c["output_dir"]), c, memory.step)
     dist.barrier()
     return Run(
         config=c,
@@ -284,14 +284,16 @@ def start(c: dict) -> Run:
         sampler=sampler,
         engine=engine,
         reference=reference,
-        experience=Experience(sampler, inputs, c, world, replay_state),
+        experience=Experience(sampler, inputs, c, world, memory.replay),
         timer=Timer(),
         stop=Stop(c["output_dir"], world.rank),
         log=log,
         hub=hub,
-        step=step,
-        state=state,
-        saved_step=step,
+        step=memory.step,
+        state=memory.controllers,
+        saved_step=memory.step,
+        skipped=memory.streaks["skipped"],
+        equal=memory.streaks["equal"],
     )
 
 
@@ -466,7 +468,8 @@ def save_now(run: Run) -> None:
         return
     run.saved_step = run.step
     with run.timer("checkpoint"):
-        memory = checkpoint.Memory(run.step, run.state, run.experience.replay_state)
+        streaks = {"skipped": run.skipped, "equal": run.equal}
+        memory = checkpoint.Memory(run.step, run.state, run.experience.replay_state, streaks)
         saved = checkpoint.save(memory, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
@@ -589,6 +592,8 @@ def train(run: Run) -> None:
     prove_sync(run)
     if run.step == 0:
         evaluate_now(run)
+    if run.hub and run.step == c["max_steps"]:  # started again: its upload may have been cut off
+        run.hub.push(checkpoint.latest(run.folder), last=True)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
     timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:

@@ -28,6 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
+from checks import eval_source
 from common import (
     ROOT,
     RunStopped,
@@ -90,8 +91,9 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         # eval_steps: curves, and figures "at equal mean@k", need evaluations during training
         if measures[-1] != measures[0] or config["eval_steps"] == 0:
             raise UserError(
-                f"{own['arms']}: {arm}: all arms need the same eval_* and the same first of "
-                f"reward_funcs, and eval_steps above 0, such as --eval_steps=25"
+                f"{own['arms']}: {arm}: all arms need the same held-out rows (eval_dataset, which "
+                f"follows dataset), the same eval_* and the same first of reward_funcs, and "
+                f"eval_steps above 0, such as --eval_steps=25"
             )
         for seed in range(1, own["seeds"] + 1):
             run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
@@ -127,7 +129,8 @@ def flags_of(settings: dict) -> list[str]:
 def measure_of(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
-    return [config["reward_funcs"][0], *evaluation]  # the first reward decides what is correct
+    # the first reward decides what is correct
+    return [config["reward_funcs"][0], eval_source(config), *evaluation]
 
 
 def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:

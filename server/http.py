@@ -11,7 +11,6 @@ the answer. A server's large answers are read one at a time. Text from a server 
 
 import base64
 import json
-import math
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from common import UserError, quoted
 CONNECT_SECONDS = 10  # for connecting: servers are nearby, so a live one accepts at once
 BODY_SECONDS = 60  # for the bytes of an answer after its headers
 PIECE = 4096  # bytes of a request that are written with one timeout
+LEAST_LOGP = -1e4  # no token that was sampled is less likely
 LARGEST_ANSWER = 2**16  # bytes, unless a call says otherwise
 LARGEST_SETTINGS = 2**22  # bytes of a server's list of its settings
 # Sizes of an answer with completions. JSON has for each token its id three times (up to 7 digits,
@@ -364,7 +364,7 @@ def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
 
 def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
     """Whether a completion consists of 1 to max_tokens token ids below `vocabulary`, each with a
-    finite log-prob, and belongs to the prompt that we sent."""
+    log-prob above LEAST_LOGP, and belongs to the prompt that we sent."""
     ids = choice["token_ids"]
     logps = choice["logprobs"]["token_logprobs"]
     if not 0 < len(ids) <= body["max_tokens"] or len(ids) != len(logps):
@@ -372,7 +372,7 @@ def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
     for token, logp in zip(ids, logps):
         if type(token) is not int or not 0 <= token < vocabulary:  # True is no token
             return False
-        if type(logp) not in (int, float) or not math.isfinite(logp) or logp > 0:
+        if type(logp) not in (int, float) or not LEAST_LOGP < logp <= 0:  # NaN is refused too
             return False
     if choice["finish_reason"] not in ("stop", "length"):  # such as "abort"
         return False

@@ -116,6 +116,9 @@ PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
 # a number with a base, 1010_2: math-verify would drop the base, and Python would read 1_0 as 10
 BASE = re.compile("[0-9]_")
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
+# what may stand between two numbers
+GAP = r"(?:\s|\\[,;:! ]|\$)+"
+NEXT_NUMBER = "\0"  # stands for a gap in canonical text
 # punctuation after the answer, no part of it; but in 5\, the comma belongs to the backslash
 FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]$")
 
@@ -206,7 +209,9 @@ def canonical_math(text: str) -> str:
     -0, 5 for 5.0. It does no arithmetic (1/2 and 0.5 stay different) and keeps a full stop."""
     text = text.translate(SYMBOLS)
     # 1 1/2 becomes 1+1/2: without its space it would be 11/2
-    text = re.sub(r"(?<=[0-9])(?:\s|\\[,;:! ]|\$)+(?=[0-9]+/[0-9])", "+", text)
+    text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9]+/[0-9])", "+", text)
+    # "1 2" is not 12; only a group of three digits, as in 12 000, belongs to the number before it
+    text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9])(?![0-9]{{3}}(?![0-9]))", NEXT_NUMBER, text)
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12

@@ -129,6 +129,9 @@ def read_board(text: str, size: int) -> dict:
         open_lane = [i for i in lane if text[i] == "." or text[i] in letters]
         start.append(bits(cells, size))
         lanes.append(bits(open_lane, size))
+        walls = [i for i in lane if i not in open_lane]
+        if car == "A" and walls and walls[-1] > cells[-1]:
+            raise ValueError(f"rush_hour: a wall keeps car A of the board {text!r} in for ever")
     return {"size": size, "letters": "".join(letters), "start": tuple(start), "lanes": lanes}
 
 

@@ -324,6 +324,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ('a = {}\nb = {"maxent_tau": -2}', [], ["maxent_tau=-2", "(arm b)"]),
         ('a = {"seed": 3}', [], ["--seed=3", "compare itself"]),
         ('a = {}\nb = {"eval_num_generations": 4}', [], ["arms.py: b", "eval_*"]),
+        ('a = {}\nb = {"dataset.config": "3"}', [], ["arms.py: b", "the same held-out rows"]),
         ('a = {}\nb = {"reward_funcs": ["graph_coloring"]}', [], ["arms.py: b", "reward_funcs"]),
         ("a = {}", ["--seeds=0"], ["--seeds=0"]),
         ("a = {}", ["--seeds=abc"], ["seeds", "int", "'abc'"]),

@@ -242,6 +242,14 @@ READERS = {
     "epsilon_high": (0.28, "xdr grpo dr_grpo dapo gspo seed_grpo token_entropy maxrl pkpo"),
     "delta": (5.0, "xdr grpo dr_grpo dapo gspo seed_grpo token_entropy maxrl pkpo"),
     "cispo_epsilon_max": (3.0, "cispo"),
+    "importance_sampling": (
+        "sequence_mask",
+        "xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl pkpo",
+    ),
+    "importance_sampling_cap": (
+        2.0,
+        "xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl pkpo",
+    ),
     "token_entropy_coef": (0.1, "token_entropy"),
     "seed_grpo_alpha": (0.5, "seed_grpo"),
     "pkpo_k": (2, "pkpo"),

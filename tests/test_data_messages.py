@@ -156,6 +156,14 @@ def test_a_list_nested_deeply_is_one_sentence(tmp_path):
     check_words(refusal(load, path), f"{path}:1: ", "not JSON")
 
 
+def test_a_column_nested_deeper_than_a_reward_can_be_sent_is_one_sentence(tmp_path):
+    for depth in (200, 600):
+        row = '{"prompt": "1+1?", "answer": "2", "extra": ' + "[" * depth + "]" * depth + "}"
+        path = jsonl(tmp_path, {"prompt": "1", "answer": "1"}, row)
+        check_words(refusal(load, path), f"{path}:2: a column is nested deeper than 100 levels")
+    assert load(jsonl(tmp_path, {"prompt": "1", "answer": "1", "extra": [[[1]]]}))
+
+
 def test_a_message_of_megabytes_is_refused_without_being_tokenised():
     row = row_of(SYSTEM, {"role": "user", "content": "What is 1+1? " * 200_000})
     check_words(refusal(encoded, row), "max_prompt_length=512", "characters", "row '1'")

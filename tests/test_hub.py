@@ -12,6 +12,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -19,7 +20,9 @@ from deadlines import PATIENCE
 from exact_matrix import ROOT, without_torchrun
 
 import checkpoint
+import train
 from common import RunStopped, UserError
+from journal import Timer
 
 FLAGS = [
     "--prompts_per_step=2",
@@ -315,3 +318,24 @@ def test_neither_a_run_that_is_stopped_nor_one_that_crashes_waits_for_an_upload(
     assert done.returncode == status, done.stderr
     assert words in done.stdout and ("ZeroDivisionError" in done.stderr) == (status == 1)
     assert not hub.commits
+
+
+def test_a_finished_run_that_is_started_again_uploads_its_last_checkpoint(tmp_path, monkeypatch):
+    """The upload may have been cut off when the run was killed in its last minute."""
+    pushed = []
+    hub = SimpleNamespace(push=lambda path, last: pushed.append((path.name, last)))
+    config = {"num_generations": 2, "rollout_ahead": 0, "max_logp_difference": -1, "max_steps": 3}
+    run = SimpleNamespace(
+        config=config,
+        step=3,
+        stopping=False,
+        timer=Timer(),
+        world=SimpleNamespace(rank=0),
+        folder=tmp_path,
+        hub=hub,
+    )
+    for name in ("prove_sync", "finish"):
+        monkeypatch.setattr(train, name, lambda run: None)
+    monkeypatch.setattr(checkpoint, "latest", lambda folder: folder / "step_000003")
+    train.train(run)
+    assert pushed == [("step_000003", True)]

@@ -1,6 +1,7 @@
 """Real vLLM against transformers and against the trainer's own log-probs."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from deadlines import PATIENCE
 from transformers import Qwen2Config
 
 import rollout
-from common import UserError, load_config
+from common import RunStopped, UserError, load_config
 from sft import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -303,3 +304,12 @@ def test_transformers_sample_without_the_penalties_of_the_models_own_generation_
     assert samples(folder) == plain
     repeats = [len(set(r["completion_ids"])) < len(r["completion_ids"]) for r in plain]
     assert any(repeats)
+
+
+def test_a_policy_of_nans_is_a_sentence_where_transformers_sample(tiny_model_dir):
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(math.nan)
+    sampling = {"temperature": 1.0, "max_tokens": 2, "stop_token_ids": [0], "seeds": [3]}
+    with pytest.raises(RunStopped, match="logits are not finite"):
+        engine.generate([[5, 6, 7]], 2, sampling)

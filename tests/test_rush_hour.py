@@ -238,6 +238,13 @@ def test_a_board_may_be_given_by_lines_with_o_for_empty_and_x_for_a_wall():
     assert modes(walled) == set()
 
 
+@pytest.mark.parametrize("board", ["AA.x............", "AAx.............", ".AAx...B...B...."])
+def test_a_board_whose_wall_keeps_a_in_is_an_error_of_the_row(board):
+    with pytest.raises(ValueError, match="a wall keeps car A of the board"):
+        rush_hour_exact("AR1", {"board": board, "size": 4, "moves": 1, "solution": "AR1"})
+    rush_hour.read_board("xAA.............", 4)  # behind it
+
+
 def test_any_shortest_solution_is_exact_with_a_board_and_only_the_known_one_without():
     for text in ("BD2,CD2,AR2", "CD2,BD2,AR2", "CD2,BD1,BD1,AR2"):
         assert rush_hour_exact(text, TWO) == rush_hour_shaped(text, TWO) == 1.0

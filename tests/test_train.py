@@ -267,6 +267,9 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
     assert "Traceback" not in words
     assert [line["skipped_steps"] for line in metrics_of(folder)] == [1, 2]
     assert checkpoint.latest(folder).name == "step_000002"
+    flags |= {"resume_from_checkpoint": "latest"}
+    status, words = in_child.run(with_nan_weights, tiny_model_dir, folder, **flags)
+    assert "3 steps in a row had a non-finite loss" in words  # a resumed run counts on
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():

@@ -135,6 +135,7 @@ BAD = {
     "one NaN": first(math.nan),
     "minus infinity": logps(lambda ids: [-math.inf] * len(ids)),
     "a positive log-prob": first(0.5),
+    "a log-prob that float32 can not hold": first(-1e300),
     "log-probs as text": logps(lambda ids: ["-1.0"] * len(ids)),
     "a log-prob of 400 digits": logps(lambda ids: [-(10**400)] * len(ids)),
     "another prompt": changed(prompt_token_ids=[1, 2]),
