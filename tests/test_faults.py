@@ -28,7 +28,6 @@ import checkpoint
 import common
 import data
 import journal
-import ranks
 import scoring
 import train
 from common import RunStopped, UserError
@@ -582,50 +581,3 @@ def test_a_line_that_is_not_text_is_named_too(tmp_path):
     rows.write_bytes(good * 1000 + b'{"prompt": "\xff\xfe", "answer": "1"}\n' + good * 1000)
     with pytest.raises(UserError, match=f"{rows}:1001: not UTF-8"):
         data.read_jsonl(str(rows))
-
-
-# --- ranks that were started by hand, one of which does not come
-
-
-def meet(rank: int, environment: dict, seconds: float) -> None:
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    ranks.MEETING_SECONDS = seconds
-    common.script(lambda argv: print(ranks.start_distributed()[:2]), ())
-
-
-@pytest.fixture
-def environment():
-    port = str(child.free_port())
-    return {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-@pytest.mark.parametrize(
-    "come, missing",
-    [([0], "missing are: 1, 2"), ([1], "rank 0 is not there"), ([0, 2], "missing are: 1")],
-)
-def test_a_rank_that_does_not_come_is_named_by_those_who_wait(come, missing, environment, tmp_path):
-    """Under torchrun it would be noticed. In a run they wait 45 seconds."""
-    logs = {rank: tmp_path / str(rank) for rank in come}
-    children = [child.start(meet, rank, environment, 3, log=logs[rank]) for rank in come]
-    assert [child.status(process, 120) for process in children] == [1] * len(come)
-    first = logs[come[0]].read_text()
-    assert f"error: rank {come[0]} of 3 waits at 127.0.0.1:{environment['MASTER_PORT']}" in first
-    assert missing in first and "3 s" in first
-    for log in logs.values():
-        assert log.read_text().count("error: ") == 1 and "Traceback" not in log.read_text()
-
-
-def test_ranks_that_come_one_after_the_other_meet(environment, tmp_path):
-    logs = [tmp_path / str(rank) for rank in range(3)]
-    children = [child.start(meet, rank, environment, 60, log=logs[rank]) for rank in (2, 0, 1)]
-    assert [child.status(process, 120) for process in children] == [0] * 3
-    for rank in range(3):
-        assert f"({rank}, 3)" in logs[rank].read_text()
-
-
-def test_a_rank_that_does_not_know_its_place_is_one_sentence(environment, tmp_path):
-    del environment["WORLD_SIZE"]
-    environment["MASTER_PORT"] = "80000"
-    log = tmp_path / "log"
-    assert child.status(child.start(meet, 0, environment, 3, log=log)) == 2
-    assert "without a usable WORLD_SIZE, MASTER_PORT: " in log.read_text()

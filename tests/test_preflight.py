@@ -1,8 +1,7 @@
-"""Model folders that can't be used, or would train something else than meant; the dry run."""
+"""Model folders that can't be used, or would train something else than meant."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,13 +27,11 @@ import evaluate
 import generate
 import policy
 import preflight
-import rollout
 import sft
 import train
 from checks import FLAGS
 from common import UserError, load_config
-from policy import Parameters
-from preflight import dry_run, load_model_files, memory_estimate, stop_token_ids
+from preflight import load_model_files, stop_token_ids
 from server import __main__ as serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -403,39 +400,6 @@ def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(fold
     assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, 101)
 
 
-# --- the dry run
-
-OWN = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[me]{% endif %}"
-)
-
-
-@pytest.fixture
-def shown(tiny_model_dir, tmp_path, capsys):
-    """shown(*flags): what a dry run prints."""
-    path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
-    flags = [f"--model={tiny_model_dir}", f"--dataset.name={path}", "--reward_funcs=['math']"]
-    flags += ["--reward_workers=0", "--system_prompt=S", "--max_completion_length=99"]
-    flags += [f"--output_dir={tmp_path / 'run'}"]
-
-    def show(*more: str, world: int = 1) -> str:
-        dry_run(load_config([*flags, *more]), world, torch.float32, {"zero": 3})
-        return capsys.readouterr().out
-
-    return show
-
-
-def test_a_dry_run_shows_the_prompt_and_what_ends_a_completion(shown):
-    out = shown()
-    assert "a completion ends with: 0 '<|end|>'; " in out
-    assert "the chat template ends a turn with '<|end|>'" in out
-    assert "'<|system|>S<|user|>1+1?<|assistant|>'" in out
-    out = shown(f"--chat_template={OWN}")
-    assert "the chat template ends a turn with nothing" in out
-    assert "'[system]S[user]1+1?[me]'" in out
-
-
 def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, capsys):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|user|>"
     rows = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
@@ -450,97 +414,6 @@ def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, 
         "warning: the chat template ends a turn with '<|user|>', which does not end a completion"
     )
     assert words in capsys.readouterr().out
-
-
-def test_a_dry_run_shows_the_config_the_batch_and_the_data(shown):
-    out = shown("--prompts_per_step=6", "--num_generations=4", "--max_steps=5", world=2)
-    assert "  system_prompt = 'S'\n" in out
-    assert "batch: 6 prompts x 4 completions = 24 rows a step, 12 on each of 2 rank(s)" in out
-    assert 'deepspeed: {"zero": 3}' in out
-    assert "data: 1 prompts, 30.00 passes over them in 5 steps" in out
-
-
-def memory(out: str) -> dict[str, float]:
-    """{what: GiB} of the table."""
-    lines = re.findall(r"^ +([0-9.]+) (GiB|MiB)  (.+)$", out, re.MULTILINE)
-    return {what: float(size) / (1 if unit == "GiB" else 1024) for size, unit, what in lines}
-
-
-@pytest.fixture
-def given(monkeypatch):
-    """given(size): memory of a rank in bytes, whatever this machine has."""
-
-    def give(size: float) -> None:
-        monkeypatch.setattr(preflight, "device_memory", lambda: size)
-
-    monkeypatch.setattr(rollout, "rank_memory", lambda: 2**34)
-    give(2**34)
-    return give
-
-
-def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
-    out = shown("--max_tokens_per_micro_batch=20000", "--prompts_per_step=100")
-    table = memory(out)
-    together = table.pop("together, of 16.00 GiB")
-    while_loading = table.pop("of weights on every rank while it loads")
-    assert together == pytest.approx(sum(table.values()), abs=0.005 * len(table) + 0.005)
-    assert while_loading == table["weights"] == table["gradients"]
-    # 2 layers of 18 numbers per hidden unit (128) and 4 per inner unit (384), 4 bytes each
-    activations = 20_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
-    assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
-    # 800 rows of 512 + 99 tokens, of which 32 fit into 20,000
-    assert "learning: 20000 tokens in a micro-batch at most; 25 of them" in out
-    assert "warning: that is more" not in out
-    given(2**28)
-    assert "warning: that is more" in shown("--max_tokens_per_micro_batch=20000")
-
-
-def test_a_dry_run_cuts_no_row_into_micro_batches(shown, given):
-    out = shown("--max_tokens_per_micro_batch=600", "--prompts_per_step=100")
-    assert "learning: 611 tokens in a micro-batch at most; 800 of them" in out
-
-
-def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):
-    assert "learning: 4096 tokens" in shown()
-    given(1.32 * 2**30)
-    assert "learning: 1024 tokens" in shown()
-
-
-SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_splits_a_part_more_with_every_stage(stage, given):
-    c = load_config([*SIZES, f"--zero_stage={stage}"])
-    sizes = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, 8)
-    # from stage 1 on the optimizer has its own copy of the weights
-    split = {"optimizer": 12_000 if stage else 8000, "gradients": 4000, "weights": 4000}
-    for needed, (what, size) in enumerate(split.items(), 1):
-        assert sizes[what] == (size / 8 if stage >= needed else size)
-    assert sizes["reference"] == 4000
-
-
-def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
-    def under_way(stage: int, world: int) -> int:
-        c = load_config([*SIZES, f"--zero_stage={stage}"])
-        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, world)
-        return table["gradients under way between ranks"]
-
-    assert under_way(0, 1) == 0
-    assert under_way(0, 2) == under_way(2, 1) == 4000
-
-
-def test_an_engine_elsewhere_takes_no_memory_here(given):
-    def of_engine(*flags: str) -> dict:
-        c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(10_000, 10_000), 4, 1)
-        return {what: size for what, size in table.items() if what.startswith("rollout")}
-
-    assert of_engine("--rollout_engine=server") == {}
-    assert of_engine("--rollout_engine=hf") == {"rollout engine's weights": 40_000}
-    # all but the vocabulary's 101 x 32 twice
-    assert of_engine()["rollout engine's weights"] == 4 * (20_000 - 101 * 32)
-    assert of_engine()["rollout engine's cache"] > 0
 
 
 # --- dropout, and weights that are no numbers further in

@@ -27,7 +27,7 @@ import checkpoint
 import common
 import sft
 import train
-from common import SIGNALS, RunStopped, Stop, UserError, load_config
+from common import RunStopped, UserError, load_config
 from journal import make_run_folder
 from policy import Parameters
 from ranks import start_distributed
@@ -567,36 +567,3 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
     assert "12.00 GiB" in checkpoint.report(c | {"checkpoint_mode": "shallow"}, parameters)
     assert "none" in checkpoint.report(c | {"save_steps": -1}, parameters)
     assert not list(tmp_path.iterdir())
-
-
-def listen(folder: Path) -> None:
-    for number in SIGNALS:  # whoever started pytest may have made it deaf to some
-        signal.signal(number, signal.SIG_DFL)
-    stop = Stop(folder, 1)
-    while True:
-        (folder / ("heard" if stop.asked() else "ready")).touch()
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
-    process = child.start(listen, tmp_path)
-    end = time.monotonic() + PATIENCE
-    for name in ("ready", "heard"):
-        while not (tmp_path / name).exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        os.kill(process.pid, number)
-    assert child.status(process) == 128 + number
-
-
-def test_only_rank_0_looks_for_the_file(tmp_path):
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        (tmp_path / "stop").touch()
-        assert Stop(tmp_path, 0).asked()
-        assert not Stop(tmp_path, 1).asked()
-        assert not Stop(tmp_path / "other", 0).asked()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import child
 import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
-from common import SIGNALS
+from common import SIGNALS, Stop
 
 # A shell's background job and nohup start a process deaf to some of them, and so may whoever
 # started pytest
@@ -128,6 +129,39 @@ def test_what_is_printed_between_the_end_of_a_terminal_and_its_signal_is_dropped
         wait_for(tmp_path / "printed", process)
     process.terminate()
     assert process.wait(PATIENCE) == 0 and (tmp_path / "saved").exists()
+
+
+def listen(folder: Path) -> None:
+    for number in SIGNALS:  # whoever started pytest may have made it deaf to some
+        signal.signal(number, signal.SIG_DFL)
+    stop = Stop(folder, 1)
+    while True:
+        (folder / ("heard" if stop.asked() else "ready")).touch()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp_path):
+    process = child.start(listen, tmp_path)
+    end = time.monotonic() + PATIENCE
+    for name in ("ready", "heard"):
+        while not (tmp_path / name).exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+    assert child.status(process) == 128 + number
+
+
+def test_only_rank_0_looks_for_the_file(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        (tmp_path / "stop").touch()
+        assert Stop(tmp_path, 0).asked()
+        assert not Stop(tmp_path, 1).asked()
+        assert not Stop(tmp_path / "other", 0).asked()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # --- torchrun
