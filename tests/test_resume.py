@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
 import common
+import controllers
 import sft
 import train
 from common import RunStopped, UserError, load_config
@@ -228,7 +229,8 @@ CONFIG = load_config(["--save_total_limit=2"])
 
 def save(folder: Path, step: int, engine, **changes) -> Path:
     config = CONFIG | {"output_dir": str(folder)} | changes
-    memory = checkpoint.Memory(step, {"tau": 0.1 * step}, {})
+    state = controllers.init_state(config) | {"tau": 0.1 * step}
+    memory = checkpoint.Memory(step, state, {})
     return checkpoint.save(memory, engine, sft.tiny_tokenizer(), config)
 
 
