@@ -42,6 +42,18 @@ OBJECTIVES = {
 }
 
 
+# field of Objective -> what it may say; its advantage is checked by preflight, which knows loss.py
+FIELDS = {
+    "tokens": ("constant", "row_mean", "token_mean"),
+    "scale": ("none", "group", "batch", "mean"),
+    "ratio": ("token", "sequence", "cispo"),
+    "group_loss": ("", "listwise", "balance"),
+    "weights": ("", "target", "rows"),
+    "beta": ("loss", "weights"),
+    "term": ("", "answer_entropy", "token_entropy"),
+}
+
+
 class Optimizer(NamedTuple):
     """What the trainer must know about an optimizer. All take the arguments lr and weight_decay."""
 
@@ -435,6 +447,13 @@ def value_claims(c: dict):
         yield (
             c[key] in choices,
             f"{key}={c[key]!r} must be one of {', '.join(map(repr, choices))}",
+        )
+    for field, values in FIELDS.items():  # a typo there would train another objective
+        value = getattr(OBJECTIVES[c["objective"]], field)
+        yield (
+            value in values,
+            f"checks.OBJECTIVES: {c['objective']!r} has {field}={value!r}, which must be one of "
+            f"{', '.join(map(repr, values))}",
         )
     for key in RANGES:
         name, _, entry = key.partition(".")

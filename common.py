@@ -96,6 +96,24 @@ REPLACED = {
     "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
     "client_tag": "set the environment variable VLLM_CLIENT_TAG",
     "hub_private_repo": "a repository that push_to_hub makes is always private",
+    # TRL's and verl's
+    "lr": "learning_rate",
+    "kl_coef": "beta",
+    "model_name_or_path": "model",
+    "run_name": "wandb_options.name",
+    "log_completions": "--log_rollouts_steps=N writes them every N steps",
+    "logging_steps": "every step is logged, in metrics.jsonl",
+    "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
+    "num_train_epochs": "a run has a number of steps: --max_steps",
+    "per_device_train_batch_size": "--prompts_per_step counts over all ranks, and "
+    "--max_tokens_per_micro_batch says what one forward takes",
+    "gradient_accumulation_steps": "as many micro-batches are made as a step needs, see "
+    "--max_tokens_per_micro_batch",
+    "steps_per_generation": "--num_iterations updates are made on the whole batch",
+    "use_vllm": '--rollout_engine="vllm", "server" or "hf"',
+    "bf16": "the type of the model is --dtype=bfloat16",
+    "top_p": "completions are sampled from the whole distribution, which the loss assumes",
+    "top_k": "completions are sampled from the whole distribution, which the loss assumes",
 }
 
 
@@ -334,7 +352,7 @@ def current_name(name: str, source: str) -> str:
     """The key, or key.entry, that a name means today. UserError if there is none any more."""
     replacement = REPLACED.get(name, name)
     if " " in replacement:  # a sentence, not a key
-        raise UserError(f"{source}: {name} is no key any more: {replacement}")
+        raise UserError(f"{source}: {name} is no key here: {replacement}")
     return replacement
 
 

@@ -115,12 +115,27 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
             f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's where "
             f"eval_dataset has a name"
         )
+    make_ids_unique(rows, name)
     if len(rows) < len(found):
         say_once(
             f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
             f"and are left out"
         )
     return rows
+
+
+def make_ids_unique(rows: list[dict], name: str) -> None:
+    """Adds the row's number to an id that an earlier row has: an evaluation takes rows of one id
+    for one problem."""
+    seen = set()
+    repeated = 0
+    for i, row in enumerate(rows):
+        if row["id"] in seen:
+            row["id"] = f"{row['id']}#{i}"
+            repeated += 1
+        seen.add(row["id"])
+    if repeated:
+        say_once(f"{name}: {repeated} rows have the id of an earlier one; theirs get their number")
 
 
 # --- the fields of a row
@@ -406,7 +421,7 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
 
     def identity(row: dict) -> str:
         # white space is evened out, case is not: to a model it makes another prompt
-        return " ".join(prompt_identity(row).split())
+        return " ".join(prompt_identity(row, c["system_prompt"]).split())
 
     evaluated = {identity(row) for row in eval_rows}
     left = []

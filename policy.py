@@ -378,6 +378,12 @@ def add_adapters(lm, rank: int, base: str) -> str:
             f"lora_rank={rank}: peft can't adapt the layers of model {lm.config.model_type!r}: "
             f"{in_one_line(error, 300)}"
         ) from None
+    for name, _ in lm.named_parameters():
+        if ".base_layer." in name and name.split(".base_layer.")[1] not in ("weight", "bias"):
+            raise UserError(
+                f"lora_rank={rank}: peft adapts parameters of model {lm.config.model_type!r} that "
+                f"are no linear layer's (such as {name}), which can't be merged here: lora_rank=0"
+            )
     parameters = count_parameters(lm)
     return (
         f"adapters of rank {rank} on {len(adapted_layers(lm))} linear layers: "

@@ -24,7 +24,15 @@ import data
 import packing
 import rewards
 import scoring
-from checks import OPTIMIZERS, entries, eval_source, is_evaluated, rows_of_a_group, warn_config
+from checks import (
+    OBJECTIVES,
+    OPTIMIZERS,
+    entries,
+    eval_source,
+    is_evaluated,
+    rows_of_a_group,
+    warn_config,
+)
 from common import (
     UserError,
     check_writable,
@@ -37,7 +45,7 @@ from common import (
     say_once,
     with_tau,
 )
-from loss import CPU_CHUNK, KEPT_BYTES
+from loss import ADVANTAGES, CPU_CHUNK, KEPT_BYTES
 from policy import CHUNK, add_adapters, count_parameters, dtype_of, make_optimizer
 from prompts import (
     check_chat_template,
@@ -379,6 +387,13 @@ def check_context(model_config, c: dict) -> None:
     stretch their positions (YaRN and so on) are left to vLLM to check."""
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or limit
+    if rope.get("rope_type") in ("longrope", "dynamic") and longest_row(c) > original:
+        raise UserError(
+            f"model={c['model']!r} turns positions by the longest row of a batch "
+            f"({rope['rope_type']!r}) beyond {original} tokens, so log-probs would depend on what "
+            f"is computed together: keep max_prompt_length + max_completion_length below that"
+        )
     stretched = rope.get("rope_type", "default") != "default"
     if limit and not stretched and longest_row(c) > limit:  # limit None: the model has no limit
         raise UserError(
@@ -413,12 +428,22 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     """Loads model files, rows and rewards, and checks them as far as possible without loading
     weights. A dry run does not even download weights."""
     rewards.check_names(c["reward_funcs"])
+    advantage = OBJECTIVES[c["objective"]].advantage
+    if advantage not in ADVANTAGES:
+        raise UserError(
+            f"checks.OBJECTIVES: {c['objective']!r} has advantage={advantage!r}, and "
+            f"loss.ADVANTAGES has only {', '.join(ADVANTAGES)}: its formula is missing there"
+        )
     if c["prompts_per_step"] % world:  # every rank takes the same number
         raise UserError(
             f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
             f"{world}"
         )
     check_tensor_parallel(c, world)
+    if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":  # known at a job's start
+        from server.http import addresses  # a wing of its own, for who wants it
+
+        addresses(c["rollout_server"])
     # model and tokenizer
     files = load_model_files(c["model"], c["chat_template"], dry_run)
     end = end_of_turn(files.tokenizer, files.stop_ids)

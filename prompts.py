@@ -85,10 +85,10 @@ def with_prompt(row: dict, text: str) -> dict:
     return {**row, "prompt": [*row["prompt"][:-1], {"role": "user", "content": text}]}
 
 
-def prompt_identity(row: dict) -> str:
+def prompt_identity(row: dict, system_prompt: str = "") -> str:
     """A text that is equal for equal prompts: the whole conversation, or the user's text alone if
     there is nothing else."""
-    messages = messages_of(row, "")
+    messages = messages_of(row, system_prompt)
     if len(messages) == 1:
         return prompt_text(row)
     # NUL marks the roles, so that no user's text can look like a conversation
@@ -96,9 +96,9 @@ def prompt_identity(row: dict) -> str:
 
 
 def prompt_key(row: dict) -> str:
-    """A hash that is equal for prompts that differ in white space and case only. The replay buffer
+    """A hash that is equal for prompts that differ in white space only. The replay buffer
     recognises prompts by it."""
-    words = prompt_identity(row).lower().split()
+    words = prompt_identity(row).split()
     # surrogatepass: JSON can hold half a surrogate pair, which is not UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -223,6 +223,12 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
     check_template_kwargs(tokenizer, c["chat_template_kwargs"])
     encoder = Encoder(tokenizer, c, seeds)
     encoded, sizes = encoder.encode_all(rows)
+    for row, size in zip(encoded, sizes):
+        if size == 0:
+            raise UserError(
+                f"row {row['id']!r}: the tokenizer makes no token of its prompt "
+                f"{quoted(prompt_text(row), 60)}"
+            )
     # the usual case: all prompts fit
     if max(sizes) <= encoder.limit:
         return encoded

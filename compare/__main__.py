@@ -59,6 +59,7 @@ OWN = {
     "jobs": 1,  # runs at a time
     "report_only": False,
 }
+PROMPT_KEYS = ("system_prompt", "chat_template", "chat_template_kwargs")
 TAIL = 2**16  # bytes read from the end of metrics.jsonl, whose lines have about 2,000
 DEFAULTS = default_config()
 
@@ -129,8 +130,10 @@ def flags_of(settings: dict) -> list[str]:
 def measure_of(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
+    if config["long_prompts"] == "drop":  # then these decide which rows are left
+        evaluation += [(key, config[key]) for key in ("max_prompt_length", *PROMPT_KEYS)]
     # the first reward decides what is correct
-    return [config["reward_funcs"][0], eval_source(config), *evaluation]
+    return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]
 
 
 def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
@@ -241,7 +244,13 @@ def steps_of(run: dict) -> int:
         return 0
     # the last line may lack its end; the first its beginning, unless it is the file's first
     whole = lines[1:-1] if begin else lines[:-1]
-    return max((json.loads(line)["step"] for line in whole), default=0)
+    steps = [0]
+    for line in whole:
+        try:
+            steps.append(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # damaged: train.py leaves it out with a warning
+    return max(steps)
 
 
 def carry_out(runs: list[dict], own: dict, locked) -> None:

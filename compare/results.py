@@ -25,6 +25,7 @@ METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the or
 # keys that compare sets, and arms may not
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 # columns of effects(), so that a table without lines has them too
+ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
 # --- reading the runs' files
@@ -179,13 +180,17 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
         # use_t: with few problems, intervals by the normal distribution would be too narrow
         fit = model.fit(cov_type="cluster", cov_kwds=clusters, use_t=True)
         for i, arm in enumerate(arms, 1):
+            figures = (fit.params[i], *fit.conf_int()[i], fit.pvalues[i])
+            if max(abs(fit.params[i]), fit.bse[i]) < ROUNDING:  # equal everywhere
+                figures = (0.0, 0.0, 0.0, nan)
+            effect, low, high, p = figures
             row = {
                 "arm": arm,
                 "metric": metric,
-                "effect": fit.params[i],
-                "low": fit.conf_int()[i, 0],
-                "high": fit.conf_int()[i, 1],
-                "p": fit.pvalues[i],
+                "effect": effect,
+                "low": low,
+                "high": high,
+                "p": p,
                 # the worst run of the arm against the best of the baseline, and the reverse
                 "run_min": runs[arm].min() - runs[baseline].max(),
                 "run_max": runs[arm].max() - runs[baseline].min(),
@@ -195,18 +200,20 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
 
 
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
-    """The arm's `metric` at its last evaluation, minus the baseline's when the baseline had the
-    same mean@k: how far the point lies above the baseline's path in the plane of mean@k and
-    `metric`. NaN if the baseline never had that mean@k."""
-    path = path_of(curves, baseline, metric)
-    last = path_of(curves, arm, metric).iloc[-1]
-    # a noisy path may go back, so the baseline counts as there once it has been as high
-    highest = path["mean"].cummax()
-    if not highest.iloc[0] <= last["mean"] <= highest.iloc[-1]:
-        return nan
-    # interpolation needs rising values, so take the points with a new highest mean only
-    risen = path[path["mean"] > highest.shift(fill_value=-1)]
-    return last[metric] - np.interp(last["mean"], risen["mean"], risen[metric])
+    """The arm's `metric` at its end, minus the baseline's when the baseline last had the same
+    mean@k: how far the arm's end lies above the baseline's path in the plane of mean@k and
+    `metric`. Both paths are averaged over three neighbouring evaluations. NaN if the baseline never
+    had that mean@k; 0 for the baseline itself."""
+    path = path_of(curves, baseline, metric).rolling(3, min_periods=1).mean()
+    end = path_of(curves, arm, metric).rolling(3, min_periods=1).mean().iloc[-1]
+    # a path may go back: from its end, the first stretch that passes through the arm's mean
+    for i in reversed(range(1, len(path))):
+        before, after = path.iloc[i - 1], path.iloc[i]
+        low, high = sorted((before["mean"], after["mean"]))
+        if low <= end["mean"] <= high:
+            share = (end["mean"] - before["mean"]) / ((after["mean"] - before["mean"]) or 1.0)
+            return end[metric] - (before[metric] + share * (after[metric] - before[metric]))
+    return nan
 
 
 def path_of(curves: pd.DataFrame, arm: str, metric: str) -> pd.DataFrame:
@@ -275,8 +282,8 @@ Not finished, so not in here: {missing}.
 
 {arms}
 
-At equal mean@{k}: against {baseline} at the moment of its training when its mean@{k} was the same;
-empty where it never was.
+At equal mean@{k}: the end of each arm against {baseline} at the last moment of its training when
+its mean@{k} was the same, both averaged over three evaluations; empty where it never was.
 
 {effects}
 

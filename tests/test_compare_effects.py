@@ -146,9 +146,10 @@ def test_intervals_do_not_cover_the_luck_of_training_as_results_md_says(fast):
 
 
 def test_outcomes_that_never_vary_and_a_single_problem_give_no_false_alarm(recwarn):
-    table = results.effects(outcomes_of(np.zeros((3, 2, 5))), "arm0")
-    assert table["effect"].tolist() == [0, 0]
-    assert table["p_holm"].tolist() == [1, 1]
+    for value in (0.0, 0.7, 1.0):  # where it is not 0, sums leave rounding
+        table = results.effects(outcomes_of(np.full((3, 2, 300), value)), "arm0")
+        assert table["effect"].tolist() == [0, 0]
+        assert table["p_holm"].tolist() == [1, 1]
     # one problem: nothing to cluster by
     scores = draw_scores(np.random.default_rng(0), [0, 1], problems=1)
     assert results.effects(outcomes_of(scores), "arm0").empty
@@ -185,19 +186,28 @@ def curves_of(**paths) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    "last, gain",
+    "end, gain",
     [
-        # half-way between .3 and .4; step 20, back at .28, is passed over
-        ((0.35, 0.70), 0.70 - 0.55),
-        ((0.20, 0.70), 0.70 - 0.80),
+        # half-way between .3 and .4, which the path crosses last from .4 down to .3
+        ((0.35, 0.70), 0.70 - 0.35),
+        ((0.25, 0.70), 0.70 - 0.70),
         ((0.40, 0.70), 0.70 - 0.50),
-        ((0.28, 0.70), 0.70 - 0.64),
         ((0.19, 0.70), np.nan),
         ((0.41, 0.70), np.nan),
     ],
 )
-def test_gain_at_equal_mean_equals_the_number_made_by_hand(last, gain):
-    base = [(0.2, 0.8), (0.3, 0.6), (0.28, 0.9), (0.3, 0.1), (0.4, 0.5), (0.37, 0.2)]
-    curves = curves_of(base=base, arm=[(0.2, 0.8), (0.5, 0.5), last])
+def test_gain_at_equal_mean_equals_the_number_made_by_hand(end, gain):
+    """Each point three times: the average over three neighbours passes through all of them."""
+    base = [(0.2, 0.8), (0.3, 0.6), (0.4, 0.5), (0.3, 0.2)]
+    path = [point for point in base for _ in range(3)]
+    curves = curves_of(base=path, arm=[(0.2, 0.8), end, end, end])
     found = results.at_equal_mean(curves, "arm", "base", "pass")
     assert found == pytest.approx(gain, nan_ok=True)
+
+
+def test_an_arm_that_is_the_baseline_gains_nothing_at_equal_mean():
+    """Though its path goes back: read at its first crossing, the baseline had lost nothing yet."""
+    rng = np.random.default_rng(3)
+    path = [(0.3 + 0.1 * rng.random(), 0.8 - 0.03 * i) for i in range(15)]
+    curves = curves_of(base=path, arm=path)
+    assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(0, abs=1e-9)

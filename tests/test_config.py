@@ -81,7 +81,7 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
     for name, replacement in REPLACED.items():
         assert name not in DEFAULTS
         if " " in replacement:
-            assert f"{name} is no key any more: {replacement}" in refusal(f"--{name}=1")
+            assert f"{name} is no key here: {replacement}" in refusal(f"--{name}=1")
         else:
             key, _, entry = replacement.partition(".")
             assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name

@@ -101,9 +101,17 @@ def test_a_prompt_is_the_same_if_the_whole_conversation_is():
     different = [text, *others]
     assert len({prompts.prompt_identity(row) for row in different}) == 3
     assert len({prompts.prompt_key(row) for row in different}) == 3
-    spaced = row_of({**SYSTEM, "content": " be\nBRIEF. "}, NEXT)
+    spaced = row_of({**SYSTEM, "content": " Be\nbrief. "}, NEXT)
     assert prompts.prompt_key(spaced) == prompts.prompt_key(others[0])
     assert prompts.prompt_identity(spaced) != prompts.prompt_identity(others[0])
+
+
+def test_a_system_prompt_of_the_config_is_part_of_the_conversation():
+    """The same tokens, once with the system message in the row and once from the config."""
+    trained = [row_of(SYSTEM, QUESTION), row_of(NEXT)]
+    c = load_config(["--dataset.name=mine", f"--system_prompt={SYSTEM['content']}"])
+    evaluated = [row_of(QUESTION)]
+    assert data.leave_out_evaluated([trained, []], evaluated, c) == [[trained[1]], []]
 
 
 def test_leakage_is_of_whole_conversations():

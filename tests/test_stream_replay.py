@@ -76,10 +76,11 @@ def test_a_prompt_twice_in_a_step_is_two_visits():
     assert buffer.state == {"total": 2, "prompts": {KEYS[0]: (2, 0.25, 0.125)}}
 
 
-def test_prompts_that_differ_in_case_and_spaces_are_one():
-    texts = ("What is 1+1?", "what  is\n1+1? ", "WHAT IS 1+1?")
+def test_prompts_that_differ_in_spaces_are_one_and_in_case_are_not():
+    texts = ("What is 1+1?", "What  is\n1+1? ", " What is 1+1?")
     rows = [{"prompt": text} for text in texts]
     assert len({prompt_key(row) for row in rows}) == 1
+    assert prompt_key({"prompt": "Sort: Ab"}) != prompt_key({"prompt": "Sort: aB"})
     assert prompt_key(rows[0]) != prompt_key({"prompt": "What is 1 + 1?"})
     buffer = Replay(rows, 12, 0.5, {})
     buffer.update(rows, torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]))
@@ -88,7 +89,7 @@ def test_prompts_that_differ_in_case_and_spaces_are_one():
     assert mean == pytest.approx(1 / 3)
     assert buffer.state["total"] == 3
     assert buffer.mix([ROWS[0], ROWS[1]], 0.5) == [ROWS[0], rows[0]]
-    # it is in the step already, in capitals
+    # it is in the step already, with a space more
     assert buffer.mix([ROWS[0], rows[2]], 1.0) == [ROWS[0], rows[2]]
     assert prompt_key({"prompt": "\ud83d"})  # JSON can hold half a character
 
