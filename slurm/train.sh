@@ -191,7 +191,8 @@ say "job $SLURM_JOB_ID, start number $starts, $run: $who ${more[*]}"
 
 urls=()
 for i in "${!servers[@]}"; do
-  read -r name port <<< "$(address "${servers[i]}")"
+  place=$(address "${servers[i]}") || die "no process starts on ${servers[i]}"
+  read -r name port <<< "$place"
   if ((vllm_port)); then port=$vllm_port; fi
   if ((server_gpus)); then name=127.0.0.1; fi
   # the shell stays a moment longer: when it goes Slurm kills what is left, and vLLM's helpers
@@ -220,7 +221,8 @@ if ((${#urls[@]})); then
   ROLLOUT_SERVER=$(commas "${urls[@]}")
 fi
 
-read -r name port <<< "$(address "${trainers[0]}")"
+place=$(address "${trainers[0]}") || die "no process starts on ${trainers[0]}"
+read -r name port <<< "$place"
 on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" \
   python -m torch.distributed.run --nnodes="${#trainers[@]}" --nproc_per_node="$ranks" \
   --shutdown-timeout=600 --rdzv_backend=c10d --rdzv_endpoint="$name:$port" \

@@ -247,7 +247,7 @@ def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, cap
     metrics.write_text(all_lines)
     assert compare.steps_of(run) == 20
     with open(metrics, "a") as file:
-        file.write('{"step": 21, "rew')  # it is being written
+        file.write('\0\0 \n{"step": 21, "rew')  # damage, and a line that is being written
     assert compare.steps_of(run) == 20
     # only the end is read
     padded = [{"step": step, "text": "x" * 2000} for step in range(100)]
@@ -325,6 +325,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ('a = {"seed": 3}', [], ["--seed=3", "compare itself"]),
         ('a = {}\nb = {"eval_num_generations": 4}', [], ["arms.py: b", "eval_*"]),
         ('a = {}\nb = {"dataset.config": "3"}', [], ["arms.py: b", "the same held-out rows"]),
+        ('a = {}\nb = {"max_prompt_length": 9}', ["--long_prompts=drop"], ["arms.py: b"]),
         ('a = {}\nb = {"reward_funcs": ["graph_coloring"]}', [], ["arms.py: b", "reward_funcs"]),
         ("a = {}", ["--seeds=0"], ["--seeds=0"]),
         ("a = {}", ["--seeds=abc"], ["seeds", "int", "'abc'"]),

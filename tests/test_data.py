@@ -456,3 +456,10 @@ def test_settings_of_data_that_can_not_work_are_refused_in_a_sentence(flags, wor
 )
 def test_settings_of_data_at_the_edge_are_allowed(flags):
     check_config(load_config(flags))
+
+
+def test_rows_of_one_id_get_their_numbers(tmp_path, capsys):
+    rows = [{"id": "algebra", "prompt": str(i), "answer": "1"} for i in range(3)]
+    loaded = load(jsonl(tmp_path, *rows))
+    assert [row["id"] for row in loaded] == ["algebra", "algebra#1", "algebra#2"]
+    assert "2 rows have the id of an earlier one" in capsys.readouterr().out

@@ -13,7 +13,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_learner import batch_of, config, meet
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 import checkpoint
 import packing
@@ -343,3 +349,12 @@ def test_a_killed_run_with_adapters_goes_on_bit_for_bit(tiny_model_dir, tmp_path
     theirs = PeftModel.from_pretrained(base, left / "adapter")
     gap = logits_of(theirs) - logits_of(AutoModelForCausalLM.from_pretrained(left))
     assert gap.abs().max() < 1e-5
+
+
+def test_adapters_on_fused_experts_are_refused():
+    """peft wraps them, but they are no linear layers whose adapters could be merged."""
+    shape = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4}
+    lm = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape, moe_intermediate_size=16))
+    with pytest.raises(UserError, match=r"'qwen3_moe' that are no linear layer's .*lora_rank=0"):
+        add_adapters(lm, 4, base="mine")

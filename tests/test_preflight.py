@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
     Qwen2Config,
 )
 
+import checks
 import evaluate
 import generate
 import policy
@@ -473,3 +475,32 @@ def test_a_nan_deep_in_the_weights_is_refused_before_it_trains(folder):
     c = load_config([TINY, f"--model={folder}"])
     with pytest.raises(UserError, match="no numbers"):
         train.load_lm(c | {"model": str(folder), "dtype": "float32"}, True, torch.device("cpu"))
+
+
+def test_positions_that_follow_the_longest_row_of_a_batch_are_refused():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    model = SimpleNamespace(max_position_embeddings=4096, rope_parameters=rope)
+    c = load_config(["--max_prompt_length=32", "--max_completion_length=32"])
+    preflight.check_context(model, c)
+    words = refusal(preflight.check_context, model, c | {"max_completion_length": 33})
+    check_words(words, "'longrope'", "beyond 64 tokens")
+
+
+def test_a_servers_address_is_checked_before_anything_loads():
+    def told(*flags: str) -> str:
+        c = load_config(["--rollout_engine=server", *flags])
+        return refusal(preflight.load_inputs, c, 1)
+
+    assert "needs rollout_server" in told()
+    assert "must begin with http://" in told("--rollout_server=localhost:8000")
+
+
+def test_an_objective_without_its_formula_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(checks.OBJECTIVES, "mine", checks.Objective(advantage="mine"))
+    c = load_config([]) | {"objective": "mine"}
+    words = refusal(preflight.load_inputs, c, 1)
+    check_words(words, "advantage='mine'", "loss.ADVANTAGES has only centred, pass_at_k")
+    for field in checks.FIELDS:
+        wrong = checks.Objective(**{field: "token_men"})
+        monkeypatch.setitem(checks.OBJECTIVES, "dr_grpo", wrong)
+        assert f"has {field}='token_men'" in refusal(load_config, ["--objective=dr_grpo"])

@@ -6,7 +6,7 @@ from row_files import check_words, refusal
 
 import prompts
 import sft
-from common import load_config
+from common import UserError, load_config
 from preflight import load_model_files
 
 TOKENIZER = sft.tiny_tokenizer()
@@ -183,3 +183,11 @@ def test_it_is_said_whether_a_turns_end_ends_a_completion(template, stop_ids, se
     tokenizer = sft.tiny_tokenizer()
     tokenizer.chat_template = template
     assert prompts.end_of_turn(tokenizer, stop_ids) == sentence
+
+
+def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_one_sentence():
+    tokenizer = sft.tiny_tokenizer()
+    tokenizer.chat_template = None
+    rows = [{"id": "7", "prompt": "\u65e5\u672c"}]
+    with pytest.raises(UserError, match="row '7': the tokenizer makes no token"):
+        prompts.encode_prompts(rows, tokenizer, load_config([]))
