@@ -682,7 +682,9 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
 
 
 def completion_metrics(rollouts: list[dict], n: int) -> dict:
-    """Metrics of this rank's completions: the share that was cut off, and diversity_metrics()."""
+    """Metrics of this rank's completions: the share that was cut off, and diversity_metrics().
+    mean_over_ranks() averages them, which is the mean of the step because ranks have equally many
+    completions; every rank must return the same keys."""
     cut_off = sum(r["finish_reason"] == "length" for r in rollouts)
     return {"completions/clipped_ratio": cut_off / len(rollouts)} | diversity_metrics(rollouts, n)
 

@@ -613,6 +613,7 @@ def train(run: Run) -> None:
         # 4. what the groups ask of the policy: weights or advantages (P, G)
         with timer("score"), enough_memory("learn", c):
             batch = rollout.to_batch(lived.rollouts, run.world.device)
+            # InfoSeed: S more completions a prompt, asked with a seed; S = 0 (off): it does nothing
             seeds = infoseed.Seeds(run.engine, lived, c, run.world.device)
             group = learner.measure_groups(
                 run.engine, run.reference, batch, lived, seeds.rewards, c
@@ -623,7 +624,7 @@ def train(run: Run) -> None:
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
-            metrics = update(run, batch, targets, norm, seeds)
+            metrics = update(run, batch, targets, norm, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, lived.unseeded_rows)
             metrics |= learner.sampler_mismatch(unseeded, limit)
