@@ -28,85 +28,9 @@ from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_groups
 
-# --- micro-batches
-
-
-def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
-    """Token cost of each unit (`unit` neighbouring rows): on its own, and what it saves when packed
-    right behind the unit before, because both begin with the same prompt."""
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)  # (units, unit)
-    if not pack:
-        padded = total.amax(1) * unit
-        return padded.tolist(), [0] * len(total)
-    repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
-    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)  # 0 where it is new
-    # a unit always saves the prompts repeated inside it; its first row's only if packed behind its
-    # neighbour
-    packed = total.sum(1) - prompt[:, 1:].sum(1)
-    return packed.tolist(), prompt[:, 0].tolist()
-
-
-def units_of(batch: dict, unit: int, pack: bool, budget: int) -> tuple[list, list, list]:
-    """(rows, cost, saved) of each unit, which goes into one micro-batch as a whole: a group if it
-    fits into the budget, otherwise each of its rows. cost and saved: see unit_tokens()."""
-    rows = torch.arange(len(batch["ids"])).view(-1, unit).tolist()
-    cost, saved = unit_tokens(batch, unit, pack)
-    if unit == 1 or max(cost) <= budget:
-        return rows, cost, saved
-    row_cost, row_saved = unit_tokens(batch, 1, pack)
-    units = []
-    for unit_rows, tokens, unit_saved in zip(rows, cost, saved):
-        if tokens <= budget:
-            units.append((unit_rows, tokens, unit_saved))
-        else:
-            units += [([i], row_cost[i], row_saved[i]) for i in unit_rows]
-    return tuple(map(list, zip(*units)))
-
-
-def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int) -> list:
-    """The units of each micro-batch. They keep their order, because neighbours share prompts."""
-    bins = []
-    used = 0  # tokens in the last bin
-    for u in units:
-        behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
-        added = cost[u] - saved[u] if behind_neighbour else cost[u]
-        if bins and used + added <= budget:
-            bins[-1].append(u)
-            used += added
-        else:
-            bins.append([u])
-            used = cost[u]
-    return bins
-
-
-def fill_padded(units: list[int], cost: list[int], rows: list[list], budget: int) -> list:
-    """The units of each micro-batch, longest first: all rows are padded to the length of the
-    first."""
-    longest = [tokens // len(unit_rows) for tokens, unit_rows in zip(cost, rows)]
-    bins = []
-    count = 0  # rows in the last bin
-    for u in sorted(units, key=lambda u: -longest[u]):
-        if bins and longest[bins[-1][0]] * (count + len(rows[u])) <= budget:
-            bins[-1].append(u)
-            count += len(rows[u])
-        else:
-            bins.append([u])
-            count = len(rows[u])
-    return bins
-
-
-def halve_largest(bins: list) -> bool:
-    """Splits the micro-batch with the most units in two; False if none has more than one."""
-    i = max(range(len(bins)), key=lambda i: len(bins[i]), default=0)
-    if not bins or len(bins[i]) == 1:
-        return False
-    half = len(bins[i]) // 2
-    bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
-    return True
-
 
 class Plan(NamedTuple):
-    """Row indices of each micro-batch of this rank."""
+    """Row indices of each micro-batch of this rank. How they are chosen: end of this file."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; as many on every rank
@@ -116,99 +40,6 @@ class Plan(NamedTuple):
     @property
     def micro_batches(self) -> list:
         return self.resting + self.learning
-
-
-def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, idle=None) -> tuple:
-    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `unit`
-    neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
-    a unit a list of rows. idle (N,) bool: rows without a gradient, which go to `resting`."""
-    rows, cost, saved = units_of(batch, unit, pack, budget)
-    rests = [False] * len(rows)
-    if idle is not None:
-        idle = idle.tolist()
-        rests = [idle[unit_rows[0]] for unit_rows in rows]  # a group's rows are idle together
-
-    def fill(kind: bool) -> list:
-        units = [u for u in range(len(rows)) if rests[u] == kind]
-        if pack:
-            bins = fill_packed(units, cost, saved, budget)
-        else:
-            bins = fill_padded(units, cost, rows, budget)
-        return [[rows[u] for u in one] for one in bins]
-
-    return fill(True), fill(False)
-
-
-def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> Plan:
-    """The plan of these micro-batches, halved until there are at least at_least = (resting,
-    learning): ranks must agree on the numbers. A rank that can't halve its learning ones any
-    further turns one resting unit into a learning micro-batch for each that it lacks."""
-    while len(learning) < at_least[1]:
-        if not halve_largest(learning):
-            # there is a resting unit, as all ranks have as many rows; its gradient is 0, so one
-            # unit is enough
-            learning.append([resting[-1].pop()])
-            resting = [units for units in resting if units]
-    while len(resting) < at_least[0] and halve_largest(resting):
-        pass
-
-    def rows_of(bins: list) -> list:
-        return [torch.tensor([i for unit_rows in units for i in unit_rows]) for units in bins]
-
-    return Plan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
-
-
-def torn_rows(micro_batches: list, unit: int) -> torch.Tensor:
-    """(N,) bool: rows of groups that are spread over several micro-batches."""
-    where = torch.empty(sum(map(len, micro_batches)), dtype=torch.long)  # (N,)
-    for i, rows in enumerate(micro_batches):
-        where[rows] = i
-    groups = where.view(-1, unit)  # (p, unit)
-    return (groups != groups[:, :1]).any(1).repeat_interleave(unit)
-
-
-def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> Plan:
-    """The micro-batches of this rank. All ranks call it together and get the same number of
-    learning ones, at least one each: the optimizer needs a backward before it steps."""
-    budget = c["max_tokens_per_micro_batch"]
-    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], idle)
-    tears = any(len(unit_rows) < unit for units in resting + learning for unit_rows in units)
-    mine = torch.tensor([tears, len(resting), len(learning)])
-    tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    if tears:  # a rank whose groups all fit may have to split some too, for as many micro-batches
-        resting, learning = in_rows(resting), in_rows(learning)
-    plan = stretch(resting, learning, (most_resting, max(1, most_learning)))
-    return plan._replace(torn=torn_rows(plan.micro_batches, unit)) if tears else plan
-
-
-def in_rows(micro_batches: list) -> list:
-    """The same micro-batches with each row as a unit of its own."""
-    return [[[i] for unit_rows in units for i in unit_rows] for units in micro_batches]
-
-
-@torch.no_grad()
-def keep_step(model, batch: dict, forwards: int) -> None:
-    """Runs `forwards` forwards of one row, whose results are dropped: ZeRO-3 gathers parameters in
-    every forward, so all ranks need as many."""
-    part = rollout.take(batch, torch.tensor([0]))
-    for _ in range(forwards):
-        model(part["ids"], part["prompt_lengths"], part["lengths"])
-
-
-@torch.no_grad()
-def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
-    """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
-    distributions instead. 0 outside completions."""
-    scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
-    keep_step(model, batch, plan.missing)
-    for rows in plan.micro_batches:
-        part = rollout.take(batch, rows)
-        logps, entropies = model(
-            part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
-        )
-        values = entropies if entropy else logps  # (n, T of the micro-batch)
-        scores[rows, : values.shape[1]] = values
-    return scores
 
 
 # --- what the groups of a step ask of the policy
@@ -509,6 +340,31 @@ def idle_rows(targets: dict, beta: float, c: dict):
 # --- gradients
 
 
+@torch.no_grad()
+def keep_step(model, batch: dict, forwards: int) -> None:
+    """Runs `forwards` forwards of one row, whose results are dropped: ZeRO-3 gathers parameters in
+    every forward, so all ranks need as many."""
+    part = rollout.take(batch, torch.tensor([0]))
+    for _ in range(forwards):
+        model(part["ids"], part["prompt_lengths"], part["lengths"])
+
+
+@torch.no_grad()
+def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
+    """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
+    distributions instead. 0 outside completions."""
+    scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
+    keep_step(model, batch, plan.missing)
+    for rows in plan.micro_batches:
+        part = rollout.take(batch, rows)
+        logps, entropies = model(
+            part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
+        )
+        values = entropies if entropy else logps  # (n, T of the micro-batch)
+        scores[rows, : values.shape[1]] = values
+    return scores
+
+
 def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, norm: dict) -> tuple:
     """(d loss / d score of every row (N,), loss), both of the groups that are in pieces: an extra
     pass scores their rows first, so that each micro-batch can go backward by itself. 0 for rows of
@@ -682,3 +538,148 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
         "sampling/importance_sampling_ratio/min": -negative_min,
         "sampling/importance_sampling_ratio/max": ratio_max,
     }
+
+
+# --- how a step is cut into micro-batches
+
+
+def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> Plan:
+    """The micro-batches of this rank. All ranks call it together and get the same number of
+    learning ones, at least one each: the optimizer needs a backward before it steps."""
+    budget = c["max_tokens_per_micro_batch"]
+    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], idle)
+    tears = any(len(unit_rows) < unit for units in resting + learning for unit_rows in units)
+    mine = torch.tensor([tears, len(resting), len(learning)])
+    tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
+    if tears:  # a rank whose groups all fit may have to split some too, for as many micro-batches
+        resting, learning = in_rows(resting), in_rows(learning)
+    plan = stretch(resting, learning, (most_resting, max(1, most_learning)))
+    return plan._replace(torn=torn_rows(plan.micro_batches, unit)) if tears else plan
+
+
+def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, idle=None) -> tuple:
+    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `unit`
+    neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
+    a unit a list of rows. idle (N,) bool: rows without a gradient, which go to `resting`."""
+    rows, cost, saved = units_of(batch, unit, pack, budget)
+    rests = [False] * len(rows)
+    if idle is not None:
+        idle = idle.tolist()
+        rests = [idle[unit_rows[0]] for unit_rows in rows]  # a group's rows are idle together
+
+    def fill(kind: bool) -> list:
+        units = [u for u in range(len(rows)) if rests[u] == kind]
+        if pack:
+            bins = fill_packed(units, cost, saved, budget)
+        else:
+            bins = fill_padded(units, cost, rows, budget)
+        return [[rows[u] for u in one] for one in bins]
+
+    return fill(True), fill(False)
+
+
+def units_of(batch: dict, unit: int, pack: bool, budget: int) -> tuple[list, list, list]:
+    """(rows, cost, saved) of each unit, which goes into one micro-batch as a whole: a group if it
+    fits into the budget, otherwise each of its rows. cost and saved: see unit_tokens()."""
+    rows = torch.arange(len(batch["ids"])).view(-1, unit).tolist()
+    cost, saved = unit_tokens(batch, unit, pack)
+    if unit == 1 or max(cost) <= budget:
+        return rows, cost, saved
+    row_cost, row_saved = unit_tokens(batch, 1, pack)
+    units = []
+    for unit_rows, tokens, unit_saved in zip(rows, cost, saved):
+        if tokens <= budget:
+            units.append((unit_rows, tokens, unit_saved))
+        else:
+            units += [([i], row_cost[i], row_saved[i]) for i in unit_rows]
+    return tuple(map(list, zip(*units)))
+
+
+def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
+    """Token cost of each unit (`unit` neighbouring rows): on its own, and what it saves when packed
+    right behind the unit before, because both begin with the same prompt."""
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)  # (units, unit)
+    if not pack:
+        padded = total.amax(1) * unit
+        return padded.tolist(), [0] * len(total)
+    repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
+    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)  # 0 where it is new
+    # a unit always saves the prompts repeated inside it; its first row's only if packed behind its
+    # neighbour
+    packed = total.sum(1) - prompt[:, 1:].sum(1)
+    return packed.tolist(), prompt[:, 0].tolist()
+
+
+def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int) -> list:
+    """The units of each micro-batch. They keep their order, because neighbours share prompts."""
+    bins = []
+    used = 0  # tokens in the last bin
+    for u in units:
+        behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
+        added = cost[u] - saved[u] if behind_neighbour else cost[u]
+        if bins and used + added <= budget:
+            bins[-1].append(u)
+            used += added
+        else:
+            bins.append([u])
+            used = cost[u]
+    return bins
+
+
+def fill_padded(units: list[int], cost: list[int], rows: list[list], budget: int) -> list:
+    """The units of each micro-batch, longest first: all rows are padded to the length of the
+    first."""
+    longest = [tokens // len(unit_rows) for tokens, unit_rows in zip(cost, rows)]
+    bins = []
+    count = 0  # rows in the last bin
+    for u in sorted(units, key=lambda u: -longest[u]):
+        if bins and longest[bins[-1][0]] * (count + len(rows[u])) <= budget:
+            bins[-1].append(u)
+            count += len(rows[u])
+        else:
+            bins.append([u])
+            count = len(rows[u])
+    return bins
+
+
+def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> Plan:
+    """The plan of these micro-batches, halved until there are at least at_least = (resting,
+    learning): ranks must agree on the numbers. A rank that can't halve its learning ones any
+    further turns one resting unit into a learning micro-batch for each that it lacks."""
+    while len(learning) < at_least[1]:
+        if not halve_largest(learning):
+            # there is a resting unit, as all ranks have as many rows; its gradient is 0, so one
+            # unit is enough
+            learning.append([resting[-1].pop()])
+            resting = [units for units in resting if units]
+    while len(resting) < at_least[0] and halve_largest(resting):
+        pass
+
+    def rows_of(bins: list) -> list:
+        return [torch.tensor([i for unit_rows in units for i in unit_rows]) for units in bins]
+
+    return Plan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
+
+
+def halve_largest(bins: list) -> bool:
+    """Splits the micro-batch with the most units in two; False if none has more than one."""
+    i = max(range(len(bins)), key=lambda i: len(bins[i]), default=0)
+    if not bins or len(bins[i]) == 1:
+        return False
+    half = len(bins[i]) // 2
+    bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
+    return True
+
+
+def in_rows(micro_batches: list) -> list:
+    """The same micro-batches with each row as a unit of its own."""
+    return [[[i] for unit_rows in units for i in unit_rows] for units in micro_batches]
+
+
+def torn_rows(micro_batches: list, unit: int) -> torch.Tensor:
+    """(N,) bool: rows of groups that are spread over several micro-batches."""
+    where = torch.empty(sum(map(len, micro_batches)), dtype=torch.long)  # (N,)
+    for i, rows in enumerate(micro_batches):
+        where[rows] = i
+    groups = where.view(-1, unit)  # (p, unit)
+    return (groups != groups[:, :1]).any(1).repeat_interleave(unit)
