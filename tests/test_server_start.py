@@ -202,6 +202,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["TORCHDYNAMO_DISABLE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment  # two workers, a process each
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused_before_vllm_starts(serve_with):
@@ -214,6 +215,7 @@ def test_serve_follows_the_config_and_the_environment(serve_with, monkeypatch):
     # a compiler that is there, also on a machine without g++
     monkeypatch.setenv("CXX", sys.executable)
     argv, environment = serve_with("--weight_sync=nccl", "--vllm_options.enforce_eager=False")
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "--enforce-eager" not in argv
     assert "TORCHDYNAMO_DISABLE" not in environment
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
