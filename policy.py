@@ -158,13 +158,21 @@ def check_head(lm) -> None:
             )
     gap = (logits - plain).abs().max() / plain.abs().max()
     # looked up as well, because eight tokens may not show a small bias, or a cap on small logits
-    has_bias = getattr(head, "bias", None) is not None
-    has_cap = bool(getattr(lm.config, "final_logit_softcapping", None))
-    if gap > tolerance or has_bias or has_cap:
-        raise UserError(
-            f"model {name!r} has a bias, a cap or a scale on the logits of its vocabulary head "
-            f"(lm_head), which is not supported"
-        )
+    if gap > tolerance or not has_plain_head(lm):
+        raise UserError(f"model {name!r} {ODD_HEAD}")
+
+
+ODD_HEAD = (
+    "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
+    "supported"
+)
+
+
+def has_plain_head(lm) -> bool:
+    """False if the model's parameters or config, without any weights, show a bias or a cap on its
+    logits."""
+    has_bias = getattr(lm.get_output_embeddings(), "bias", None) is not None
+    return not has_bias and not getattr(lm.config, "final_logit_softcapping", None)
 
 
 def turn_off_dropout(lm) -> float:

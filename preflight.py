@@ -46,7 +46,15 @@ from common import (
     with_tau,
 )
 from loss import ADVANTAGES, CPU_CHUNK, KEPT_BYTES
-from policy import CHUNK, add_adapters, count_parameters, dtype_of, make_optimizer
+from policy import (
+    CHUNK,
+    ODD_HEAD,
+    add_adapters,
+    count_parameters,
+    dtype_of,
+    has_plain_head,
+    make_optimizer,
+)
 from prompts import (
     check_chat_template,
     encode_prompts,
@@ -297,10 +305,13 @@ def check_weights(model: str) -> None:
         refuse_nan(model, path)
 
 
-def refuse_buffers(model: str, config) -> None:
-    """UserError if the model's files hold buffers, tensors that are no parameters, such as the
-    routing bias of DeepSeek-V3: checkpoints and the rollout engine get parameters only."""
+def refuse_unsupported(model: str, config) -> None:
+    """UserError if the model has more on its logits than a vocabulary head, or if its files hold
+    buffers, tensors that are no parameters, such as the routing bias of DeepSeek-V3: checkpoints
+    and the rollout engine get parameters only."""
     lm = empty_model(model, config)
+    if not has_plain_head(lm):
+        raise UserError(f"model={model!r} {ODD_HEAD}")
     buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()
     if buffers:
         raise UserError(
@@ -450,7 +461,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     if end.startswith("warning") and not dry_run:  # a dry run prints it in show_data()
         say_once(end)
     check_context(files.config, c)
-    refuse_buffers(c["model"], files.config)
+    refuse_unsupported(c["model"], files.config)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
     make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # raises if optimizer_options fail

@@ -18,9 +18,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DeepseekV3Config,
+    Gemma2Config,
     GPT2Config,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     Qwen2Config,
 )
 
@@ -504,3 +506,11 @@ def test_an_objective_without_its_formula_is_one_sentence(monkeypatch):
         wrong = checks.Objective(**{field: "token_men"})
         monkeypatch.setitem(checks.OBJECTIVES, "dr_grpo", wrong)
         assert f"has {field}='token_men'" in refusal(load_config, ["--objective=dr_grpo"])
+
+
+def test_a_model_with_more_on_its_logits_than_a_head_is_refused_without_weights():
+    small = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "intermediate_size": 64}
+    for config in (PhiConfig(**small), Gemma2Config(**small, num_key_value_heads=2, head_dim=16)):
+        words = refusal(preflight.refuse_unsupported, "mine", config)
+        check_words(words, "model='mine'", "a bias, a cap or a scale on the logits")
