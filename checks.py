@@ -45,7 +45,7 @@ OBJECTIVES = {
 # field of Objective -> what it may say; its advantage is checked by preflight, which knows loss.py
 FIELDS = {
     "tokens": ("constant", "row_mean", "token_mean"),
-    "scale": ("none", "group", "batch", "mean"),
+    "scale": ("group", "batch", "mean", "none"),
     "ratio": ("token", "sequence", "cispo"),
     "group_loss": ("", "listwise", "balance"),
     "weights": ("", "target", "rows"),
@@ -258,7 +258,7 @@ CHOICES = {
     "long_prompts": ("error", "drop", "truncate"),
     "rollout_engine": ("vllm", "server", "hf"),
     "objective": tuple(OBJECTIVES),
-    "scale_rewards": ("", "group", "batch", "mean", "none"),  # "" the objective's own
+    "scale_rewards": ("", *FIELDS["scale"]),  # "" the objective's own
     "importance_sampling": (
         "token_truncate",
         "token_mask",

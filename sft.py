@@ -273,7 +273,8 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
         )
         # the tokens of all ranks: so every token of the batch has the same weight
-        tokens = across_ranks(batch["lengths"].sum().cpu()).item()
+        sums = torch.stack([logps.detach().sum(), batch["lengths"].sum()]).double()
+        total_logp, tokens = across_ranks(sums).tolist()
         # * world.size: DistributedDataParallel averages gradients over ranks, we want their sum
         loss = -logps.sum() / tokens * world.size
         loss.backward()
@@ -287,13 +288,12 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        reported = across_ranks(loss.detach()).item() / world.size  # of the whole batch
-        bar.set_postfix_str(f"loss {reported:.3f}", refresh=False)
+        bar.set_postfix_str(f"loss {-total_logp / tokens:.3f}", refresh=False)
         bar.update()
     bar.close()
     if world.rank == 0:
         seconds = time.perf_counter() - started
-        save(Path(c["output_dir"]), lm, tokenizer, c, reported, seconds)
+        save(Path(c["output_dir"]), lm, tokenizer, c, -total_logp / tokens, seconds)
     leave_together()  # the other ranks wait here until rank 0 has saved
 
 

@@ -59,7 +59,8 @@ OWN = {
     "jobs": 1,  # runs at a time
     "report_only": False,
 }
-PROMPT_KEYS = ("system_prompt", "chat_template", "chat_template_kwargs")
+# with long_prompts="drop" these decide which rows are left
+LENGTH_KEYS = ("max_prompt_length", "system_prompt", "chat_template", "chat_template_kwargs")
 TAIL = 2**16  # bytes read from the end of metrics.jsonl, whose lines have about 2,000
 DEFAULTS = default_config()
 
@@ -130,8 +131,8 @@ def flags_of(settings: dict) -> list[str]:
 def measure_of(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
-    if config["long_prompts"] == "drop":  # then these decide which rows are left
-        evaluation += [(key, config[key]) for key in ("max_prompt_length", *PROMPT_KEYS)]
+    if config["long_prompts"] == "drop":
+        evaluation += [(key, config[key]) for key in LENGTH_KEYS]
     # the first reward decides what is correct
     return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]
 
@@ -243,14 +244,12 @@ def steps_of(run: dict) -> int:
     except FileNotFoundError:  # the run is still starting
         return 0
     # the last line may lack its end; the first its beginning, unless it is the file's first
-    whole = lines[1:-1] if begin else lines[:-1]
-    steps = [0]
-    for line in whole:
+    for line in reversed(lines[1:-1] if begin else lines[:-1]):
         try:
-            steps.append(json.loads(line)["step"])
+            return json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue  # damaged: train.py leaves it out with a warning
-    return max(steps)
+    return 0
 
 
 def carry_out(runs: list[dict], own: dict, locked) -> None:

@@ -19,11 +19,10 @@ from pathlib import Path
 import pandas as pd
 
 from common import UserError, only_source, own_flags, script
-from compare.results import colors_of, markdown, metrics_of, parse_lines, runs_in
+from compare.results import LAST, colors_of, markdown, metrics_of, parse_lines, runs_in, smoothed
 
 OWN = {"picture": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
-LAST = 3  # evaluations that are averaged: in the table the last ones, in the picture neighbours
 
 
 def read_evaluations(source: Path, k: int) -> pd.DataFrame:
@@ -130,7 +129,7 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     colors = colors_of(evaluations["arm"])
     for axis, metric in zip(axes, ("pass", "coverage"), strict=True):
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
-            path = run.set_index("step")[["mean", metric]].rolling(LAST, min_periods=1).mean()
+            path = smoothed(run.set_index("step")[["mean", metric]])
             axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)
             end = path.iloc[-1]
             axis.plot(*end, "o", color=colors[arm])

@@ -25,6 +25,7 @@ METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the or
 # keys that compare sets, and arms may not
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 # columns of effects(), so that a table without lines has them too
+LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
@@ -204,8 +205,8 @@ def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) ->
     mean@k: how far the arm's end lies above the baseline's path in the plane of mean@k and
     `metric`. Both paths are averaged over three neighbouring evaluations. NaN if the baseline never
     had that mean@k; 0 for the baseline itself."""
-    path = path_of(curves, baseline, metric).rolling(3, min_periods=1).mean()
-    end = path_of(curves, arm, metric).rolling(3, min_periods=1).mean().iloc[-1]
+    path = smoothed(path_of(curves, baseline, metric))
+    end = smoothed(path_of(curves, arm, metric)).iloc[-1]
     # a path may go back: from its end, the first stretch that passes through the arm's mean
     for i in reversed(range(1, len(path))):
         before, after = path.iloc[i - 1], path.iloc[i]
@@ -214,6 +215,11 @@ def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) ->
             share = (end["mean"] - before["mean"]) / ((after["mean"] - before["mean"]) or 1.0)
             return end[metric] - (before[metric] + share * (after[metric] - before[metric]))
     return nan
+
+
+def smoothed(path: pd.DataFrame) -> pd.DataFrame:
+    """Each evaluation averaged with the LAST - 1 before it, as far as there are any."""
+    return path.rolling(LAST, min_periods=1).mean()
 
 
 def path_of(curves: pd.DataFrame, arm: str, metric: str) -> pd.DataFrame:
