@@ -370,14 +370,19 @@ class MetricsLog:
 
 class Timer:
     """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take(). The time of a
-    phase inside another one is not counted for the outer one."""
+    phase inside another one is not counted for the outer one. If it has a progress bar, that says
+    which phase is under way, so that a long one is not taken for a hang."""
 
     def __init__(self):
         self.seconds = {}  # {phase: seconds so far}
         self.started = time.perf_counter()  # of the step, which phases need not cover in full
+        self.bar = None  # tqdm
 
     @contextmanager
     def __call__(self, phase: str):
+        if self.bar is not None:
+            # at once on a terminal only: a log file gets a line with the phase now and then
+            self.bar.set_description_str(f"{phase:10}", refresh=sys.stderr.isatty())
         start = time.perf_counter()
         inside = sum(self.seconds.values())
         yield

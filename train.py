@@ -595,6 +595,7 @@ def train(run: Run) -> None:
     if run.hub and run.step == c["max_steps"]:  # started again: its upload may have been cut off
         run.hub.push(checkpoint.latest(run.folder), last=True)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
+    timer.bar = bar
     timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)

@@ -1,7 +1,9 @@
 """time/*, by a clock that only work moves: what rank 0 does, and how long it waits for others."""
 
+import io
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import in_child
@@ -13,6 +15,7 @@ import ranks
 import rollout
 import scoring
 import train
+from common import progress
 
 SECONDS = {  # of every call
     (rollout.HfEngine, "generate"): 7,
@@ -63,6 +66,19 @@ def test_a_phase_within_another_counts_for_itself_only(monkeypatch):
         clock.seconds += 0.5  # in no phase
     assert timer.take() == {"time/wait": 20.5, "time/learn": 7.5, "time/step": 29}
     assert timer.take() == {"time/step": 0}
+
+
+def test_the_bar_says_which_phase_is_under_way(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    timer = journal.Timer()
+    timer.bar = progress(total=3, unit="step")
+    seen = []
+    for phase in ("rollout", "learn"):
+        with timer(phase):
+            seen.append(terminal.getvalue().split("\r")[-1].split()[0])
+    assert seen == ["rollout", "learn"]
 
 
 def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(tiny_model_dir, tmp_path):
