@@ -2,8 +2,8 @@
 rewards of these.
 
     experience = Experience(sampler, inputs, config, world, replay_state)
-    lived = experience.collect(step, timer)       # all ranks together
-    lived = deal(lived, world, config)            # now each rank has about as much to compute
+    collected = experience.collect(step, timer)   # all ranks together
+    collected = deal(collected, world, config)    # now each rank has about as much to compute
 
 P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
 with an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a prompt's index in
@@ -28,7 +28,7 @@ from ranks import World, gather_groups, gather_objects, wait_for_ranks
 from stream import Replay, step_rows
 
 
-class Lived(NamedTuple):
+class Collected(NamedTuple):
     """A step's completions and their rewards."""
 
     rows: list[dict]  # this rank's p prompts
@@ -64,7 +64,7 @@ class Experience:
             rows = all_rows(inputs.sources)
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
-    def collect(self, step: int, timer) -> Lived:
+    def collect(self, step: int, timer) -> Collected:
         """Samples and scores a step. All ranks together: they agree on which groups are sampled
         again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
@@ -111,7 +111,7 @@ class Experience:
             rollouts += groups[place]
         right = scoring.correct(own_values, self.inputs.columns)
         temperature = self.temperature(step)
-        return Lived(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
+        return Collected(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
 
     def temperature(self, step: int) -> float:
         return scheduled(self.config["temperature"], step)
@@ -227,21 +227,21 @@ def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[in
     return [sorted(places) for places in dealt]
 
 
-def deal(lived: Lived, world: World, c: dict) -> Lived:
+def deal(collected: Collected, world: World, c: dict) -> Collected:
     """The same step with its groups moved between ranks, so that no rank waits long for another.
     Groups are then in rank order, and so is `rewards` (P, G + S). All ranks together."""
     if world.size == 1:
-        return lived
-    size = lived.rewards.shape[1]  # G + S
+        return collected
+    size = collected.rewards.shape[1]  # G + S
     mine = {}
-    first = world.rank * len(lived.rows)
-    for i, row in enumerate(lived.rows):
-        group = lived.rollouts[i * size : (i + 1) * size]
-        mine[first + i] = (row, group, lived.values[i], lived.right[i])
+    first = world.rank * len(collected.rows)
+    for i, row in enumerate(collected.rows):
+        group = collected.rollouts[i * size : (i + 1) * size]
+        mine[first + i] = (row, group, collected.values[i], collected.right[i])
 
     tokens = [group_tokens(group, c["pack_sequences"]) for _, group, _, _ in mine.values()]
     tokens = gather_groups(torch.tensor(tokens)).long()  # (P,)
-    learns = ~learner.resting_groups(lived.rewards, c)  # (P,)
+    learns = ~learner.resting_groups(collected.rewards, c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
     stays = dealt[world.rank]
@@ -250,10 +250,10 @@ def deal(lived: Lived, world: World, c: dict) -> Lived:
         mine |= arrived
     rows, groups, values, right = zip(*[mine[place] for place in stays])
     order = torch.tensor(dealt).flatten()  # (P,)
-    return lived._replace(
+    return collected._replace(
         rows=list(rows),
         rollouts=[r for group in groups for r in group],
         values=torch.stack(values),
         right=torch.stack(right),
-        rewards=lived.rewards[order],
+        rewards=collected.rewards[order],
     )

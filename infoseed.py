@@ -2,7 +2,7 @@
 one it was, so that different seeds come to mean different answers.
 
     rollouts = add_completions(sampler, tokenizer, rows, rollouts, sampling, config)
-    seeds = Seeds(engine, lived, config, device)    # seeds.rewards, .accumulate_gradients, .metrics
+    seeds = Seeds(engine, collected, config, device)   # seeds.rewards, .accumulate_gradients, ...
 
 Each prompt gets S = info_seed_num_seeds more completions, one per seed id 0..S-1. Their prompt is
 rendered through a template with the seed in it. They join the prompt's group. An auxiliary loss
@@ -139,31 +139,31 @@ def features(engine, batch: dict, c: dict) -> tuple:
     return h, gather_groups(logits).log_softmax(1)
 
 
-def under_base_prompt(lived, S: int) -> list[dict]:
+def under_base_prompt(collected, S: int) -> list[dict]:
     """This rank's seed rows with the prompt without the seed, as the auxiliary loss needs them."""
-    seeded = [r for r in lived.rollouts if "seed_id" in r]
+    seeded = [r for r in collected.rollouts if "seed_id" in r]
     rows = []
     for i, r in enumerate(seeded):
-        rows.append({**r, "prompt_ids": lived.rows[i // S]["prompt_ids"]})
+        rows.append({**r, "prompt_ids": collected.rows[i // S]["prompt_ids"]})
     return rows
 
 
 class Seeds:
     """The seed rows of a step."""
 
-    def __init__(self, engine, lived, config: dict, device):
+    def __init__(self, engine, collected, config: dict, device):
         self.engine = engine
         self.config = config
         self.count = number_of_seeds(config)
-        self.task_rewards = lived.rewards  # (P, G + S)
-        self.rewards = lived.rewards
+        self.task_rewards = collected.rewards  # (P, G + S)
+        self.rewards = collected.rewards
         if self.count == 0:
             return
-        self.batch = rollout.to_batch(under_base_prompt(lived, self.count), device)
+        self.batch = rollout.to_batch(under_base_prompt(collected, self.count), device)
         # h (P * S, H), log_q (P * S, S), of all ranks, before the update
         self.h, self.log_q = features(engine, self.batch, config)
         coef = config["info_seed_reward"]  # 0: rewards do not change
-        self.rewards = add_rewards(lived.rewards, self.log_q, self.count, coef)
+        self.rewards = add_rewards(collected.rewards, self.log_q, self.count, coef)
 
     def accumulate_gradients(self, update: int) -> dict:
         """Backward of info_seed_lambda * auxiliary loss over this rank's seed rows; returns

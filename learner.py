@@ -1,7 +1,7 @@
 """The learner: from a step's completions and rewards to accumulated gradients, the same on one rank
 and on many.
 
-    group = measure_groups(engine, reference, batch, lived, rewards, config)   # (P, G), all ranks
+    group = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(group, tau, beta, config)       # weights, advantages, active groups
     norm = step_counts(targets, group["lengths"])
     metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, norm)
@@ -45,21 +45,21 @@ class Plan(NamedTuple):
 # --- what the groups of a step ask of the policy
 
 
-def measure_groups(engine, reference, batch: dict, lived, rewards, c: dict) -> dict:
+def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) -> dict:
     """The measurements of the whole step, all ranks, that group_targets needs: "rewards",
     "task_rewards", "lengths" and what else this config uses. Sets batch["ref_logps"].
 
-    lived: experience.Lived; rewards (P, G): lived.rewards plus what InfoSeed adds to them."""
-    rows = lived.rows
-    rollouts = lived.rollouts
-    right = lived.right
+    collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
+    rows = collected.rows
+    rollouts = collected.rollouts
+    right = collected.right
 
     def gather(values):
         return gather_groups(values.view(len(rows), -1))  # (P, G)
 
     group = {
         "rewards": rewards,
-        "task_rewards": lived.rewards,
+        "task_rewards": collected.rewards,
         "lengths": gather(batch["lengths"]),
     }
     # passes without a gradient need not keep a group together: the unit is one row

@@ -703,14 +703,14 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     return "\n".join(lines)
 
 
-def log_rollouts(folder, lived, rewards: torch.Tensor, step: int, rank: int) -> None:
+def log_rollouts(folder, collected, rewards: torch.Tensor, step: int, rank: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl. rewards (p, G)."""
     path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     group_size = rewards.shape[1]
     with open(path, "w", encoding="utf-8") as file:
-        for i, (r, reward) in enumerate(zip(lived.rollouts, rewards.flatten().tolist())):
-            row = lived.rows[i // group_size]
+        for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
+            row = collected.rows[i // group_size]
             line = {
                 "step": step,
                 "id": row["id"],

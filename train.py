@@ -511,7 +511,7 @@ def finish(run: Run) -> None:
         run.hub.finish()
 
 
-def show(run: Run, lived, metrics: dict, bar) -> None:
+def show(run: Run, collected, metrics: dict, bar) -> None:
     """Writes a line of metrics.jsonl and updates the progress bar; now and then also writes or
     prints rollouts, for a person to read."""
     c, G = run.config, run.config["num_generations"]
@@ -522,16 +522,16 @@ def show(run: Run, lived, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    # these places are still this rank's after deal(), which has reordered lived.rewards
+    # these places are still this rank's after deal(), which has reordered collected.rewards
     places = run.experience.places
-    own_rewards = lived.rewards[places.start : places.stop]  # (p, G + S)
+    own_rewards = collected.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
-            rollout.log_rollouts(run.folder, lived, own_rewards, run.step, run.world.rank)
+            rollout.log_rollouts(run.folder, collected, own_rewards, run.step, run.world.rank)
         except FileNotFoundError:  # deleted since check_folder()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
-        run.say(rollout.show(run.inputs.tokenizer, lived.unseeded, own_rewards[:, :G]))
+        run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, own_rewards[:, :G]))
 
 
 def check_folder(run: Run) -> None:
@@ -601,23 +601,25 @@ def train(run: Run) -> None:
         # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)
         try:
             with enough_memory("rollout", c):
-                lived = run.experience.collect(run.step, timer)
+                collected = run.experience.collect(run.step, timer)
         except (RolloutsLost, RewardsFailed):  # raised on all ranks alike: they can save together
             save_now(run)
             raise
         with timer("deal"):
-            lived = deal(lived, run.world, c)  # moves groups: all ranks get about as much to do
+            collected = deal(
+                collected, run.world, c
+            )  # moves groups: all ranks get about as much to do
         with enough_memory("learn", c):
             place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
-        set_temperature((run.engine, run.reference), lived.temperature)
+        set_temperature((run.engine, run.reference), collected.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)
         with timer("score"), enough_memory("learn", c):
-            batch = rollout.to_batch(lived.rollouts, run.world.device)
+            batch = rollout.to_batch(collected.rollouts, run.world.device)
             # InfoSeed: S more completions a prompt, asked with a seed; S = 0 (off): it does nothing
-            seeds = infoseed.Seeds(run.engine, lived, c, run.world.device)
+            seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             group = learner.measure_groups(
-                run.engine, run.reference, batch, lived, seeds.rewards, c
+                run.engine, run.reference, batch, collected, seeds.rewards, c
             )
             group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
             targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
@@ -627,7 +629,7 @@ def train(run: Run) -> None:
         with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, norm, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
-            unseeded = rollout.take(batch, lived.unseeded_rows)
+            unseeded = rollout.take(batch, collected.unseeded_rows)
             metrics |= learner.sampler_mismatch(unseeded, limit)
 
         # 8. tau and beta of the next step
@@ -642,13 +644,13 @@ def train(run: Run) -> None:
 
         # log what happened, then evaluate and save if it is time
         wait_for_ranks(timer)
-        metrics |= lived.metrics
+        metrics |= collected.metrics
         metrics |= seeds.metrics(targets)
-        metrics |= learner.group_metrics(lived.rewards[:, :G], group["lengths"][:, :G])
-        metrics |= mean_over_ranks(rollout.completion_metrics(lived.unseeded, G))
+        metrics |= learner.group_metrics(collected.rewards[:, :G], group["lengths"][:, :G])
+        metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=norm["tokens"])
         check_folder(run)  # before anything is written into it
-        show(run, lived, metrics, bar)
+        show(run, collected, metrics, bar)
         check_rewards(run, metrics)
         check_updates(run)
         run.stopping = any_rank(run.stop.asked())

@@ -75,9 +75,9 @@ class Case:
         if self.reference is not None:
             # of an experience measure_groups reads these
             rows = [{}] * self.groups
-            lived = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
+            collected = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
             models = self.engine, self.reference
-            group |= learner.measure_groups(*models, self.batch, lived, self.rewards, self.c)
+            group |= learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)
         targets = learner.group_targets(group, 0.0, self.c["beta"], self.c)
         if spoiled:
             targets["advantages"] = targets["advantages"] * float("nan")

@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-def lived_of(world: World) -> experience.Lived:
+def collected_by(world: World) -> experience.Collected:
     """A rank's part of a step in which only the first two groups, the longest, teach something:
     they are on the first of two ranks."""
     rng = random.Random(1)
@@ -115,18 +115,18 @@ def lived_of(world: World) -> experience.Lived:
     own = slice(world.rank * share, world.rank * share + share)
     mine = rollouts[own.start * G : own.stop * G]
     right = rewards[own] == 1
-    return experience.Lived(rows[own], mine, rewards[own, :, None], right, rewards, {}, 1.0)
+    return experience.Collected(rows[own], mine, rewards[own, :, None], right, rewards, {}, 1.0)
 
 
 def one_step(c: dict, world: World) -> dict:
     """Places and metrics of a step, as train.train has them."""
     torch.manual_seed(0)
-    lived = experience.deal(lived_of(world), world, c)
+    collected = experience.deal(collected_by(world), world, c)
     engine = train.load_policy(c, world.device)
     reference = train.load_reference(c, engine, world.device)
-    batch = rollout.to_batch(lived.rollouts, "cpu")
-    seeds = infoseed.Seeds(engine, lived, c, "cpu")
-    group = learner.measure_groups(engine, reference, batch, lived, seeds.rewards, c)
+    batch = rollout.to_batch(collected.rollouts, "cpu")
+    seeds = infoseed.Seeds(engine, collected, c, "cpu")
+    group = learner.measure_groups(engine, reference, batch, collected, seeds.rewards, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     norm = learner.step_counts(targets, group["lengths"])
     state = {"beta": c["beta"]}
@@ -137,9 +137,9 @@ def one_step(c: dict, world: World) -> dict:
     if "weights" in targets:
         metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
     metrics |= seeds.metrics(targets)
-    metrics |= learner.group_metrics(lived.rewards, group["lengths"])
-    metrics |= mean_over_ranks(rollout.completion_metrics(lived.rollouts, G))
-    return {"places": [int(row["id"]) for row in lived.rows], "metrics": metrics}
+    metrics |= learner.group_metrics(collected.rewards, group["lengths"])
+    metrics |= mean_over_ranks(rollout.completion_metrics(collected.rollouts, G))
+    return {"places": [int(row["id"]) for row in collected.rows], "metrics": metrics}
 
 
 def on_a_rank(folder: Path, configs: dict) -> None:

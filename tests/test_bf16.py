@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_balance import lived_of
+from test_balance import collected_by
 
 import checkpoint
 import infoseed
@@ -53,13 +53,13 @@ def run_of(model, folder, stage: int, world, *more: str) -> SimpleNamespace:
 def step(run, poison: float = 1.0) -> dict:
     """One update; `poison` multiplies the weights of the groups."""
     c, engine = run.config, run.engine
-    lived = lived_of(run.world)
-    batch = rollout.to_batch(lived.rollouts, "cpu")
-    group = learner.measure_groups(engine, None, batch, lived, lived.rewards, c)
+    collected = collected_by(run.world)
+    batch = rollout.to_batch(collected.rollouts, "cpu")
+    group = learner.measure_groups(engine, None, batch, collected, collected.rewards, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     targets["weights"] = targets["weights"] * poison
     norm = learner.step_counts(targets, group["lengths"])
-    seeds = infoseed.Seeds(engine, lived, c, "cpu")
+    seeds = infoseed.Seeds(engine, collected, c, "cpu")
     metrics = train.update(run, batch, targets, norm, seeds)
     run.step += 1
     return metrics

@@ -157,12 +157,12 @@ def collect(
         engine = FakeEngine()
         settings = c | {"replay": c["replay"] | {"size": size}}
         place = World(rank, world, torch.device("cpu"))
-        lived = experience.Experience(engine, inputs, settings, place, state or {})
+        source = experience.Experience(engine, inputs, settings, place, state or {})
         try:
-            got = lived.collect(step, Timer())._asdict()
+            got = source.collect(step, Timer())._asdict()
         except BaseException as error:
             got = {"error": error}
-        return SimpleNamespace(**got, engine=engine, buffer=lived.replay)
+        return SimpleNamespace(**got, engine=engine, buffer=source.replay)
 
     real = experience.gather_groups, experience.wait_for_ranks
     experience.gather_groups = gather_groups
@@ -484,11 +484,11 @@ def one_rank(rank: int, folder: Path, c: dict) -> None:
     )
     engine = FakeEngine()
     place = World(rank, 2, torch.device("cpu"))
-    lived = experience.Experience(
+    source = experience.Experience(
         engine, MIXED, c | {"replay": c["replay"] | {"size": 6}}, place, {}
     )
-    steps = [lived.collect(step, Timer())._asdict() for step in range(4)]
-    result = {"steps": steps, "buffer": lived.replay.state, "calls": len(engine.calls)}
+    steps = [source.collect(step, Timer())._asdict() for step in range(4)]
+    result = {"steps": steps, "buffer": source.replay.state, "calls": len(engine.calls)}
     torch.save(result, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

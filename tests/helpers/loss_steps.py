@@ -279,13 +279,13 @@ def batch_of(step, pad, first):
 def measured_group(engine, batch, step, c):
     """learner.measure_groups, which asks no reward function for the answers: the step has them."""
     reference = Table(step.ref, step.entropy) if c["beta"] > 0 else None
-    lived = SimpleNamespace(rows=range(step.P), rollouts=[], right=None, rewards=step.rewards)
+    collected = SimpleNamespace(rows=range(step.P), rollouts=[], right=None, rewards=step.rewards)
     modes = [(0, set(range(k))) for k in step.modes.tolist()]
     with (
         patch("scoring.answer_clusters", lambda *a: step.clusters),
         patch("scoring.correct_modes", lambda *a: modes),
     ):
-        group = learner.measure_groups(engine, reference, batch, lived, step.rewards, c)
+        group = learner.measure_groups(engine, reference, batch, collected, step.rewards, c)
     group["pass_k"] = min(step.G, scheduled(c["pkpo_k"], 0))
     return group
 

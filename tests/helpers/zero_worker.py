@@ -94,7 +94,7 @@ def rollouts_of(step: int) -> tuple[list, torch.Tensor]:
     return rows, rewards
 
 
-def lived_of(rollouts: list[dict], rewards) -> SimpleNamespace:
+def collected_by(rollouts: list[dict], rewards) -> SimpleNamespace:
     """As an experience; InfoSeed takes the last two rows of every group for its own."""
     for i, r in enumerate(rollouts):
         if i % G >= G - 2:
@@ -112,8 +112,8 @@ def three_updates(c: dict, world: World) -> dict:
         rows, rewards = rollouts_of(step)
         mine = rows[world.rank * share : (world.rank + 1) * share]
         batch = rollout.to_batch(mine, "cpu")
-        lived = lived_of(mine, rewards)
-        group = measure_groups(engine, reference, batch, lived, rewards, c)
+        collected = collected_by(mine, rewards)
+        group = measure_groups(engine, reference, batch, collected, rewards, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
         norm = step_counts(targets, group["lengths"])
         run = SimpleNamespace(
@@ -125,7 +125,9 @@ def three_updates(c: dict, world: World) -> dict:
             skipped=0,
             timer=Timer(),
         )
-        metrics = train.update(run, batch, targets, norm, infoseed.Seeds(engine, lived, c, "cpu"))
+        metrics = train.update(
+            run, batch, targets, norm, infoseed.Seeds(engine, collected, c, "cpu")
+        )
     result = {
         "weights": weights_of(engine, c),
         "loss": metrics["loss"],
