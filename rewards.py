@@ -32,17 +32,19 @@ from tasks import (
 
 # matches 12, 1,234,567, 3.50, .5, -4. The minus in 7-5 is no sign. ASCII digits only
 LAST_NUMBER = re.compile(
-    r"(?P<minus>(?<![\w.)\]}%])-)?\$?"
+    r"(?P<minus>(?<![\w.)\]}%])-)?(?:\\?\$)?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
+# what stands between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces
+THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[,;:!]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
 # in the order that format_reward requires
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def last_number(completion: str, answer, **row) -> float:
-    """1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 and
-    LaTeX's 1{,}234 are 1234, 3.50 is 3.5, $5 is 5.
+    r"""1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 and
+    LaTeX's 1{,}234 and 1\,234 are 1234, 3.50 is 3.5, $5 is 5.
 
     Not covered: fractions, powers, units; "12, no, 13" is 13. A row whose answer is no such number
     is a ValueError; of a GSM8K answer only the part after #### counts."""
@@ -55,7 +57,7 @@ def last_number(completion: str, answer, **row) -> float:
 
 
 def plain_number(text: str) -> str:
-    return text.translate(mathematics.MINUS).replace("{,}", ",")
+    return THOUSANDS.sub(",", text.translate(mathematics.MINUS).replace("{,}", ","))
 
 
 def digits_of(number: re.Match) -> tuple[bool, str, str]:
@@ -69,7 +71,8 @@ def digits_of(number: re.Match) -> tuple[bool, str, str]:
 
 def format_reward(completion: str, answer=None, **row) -> float:
     """1.0 for <think>...</think> then <answer>...</answer>, each once, with nothing but white space
-    before, between and after them; else 0.0."""
+    before, between and after them; else 0.0. If the chat template opens <think> itself, the
+    completion does not, and this is always 0."""
     text = completion.strip()
     for tag in TAGS:
         if text.count(tag) != 1:

@@ -38,6 +38,8 @@ SYMBOLS = MINUS | str.maketrans(
         "θ": "\\theta",
         "α": "\\alpha",
         "β": "\\beta",
+        "€": "",
+        "£": "",
     }
 )
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ matches as \\. and so does not count as a brace
@@ -116,11 +118,23 @@ PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
 # a number with a base, 1010_2: math-verify would drop the base, and Python would read 1_0 as 10
 BASE = re.compile("[0-9]_")
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
+# groups: mantissa, exponent; of 1.6\times10^{-19}, 1e5 and 10^{-7}
+SCIENTIFIC = re.compile(
+    r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?(?=e|\\times|\\cdot)|-?(?=10\^))"
+    r"(?:e|(?:\\times|\\cdot)?10\^)\{?([+-]?[0-9]{1,3})\}?"
+)
+# 10\,000 and 10 000, which math-verify takes for a product, and for 0
+THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;: ]|~|\s)[0-9]{3})+(?![0-9])")
+ROOT = re.compile(r"√(?:([0-9]+|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
+# a word, perhaps in \text{}: math-verify takes its letters for factors, in any order
+WORD = re.compile(r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*)?([^\W\d_]{2,})\s*\}?")
+# a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only
+GUESS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*(?:[0-9]|\bor\s+[^\s}]|\(\s*or\b)")
 # what may stand between two numbers
-GAP = r"(?:\s|\\[,;:! ]|\$)+"
+GAP = r"(?:\s|\\[,;:! ]|[$~])+"
 NEXT_NUMBER = "\0"  # stands for a gap in canonical text
 # punctuation after the answer, no part of it; but in 5\, the comma belongs to the backslash
-FULL_STOP = re.compile(r"(?<![\\.,;])[.,;]$")
+FULL_STOP = re.compile(r"(?<![\\.,;])[.,;。]$")
 
 
 @lru_cache(maxsize=4096)  # a group shares its gold answer
@@ -134,9 +148,13 @@ def parse_math(text: str) -> list:
 
 
 def rational(text: str) -> Fraction | None:
-    r"""The value of 12, -3.50, 3/4, \frac{3}{4}; None for anything else."""
+    r"""The value of 12, -3.50, 3/4, \frac{3}{4}, 1.6\times10^{-19}, 1e5; None for anything else."""
     if NUMBER.fullmatch(text):
         return Fraction(text)
+    if found := SCIENTIFIC.fullmatch(text.replace(" ", "")):
+        mantissa, exponent = found.groups()
+        one = mantissa in ("", "-")  # 10^5, -10^5
+        return Fraction(mantissa + "1" if one else mantissa) * Fraction(10) ** int(exponent)
     found = LATEX_FRACTION.fullmatch(text) or PLAIN_FRACTION.fullmatch(text)
     if not found or int(found[3]) == 0:
         return None
@@ -153,8 +171,7 @@ def plainly_equal(gold: str, given: str) -> bool | None:
     b = rational(given)
     if a is None or b is None:
         return None
-    # within 1/1000: relative for large values, absolute for small ones
-    is_near = abs(a - b) <= max(1, abs(a)) / 1000
+    is_near = abs(a - b) <= abs(a) / 1000
     if a != b and is_near and "." in gold + given:
         return None
     return a == b
@@ -165,6 +182,11 @@ def same_answer(gold: str, given: str) -> bool:
     equal = plainly_equal(gold, given)
     if equal is not None:
         return equal
+    words = WORD.fullmatch(gold), WORD.fullmatch(given)
+    if all(words) and not is_product(words[0][1]):
+        return words[0][1].casefold() == words[1][1].casefold()
+    if hedges(given) and not hedges(gold):
+        return False
     import math_verify
 
     if not parse_math(gold):
@@ -172,27 +194,42 @@ def same_answer(gold: str, given: str) -> bool:
     return math_verify.verify(parse_math(gold), parse_math(given), timeout_seconds=None)
 
 
+def is_product(word: str) -> bool:
+    """Whether a word is likely to be a product of two variables, xy, which equals yx."""
+    return len(word) == 2 and word.islower()
+
+
+def hedges(text: str) -> bool:
+    """Whether words behind an answer hold another one."""
+    return any(text[: found.start()].strip(" $") for found in GUESS.finditer(text))
+
+
 def math_reward(completion: str, answer: str, **row) -> float:
     r"""1.0 if the last \boxed{} or <answer> content equals `answer` by math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
-    0.5; a full stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside
-    \boxed{} and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold
-    **12**."""
+    0.5; 10\,000 and 10 000 are 10000; words are compared as words; a full stop, comma or semicolon
+    at the end is ignored. Not covered, so 0: an answer outside \boxed{} and <answer>, an answer of
+    over 1,000 characters, the mixed number 1 1/2, the bold **12**, a unit that is not in \text{},
+    a number inside \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not
+    read: 3\text{ hours }40\text{ minutes} is 3."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
-    given = without_full_stop(given)
-    gold = without_full_stop(gold_text(answer))
+    given = cleaned(given)
+    gold = cleaned(gold_text(answer))
     if not given:
         return 0.0
-    if BASE.search(given):
+    if BASE.search(given) or BASE.search(gold):
         return float(canonical_base(given) == canonical_base(gold))
     return float(same_answer(gold, given))
 
 
-def without_full_stop(text: str) -> str:
-    return FULL_STOP.sub("", text.translate(SYMBOLS).strip()).strip()
+def cleaned(text: str) -> str:
+    """An answer without full stop, without what separates thousands, with LaTeX for symbols."""
+    text = FULL_STOP.sub("", text.translate(SYMBOLS).strip()).strip()
+    text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    return THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
 
 
 def canonical_base(text: str) -> str:
@@ -210,9 +247,9 @@ def canonical_math(text: str) -> str:
     text = text.translate(SYMBOLS)
     # 1 1/2 becomes 1+1/2: without its space it would be 11/2
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9]+/[0-9])", "+", text)
-    # "1 2" is not 12; only a group of three digits, as in 12 000, belongs to the number before it
+    # 1 2 becomes 1\0 2. Not so 12 000, whose space the next line takes away
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9])(?![0-9]{{3}}(?![0-9]))", NEXT_NUMBER, text)
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$]", "", text)
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$~]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12
     for _ in range(20):  # the innermost first; beyond 20 levels fractions stay as they are

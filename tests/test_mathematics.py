@@ -198,6 +198,34 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
         (".", ".", 0),
         ("10", "1010_2", 0),
         ("10_2", "1010_2", 0),
+        ("10101", "10101_2", 0),
+        # thousands
+        ("10\\,000", "10000", 1),
+        ("10 000", "10000", 1),
+        ("10~000", "10000", 1),
+        ("10\u202f000", "10000", 1),
+        ("10\\,000", "0", 0),
+        ("25\\,000", "10\\,000", 0),
+        # small numbers, powers of ten
+        ("1e5", "100000", 1),
+        ("10^{-7}", "0.0000001", 1),
+        ("-10^5", "-100000", 1),
+        ("1.6 \\cdot 10^{-19}", "1.6\\times 10^{-19}", 1),
+        ("3.2\\times10^{-19}", "1.6\\times10^{-19}", 0),
+        ("0.0", "6.63 \\times 10^{-34}", 0),
+        ("0.0000001", "0.0000005", 0),
+        # words are no products of letters
+        ("alice", "Alice", 1),
+        ("\\mathrm{even}", "even", 1),
+        ("Celia", "Alice", 0),
+        ("ABC", "BAC", 0),
+        ("VI", "IV", 0),
+        ("yx", "xy", 1),
+        # symbols
+        ("\u221a12", "2\\sqrt3", 1),
+        ("\u221a(3)/2", "\\frac{\\sqrt{3}}{2}", 1),
+        ("\u20ac18", "18", 1),
+        ("5\u3002", "5", 1),
     ],
 )
 def test_math_compares_values(box, gold, value):
@@ -220,6 +248,22 @@ def test_math_compares_values(box, gold, value):
         f"<think>\\boxed{{{box}}}</think><answer>99</answer>",
     ):
         assert math_reward(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "box, gold",
+    [
+        ("12\\text{ or 13 or 14}", "12"),
+        ("5\\text{, 6, 7 or 8}", "5"),
+        ("\\frac12\\mbox{ or 2/3}", "\\frac12"),
+        ("x+1\\text{ or x-1}", "x+1"),
+        ("5\\text{(or }6\\text{)}", "5"),
+    ],
+)
+def test_a_second_guess_in_words_makes_an_answer_wrong(box, gold):
+    assert math_reward(f"\\boxed{{{box}}}", gold) == 0.0
+    assert math_reward(f"\\boxed{{{box}}}", box) == 1.0
+    assert math_reward("\\boxed{1\\text{ or }2}", "1,2") == 1.0
 
 
 def test_a_number_may_be_gold():
