@@ -56,11 +56,11 @@ $(STAMP)-dev: $(STAMP)
 # three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
 PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-# on a machine with a GPU too tests run on the CPU, in an environment made for it: vLLM's build for GPUs knows no CPU
+# on a machine with a GPU too tests and bench run on the CPU, in an environment made for it: vLLM's build for GPUs knows no CPU
 ON_CPU := CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory GPU= VENV=.venv-cpu
 
 ifdef GPU
-test test-all:
+test test-all bench:
 	+$(ON_CPU) $@
 else
 test: $(STAMP)-dev
@@ -70,12 +70,12 @@ test: $(STAMP)-dev
 test-all: $(STAMP)-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(PYTEST) tests
-endif
 
 bench: $(STAMP)-dev
 	$(BIN)/python -m bench
+endif
 
-# status 3 without a GPU
+# without a GPU: Python's status is 3, make's 2
 check-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu
 

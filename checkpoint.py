@@ -58,6 +58,7 @@ from common import (
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
 # Entries of config.json that are equal for models whose weights have the same shapes.
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+SHAPE += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
 # A push leaves out files whose names begin with these: they are the trainer's, not the model's.
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
 # Environment variables that torch.load obeys: see no_code().
@@ -115,7 +116,14 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
             problem = damage(path / name, int(size), str(digest) if read else "")
             if problem:
                 return problem
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         return f"{path} has no readable manifest.json: {error}"
     return ""
 
@@ -632,8 +640,8 @@ def check_memory(path: Path, config: dict) -> None:
 
 def alike(value, example) -> bool:
     """Whether a value that was read from a file has the form of an example: its keys, lengths and
-    types. An int in the example is the smallest that is allowed; None stands for None or a
-    float."""
+    types. In the example 1 stands for an int from 1 on, 0.0 for a number but NaN, None for null or
+    a float, "" for a text."""
     if isinstance(example, dict):
         keys = isinstance(value, dict) and value.keys() >= example.keys()
         return keys and all(alike(value[key], example[key]) for key in example)

@@ -84,6 +84,7 @@ USED = {
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
     "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
+    "maxent_tau": lambda o, c: o.group_loss != "" or o.weights != "",
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
     "maxent_score_norm": lambda o, c: o.group_loss != "" or c["xdr_ref_tilt"],
@@ -219,8 +220,8 @@ def eval_source(c: dict) -> dict | None:
 
 def is_evaluated(c: dict) -> bool:
     """Whether evaluation rows are loaded and kept out of the training data: if the run evaluates,
-    or if it names an eval_dataset for a later evaluation. With allow_leakage=True the latter need
-    not even be at hand."""
+    or if it names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset
+    that is only named is not loaded, so it may be missing."""
     named = entries(c, "eval_dataset")["name"] != ""
     return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
 
@@ -608,13 +609,22 @@ def data_claims(c: dict):
         f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
     )
     yield (
+        not c["eval_command"] or c["save_steps"] >= 0,
+        f"eval_command={c['eval_command']!r} is started after a save, and save_steps=-1 makes none",
+    )
+    yield (
+        not c["rollout_server"] or c["rollout_engine"] == "server",
+        f"rollout_server={c['rollout_server']!r} is not asked by rollout_engine="
+        f"{c['rollout_engine']!r}: set --rollout_engine=server, or --rollout_server= for none",
+    )
+    yield (
         entries(c, "replay")["size"] == 0 or c["prompts_per_step"] >= 2,
         f"replay.size={entries(c, 'replay')['size']} needs prompts_per_step of at least 2: at "
         "least one of a step's prompts is new",
     )
     easy = c["easy_dataset"]
     yield (
-        bool(easy.get("name")) == ("share" in easy) == bool(easy),
+        not easy or (easy.get("name") and "share" in easy),
         f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
         "such as --easy_dataset.share={0: 0.5, 100: 0.0}",
     )
@@ -836,7 +846,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
     """A sentence for each setting that is allowed but does nothing or is known to hurt. c: with
     maxent_tau filled in, see common.with_tau."""
     objective = OBJECTIVES[c["objective"]]
-    warnings = unused(c, defaults)
+    warnings = unused(c, defaults | {"maxent_tau": default_tau(c, vocabulary)})
     if objective.group_loss:
         warnings += tau_warnings(c, vocabulary)
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:

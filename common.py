@@ -96,7 +96,9 @@ REPLACED = {
     "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
     "client_tag": "set the environment variable VLLM_CLIENT_TAG",
     "hub_private_repo": "a repository that push_to_hub makes is always private",
-    # TRL's and verl's
+}
+# the same for keys of TRL and verl, which no run of ours has in its config.json
+FOREIGN = {
     "lr": "learning_rate",
     "kl_coef": "beta",
     "model_name_or_path": "model",
@@ -350,7 +352,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
 def current_name(name: str, source: str) -> str:
     """The key, or key.entry, that a name means today. UserError if there is none any more."""
-    replacement = REPLACED.get(name, name)
+    replacement = (REPLACED | FOREIGN).get(name, name)
     if " " in replacement:  # a sentence, not a key
         raise UserError(f"{source}: {name} is no key here: {replacement}")
     return replacement
@@ -449,8 +451,11 @@ def modern(settings: dict) -> dict:
         elif " " in path:
             continue
         elif entry:
+            entries = translated.get(key, {})
+            if not isinstance(entries, dict):
+                raise UserError(f"{name} belongs to an older version, {key}={quoted(entries)} not")
             if value != checks.ENTRIES[key].get(entry, ""):
-                translated[key] = {**translated.get(key, {}), entry: value}
+                translated[key] = {**entries, entry: value}
         elif value != "":  # "" meant off, as the new key's default does
             translated[key] = value
     # switches that no longer exist: "off" is now a value of another key

@@ -347,15 +347,17 @@ class CharacterLimit:
     """Tells by counting characters that a text surely has more than `max_tokens` tokens. Tokenising
     ten megabytes would take a minute.
 
-    A text that fits is never called too long. For a token has at most as many characters as the
-    longest one of the vocabulary. Before, normalisation (NFC) joins at most JOINED characters into
-    one. And characters do not count if the tokenizer drops them, or makes a single token of a run
-    of any length; a run of each character is tried to find out."""
+    A text that fits is never called too long: it has at most JOINED * longest * max_tokens
+    characters that count. A token has at most `longest` characters, as the longest one of the
+    vocabulary; before that, normalisation (NFC) joins at most JOINED characters into one. A
+    character does not count if the tokenizer drops it, or makes a single token of a run of any
+    length; a run of it is tried to find out."""
 
     JOINED = 4  # no Unicode character is composed of more
     # a character counts if a run of it, RUN times as long as the longest token, makes RUN tokens or
     # more
     RUN = 4
+    TRIED = 2000  # characters, at most: each takes milliseconds. Later ones do not count
 
     def __init__(self, tokenizer, max_tokens: int):
         self.tokenizer = tokenizer
@@ -371,9 +373,9 @@ class CharacterLimit:
             return False
         total = 0  # characters that count
         for character, count in Counter(text).most_common():  # frequent ones first: fewer to try
-            if character not in self.counts:
+            if character not in self.counts and len(self.counts) < self.TRIED:
                 self.counts[character] = self.takes_tokens(character)
-            if self.counts[character]:
+            if self.counts.get(character):
                 total += count
             if total > self.most:
                 return True

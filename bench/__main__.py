@@ -117,7 +117,9 @@ def result_of(done: subprocess.CompletedProcess) -> dict | None:
 
 def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["steps"]) -> dict:
     """One run in a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    # no GPU: TRL's arms are written for the CPU
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = "2"
     for name in ("RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
         environment.pop(name, None)
     # a process for each: neither inherits the other's memory, threads or compiled code
@@ -191,7 +193,8 @@ def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) 
 def quartiles(ratios: list[float]) -> str:
     if len(ratios) == 1:
         ratios = ratios * 2  # quartiles need two
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    # inclusive: otherwise two ratios have quartiles beyond both of them
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 

@@ -43,6 +43,9 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
         lines.append(line)
     # a run that was interrupted evaluates its last step twice
     table = pd.DataFrame(lines).drop_duplicates(["arm", "seed", "step"], keep="last")
+    for (arm, seed), run in table.groupby(["arm", "seed"]):
+        if run["step"].min() > 0:
+            raise UserError(f"{source}: {arm}, seed {seed} has no evaluation of step 0, the start")
     return table.sort_values("step", kind="stable")
 
 

@@ -24,9 +24,9 @@ from journal import read_metrics
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
 # keys that compare sets, and arms may not
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
-# columns of effects(), so that a table without lines has them too
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
+# columns of effects(), so that a table without lines has them too
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
 # --- reading the runs' files

@@ -31,8 +31,6 @@ def steps_of(run: Path) -> pd.DataFrame:
     NaN if it was not measured."""
     # an evaluation's own line has no tau; if a step was repeated, the later line counts
     lines = {line["step"]: line for line in metrics_of(run) if "tau" in line}
-    if not lines:
-        raise UserError(f"{run}: it has not finished a step")
     steps = pd.DataFrame([lines[step] for step in sorted(lines)])
     return steps.apply(pd.to_numeric, errors="coerce")
 
@@ -84,9 +82,10 @@ def main(argv) -> None:
     folder = only_source(words, takes)
     if own["last"] < 0:
         raise UserError(f"--last={own['last']} must be at least 1, or 0 for half of the steps")
-    runs = runs_in(folder)
+    # without those that have only begun
+    runs = [run for run in runs_in(folder) if any("tau" in line for line in metrics_of(run[2]))]
     if not runs:
-        raise UserError(f"{folder}: there is no <arm>/seed_<n>/metrics.jsonl in it")
+        raise UserError(f"{folder}: no <arm>/seed_<n>/metrics.jsonl in it has a finished step")
     print(markdown(HEAD, *[row_of(*run, own["last"]) for run in runs]))
 
 

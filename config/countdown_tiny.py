@@ -12,7 +12,7 @@ max_completion_length = 32
 prompts_per_step = 32
 num_generations = 16
 objective = "maxent"
-maxent_tau = 0.2  # 1 / ln(100 characters)
+maxent_tau = 0.2  # just below 1 / ln(101 tokens) = .217
 learning_rate = 2e-4
 warmup_steps = 20
 max_steps = 300  # mean@8 goes on rising for 1,000

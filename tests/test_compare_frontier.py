@@ -31,6 +31,11 @@ def test_the_best_point_is_the_highest_mean_where_pass_has_not_fallen(tmp_path):
     assert frontier.best_point(evaluations.head(2), problems=400)["step"] == 0
 
 
+def test_a_run_without_its_start_is_refused(tmp_path):
+    with pytest.raises(UserError, match="b, seed 1 has no evaluation of step 0, the start"):
+        evaluations_of(tmp_path, line(0, 0.2, 0.5), line(50, 0.4, 0.4, arm="b"))
+
+
 def test_the_table_has_means_and_ranges_over_runs_and_the_best_arm_first(tmp_path, capsys):
     lines = [line(0, 0.2, 0.5), line(50, 0.3, 0.5), line(100, 0.4, 0.7)]
     lines += [line(0, 0.2, 0.5, seed=2), line(50, 0.5, 0.5, seed=2)]

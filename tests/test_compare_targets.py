@@ -88,13 +88,19 @@ def test_a_meta_controller_is_measured_by_the_kl_that_it_steers(tmp_path, capsys
     ]
 
 
+def test_a_run_that_has_only_begun_is_left_out(tmp_path, capsys):
+    write_steps(tmp_path, "both", lines=[])
+    write_steps(tmp_path, "off", lines=[{"step": 1, "tau": 0.2, "beta": 0.0}])
+    assert cells_of(tmp_path, capsys)[:3] == ["off", "1", "1"]
+
+
 def test_what_can_not_be_measured_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="takes one folder"):
         targets.main([])
-    with pytest.raises(UserError, match="there is no <arm>"):
+    with pytest.raises(UserError, match=r"no <arm>.* has a finished step"):
         targets.main([str(tmp_path)])
     write_steps(tmp_path, "both", lines=[])
-    with pytest.raises(UserError, match="has not finished a step"):
+    with pytest.raises(UserError, match=r"no <arm>.* has a finished step"):
         targets.main([str(tmp_path)])
     (tmp_path / "both" / "seed_1" / "metrics.jsonl").write_text("{\n")
     with pytest.raises(UserError, match=r"damaged \(line 1\): delete .*/both/seed_1, and the py"):

@@ -7,7 +7,7 @@ import pytest
 from configs import DEFAULTS, refusal, write
 
 from checks import ENTRIES
-from common import REPLACED, load_config, scheduled
+from common import FOREIGN, REPLACED, load_config, scheduled
 
 
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
@@ -78,13 +78,30 @@ def test_older_names_are_taken_and_said(tmp_path, capsys):
 
 
 def test_every_older_key_is_taken_or_told_what_has_replaced_it():
-    for name, replacement in REPLACED.items():
+    for name, replacement in (REPLACED | FOREIGN).items():
         assert name not in DEFAULTS
         if " " in replacement:
             assert f"{name} is no key here: {replacement}" in refusal(f"--{name}=1")
         else:
             key, _, entry = replacement.partition(".")
             assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"top_p": 0.9}, "top_p is no key here"),
+        ({"lr": 1e-4, "learning_rate": 1e-5}, "learning_rate is set twice"),
+        (
+            {"dataset": [{"name": "countdown"}], "dataset_prompt_column": "q"},
+            "dataset_prompt_column belongs to an older version",
+        ),
+    ],
+)
+def test_a_json_config_is_refused_where_a_py_config_is(tmp_path, settings, sentence):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"reward_funcs": ["math"]} | settings))
+    assert sentence in refusal(str(path))
 
 
 def test_the_config_of_an_older_run_is_read_with_todays_keys(tmp_path):

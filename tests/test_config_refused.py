@@ -278,6 +278,8 @@ def test_a_config_file_without_an_end_is_not_read_to_it():
         ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]),
         ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
         ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
+        ("eval_command=a:{checkpoint} save_steps=-1", ["eval_command='a:", "save_steps=-1"]),
+        ("rollout_server=http://a:1", ["rollout_server='http://a:1'", "rollout_engine=server"]),
         ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
         (
             "reward_funcs=['math','countdown'] reward_weights=[1.0]",

@@ -228,7 +228,7 @@ def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     )
     assert "0.217" in warnings_of(100, "--maxent_tau=0.5", "--objective=flow")
     assert "maxent_tau" in warnings_of(100, "--maxent_tau=0.2", "--maxent_q_temperature=2")
-    assert warnings_of(100, "--maxent_tau=0.5", "--objective=grpo") == ""
+    assert "0.217" not in warnings_of(100, "--maxent_tau=0.5", "--objective=grpo")
 
 
 # those of this repository: who adds an objective need not say here what it reads
@@ -254,6 +254,7 @@ READERS = {
     "token_entropy_coef": (0.1, "token_entropy"),
     "seed_grpo_alpha": (0.5, "seed_grpo"),
     "pkpo_k": (2, "pkpo"),
+    "maxent_tau": (0.1, "maxent flow xdr"),
     "maxent_q_temperature": (0.5, "maxent flow"),
     "maxent_q_epsilon": (0.01, "maxent flow"),
     "maxent_score_norm": ("constant", "maxent flow"),

@@ -71,16 +71,16 @@ def no_gpu() -> str:
     return os.environ["PATH"]
 
 
-@pytest.mark.parametrize("target", ["test", "test-all"])
-def test_tests_run_in_an_environment_made_for_cpus(target, tmp_path):
+@pytest.mark.parametrize("target", ["test", "test-all", "bench"])
+def test_tests_and_bench_run_in_an_environment_made_for_cpus(target, tmp_path):
     said = make(tmp_path, machine(tmp_path / "bin", "580.65.06"), target)
     assert "CUDA_VISIBLE_DEVICES= " in said
-    assert ".venv-cpu/bin/python -m pytest" in said
+    assert ".venv-cpu/bin/python -m " in said
     assert "-r requirements-cpu.txt" in said and "-r requirements.txt" not in said
     assert "torch==2.13.0+cpu" in said
     # without a GPU the only environment is one
     said = make(tmp_path, os.environ | {"PATH": no_gpu()}, target)
-    assert ".venv/bin/python -m pytest" in said and "venv-cpu" not in said
+    assert ".venv/bin/python -m " in said and "venv-cpu" not in said
 
 
 def test_what_is_compiled_under_slurm_stays_on_its_node(tmp_path):

@@ -259,6 +259,19 @@ def test_a_prompt_that_fits_is_never_said_to_be_too_long(part, size, limit, kind
         assert tokens > limit
 
 
+def test_a_text_of_many_different_characters_costs_no_trial_of_each(monkeypatch):
+    tried = []
+    real = prompts.CharacterLimit.takes_tokens
+    monkeypatch.setattr(prompts.CharacterLimit, "TRIED", 50)
+    monkeypatch.setattr(
+        prompts.CharacterLimit, "takes_tokens", lambda self, x: tried.append(x) or real(self, x)
+    )
+    limit = prompts.CharacterLimit(TOKENIZER, 1)
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + limit.most + 100)))
+    assert not limit.exceeded_by(text)  # then all of it is tokenised
+    assert len(tried) == 50
+
+
 @settings(max_examples=20)
 @given(
     st.lists(st.text("abü1+ ?\n\N{SNOWMAN}", min_size=1, max_size=9), min_size=1, max_size=9),

@@ -432,6 +432,10 @@ def test_a_checkpoint_of_another_model_is_one_sentence(alone, tiny_model_dir, tm
     model.num_hidden_layers = 5
     with pytest.raises(UserError, match=r"with num_hidden_layers=2, and this run's has 5: name"):
         checkpoint.check_model(path, model)
+    model = AutoConfig.from_pretrained(tiny_model_dir)
+    model.tie_word_embeddings = not model.tie_word_embeddings
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        checkpoint.check_model(path, model)
 
 
 @pytest.mark.parametrize("request_of", [lambda path: "latest", str, lambda path: f"{path}_copy"])
@@ -537,6 +541,17 @@ def test_a_manifest_lists_what_every_checkpoint_has_or_it_is_not_whole(
     kept = {name: value for name, value in kept.items() if not name.startswith(left_out)}
     file.write_text(json.dumps(kept))
     assert "manifest.json lists no" in checkpoint.verify(file.parent)
+    assert checkpoint.latest(tmp_path).name == "step_000001"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"config.json": [Infinity, ""]}'])
+def test_a_manifest_of_nonsense_is_passed_over(text, alone, tiny_model_dir, tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, FakeEngine(tiny_model_dir))
+    file = tmp_path / "step_000002" / "manifest.json"
+    sizes = json.loads(text) | json.loads(file.read_text()) if text[0] == "{" else None
+    file.write_text(json.dumps(sizes | json.loads(text)) if sizes else text)
+    assert "no readable manifest.json" in checkpoint.verify(file.parent)
     assert checkpoint.latest(tmp_path).name == "step_000001"
 
 

@@ -18,6 +18,8 @@ def row_of(solutions, name: str = "r") -> dict:
     "solutions, words",
     [
         (None, 'none of its rows has "solutions"'),
+        ("a text", "row 'r': 'solutions' must be a list of texts, not 'a text'"),
+        ([3], "row 'r': 'solutions' must be a list of texts, not [3]"),
         (["x" * 99], "1 of 1 solutions are longer: nothing is left"),
     ],
 )
