@@ -87,13 +87,28 @@ USED = {
     "maxent_tau": lambda o, c: o.group_loss != "" or o.weights != "",
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
-    "maxent_score_norm": lambda o, c: o.group_loss != "" or c["xdr_ref_tilt"],
-    "maxent_score_scale": lambda o, c: o.group_loss != "" or c["xdr_ref_tilt"],
+    "maxent_score_norm": lambda o, c: scores_count(o, c) or tilts(o, c),
+    "maxent_score_scale": lambda o, c: scores_count(o, c) or tilts(o, c),
     "maxent_group_weight": lambda o, c: o.group_loss != "",
     "maxent_loss": lambda o, c: o.group_loss == "listwise",
     "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
     "xdr_utility": lambda o, c: o.weights == "rows",
+    "mode_entropy_score_norm": lambda o, c: c["mode_entropy_coef"] > 0,
+    "kl_loss_type": lambda o, c: c["beta"] > 0 and (c["maxent_kl"] or not tilts(o, c)),
 }
+
+
+def scores_count(objective: Objective, c: dict) -> bool:
+    """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
+    them."""
+    if objective.group_loss == "listwise":
+        return c["maxent_loss"] == "listwise"
+    return objective.group_loss != ""
+
+
+def tilts(objective: Objective, c: dict) -> bool:
+    """Whether scores under a reference model tilt weights or goals."""
+    return c["xdr_ref_tilt"] or (objective.beta == "weights" and c["beta"] > 0)
 
 
 def policy_gradient(c: dict) -> bool:
@@ -763,7 +778,10 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     right and wrong rows differ by 1 / tau. So the log-probs of strings of T tokens differ by
     T / (scale * tau) if scores are means, by 1 / (scale * tau) if they are sums. There are V^T
     wrong strings, so the difference must be at least T * ln V. For sums T is taken to be
-    max_completion_length."""
+    max_completion_length. A loss without scores, maxent's policy gradient, gets the same limit as
+    means."""
+    if not scores_count(OBJECTIVES[c["objective"]], c):
+        return 1 / math.log(vocabulary)
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
         per_token *= c["max_completion_length"]  # the score is the sum of so many log-probs
@@ -802,11 +820,12 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     controller will reach it."""
     warnings = []
     product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
-    if c["maxent_score_norm"] == "sum":
+    scored = scores_count(OBJECTIVES[c["objective"]], c)
+    if scored and c["maxent_score_norm"] == "sum":
         because = f"1/(max_completion_length * ln(vocabulary {vocabulary})), as scores are sums,"
     else:
         because = f"1/ln(vocabulary {vocabulary})"
-    if c["maxent_score_scale"] != 1:
+    if scored and c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
     if product > limit * 1.001:  # 1.001: room for rounding
         warnings.append(
@@ -829,8 +848,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
-    """A list of one sentence about the changed settings that the objective does not read; [] if
-    there are none."""
+    """A list of one sentence about the changed settings that nothing reads; [] if there are
+    none."""
     objective = OBJECTIVES[c["objective"]]
     useless = [
         f"{key}={c[key]!r}"
@@ -839,7 +858,7 @@ def unused(c: dict, defaults: dict) -> list[str]:
     ]
     if not useless:
         return []
-    return [f"{', '.join(useless)}: not used by objective={c['objective']!r}"]
+    return [f"{', '.join(useless)}: not used by objective={c['objective']!r} as it is set"]
 
 
 def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
@@ -853,6 +872,13 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings.append(
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
             "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
+        )
+    shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0
+    if shaped and is_on(c["maxent_target_excess_entropy"]):
+        warnings.append(
+            "maxent_target_excess_entropy with unlikeliness_coef > 0 or policy_entropy_bonus_coef "
+            "> 0: these make right rows unequal, which takes the excess entropy below 0, and tau "
+            "rises for it until wrong answers win"
         )
     # 0.3 is ten times the default; from about 30 on the control loop is unstable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:

@@ -222,7 +222,7 @@ def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[in
         load[rank] += work[place]
     sampled = [list(range(rank * share, (rank + 1) * share)) for rank in range(world)]
     busiest = max(sum(work[place] for place in places) for places in sampled)
-    if busiest <= max(load):
+    if busiest <= max(load):  # dealing them out would gain nothing
         return sampled
     return [sorted(places) for places in dealt]
 

@@ -108,8 +108,8 @@ def own_targets(targets: dict, world) -> dict:
     """This rank's groups (p, G) of the whole step's (P, G)."""
     own = {}
     for name, value in targets.items():
-        share = len(value) // world.size  # groups of a rank
-        own[name] = value[world.rank * share : (world.rank + 1) * share]
+        count = len(value) // world.size  # groups of a rank
+        own[name] = value[world.rank * count : (world.rank + 1) * count]
     return own
 
 
@@ -169,15 +169,15 @@ def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
         targets["goals"] = L.balance_goals(utilities, ref_scores, tau, beta)
         advantages = targets["goals"] - targets["goals"].mean(1, keepdim=True)
     if c["maxent_group_weight"] == "spread":
-        targets["share"] = L.reward_spread(rewards)
-        advantages = advantages * targets["share"][:, None]
+        targets["group_weight"] = L.reward_spread(rewards)
+        advantages = advantages * targets["group_weight"][:, None]
     targets["advantages"] = advantages.masked_fill(~active[:, None], 0.0)
     return targets
 
 
 def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     """What the whole step asks of the policy: "rewards", "advantages" and, by objective, "weights"
-    or "goals" (P, G); "active" and perhaps "share" (P,) of the groups.
+    or "goals" (P, G); "active" and perhaps "group_weight" (P,).
 
     group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
     InfoSeed added to them, which decide which rows are best or correct. Where the config needs
@@ -241,12 +241,12 @@ def group_loss(scores, targets: dict, c: dict, norm: dict):
     group loss, or the mode-entropy term."""
     kind = OBJECTIVES[c["objective"]].group_loss
     active = targets["active"]  # (p,) bool
-    share = targets.get("share")  # (p,) or None
+    group_weight = targets.get("group_weight")  # (p,) or None
     if kind == "balance":
-        return L.balance_loss(scores, targets["goals"], active, norm["active"], share)
+        return L.balance_loss(scores, targets["goals"], active, norm["active"], group_weight)
     if kind == "listwise":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
-        return loss(scores, targets["weights"], active, norm["active"], share)
+        return loss(scores, targets["weights"], active, norm["active"], group_weight)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * longest)
@@ -279,7 +279,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
     clipped below, tokens clipped above, sum of all tokens' KL)."""
     objective = OBJECTIVES[c["objective"]]
     mask = completion_mask(part["lengths"])  # (n, T)
-    share = L.token_weights(
+    token_weight = L.token_weights(
         objective.tokens, mask, norm["rows"], norm["tokens"], c["max_completion_length"]
     )  # (n, T)
     total = logps.new_zeros(())
@@ -294,16 +294,16 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> 
             c["importance_sampling"],
             c["importance_sampling_cap"],
         )
-        total = total - (share * correction * gain).sum()
+        total = total - (token_weight * correction * gain).sum()
     if objective.term == "token_entropy":
-        total = total - c["token_entropy_coef"] * (share * entropy).sum()
+        total = total - c["token_entropy_coef"] * (token_weight * entropy).sum()
     if "ref_logps" in part:
         # measured even where it is no term of the loss, because beta may be steered by it
         kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
         if adds_kl(c):
             estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
             kl = estimator(logps, part["ref_logps"])  # (n, T)
-            total = total + beta * (share * kl).sum()
+            total = total + beta * (token_weight * kl).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
@@ -366,9 +366,9 @@ def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
 
 
 def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, norm: dict) -> tuple:
-    """(d loss / d score of every row (N,), loss), both of the groups that are in pieces: an extra
-    pass scores their rows first, so that each micro-batch can go backward by itself. 0 for rows of
-    whole groups. All ranks together."""
+    """(slopes (N,), loss), both of the groups that are in pieces. A slope is d loss / d score of a
+    row, 0 for rows of whole groups. An extra pass scores the rows of these groups first, so that
+    each micro-batch can go backward by itself. All ranks together."""
     G = targets["rewards"].shape[1]
     pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # resting rows have no gradient
     pieces = [rows for rows in pieces if len(rows)]
@@ -386,17 +386,20 @@ def taken(targets: dict, groups) -> dict:
 
 
 def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) -> tuple:
-    """The group part of a micro-batch's loss: (tensor to go backward from, what to report). Groups
-    in pieces are left out of the second: score_gradients has reported their loss."""
+    """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
+
+    A group in pieces goes backward through the sum of slope * score over its rows here, a number
+    that means nothing; score_gradients has reported its loss. A whole group goes backward through
+    its own loss."""
     scores = scores_of(logps, part["lengths"], c)  # (n,)
-    torn_part = 0.0  # has the gradient of the torn groups' loss, but not its value
-    if "score_gradients" in part:
+    of_torn = 0.0
+    if "slopes" in part:
         torn = part["torn"]
-        torn_part = (part["score_gradients"][torn] * scores[torn]).sum()
+        of_torn = (part["slopes"][torn] * scores[torn]).sum()
         rows, scores = rows[~torn], scores[~torn]
     G = targets["rewards"].shape[1]
     loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, norm)
-    return torn_part + loss, loss.item()
+    return of_torn + loss, loss.item()
 
 
 def accumulate_gradients(
@@ -429,7 +432,7 @@ def accumulate_gradients(
         part = rollout.take(batch, rows)
         part["advantages"] = advantages[rows]
         if slopes is not None:
-            part |= {"score_gradients": slopes[rows], "torn": plan.torn[rows]}
+            part |= {"slopes": slopes[rows], "torn": plan.torn[rows]}
         learns = i >= len(plan.resting)
         with torch.set_grad_enabled(learns):
             logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)

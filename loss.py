@@ -292,10 +292,11 @@ def sequence_scores(
     return scale * (logps.sum(1) / divisor)
 
 
-def over_groups(losses: Tensor, active: Tensor, norm: float, share: Tensor | None) -> Tensor:
-    """Sum over active groups of share * loss / norm. losses, active, share (P,); share None: 1."""
-    if share is not None:
-        losses = losses * share
+def over_groups(losses: Tensor, active: Tensor, norm: float, group_weight: Tensor | None) -> Tensor:
+    """Sum over active groups of group_weight * loss / norm. losses, active, group_weight (P,);
+    group_weight None: 1."""
+    if group_weight is not None:
+        losses = losses * group_weight
     # masked_fill, not a product: not even a NaN gradient reaches the groups that are left out
     return losses.masked_fill(~active, 0.0).sum() / norm
 
@@ -305,7 +306,7 @@ def listwise_loss(
     weights: Tensor,
     active: Tensor,
     norm: float | None = None,
-    share: Tensor | None = None,
+    group_weight: Tensor | None = None,
 ) -> Tensor:
     """L = -sum_active sum_i w_i * log p_i / norm, p = softmax(s). scores s, weights w (P, G),
     active (P,). norm None: max(1, number of active groups).
@@ -318,16 +319,16 @@ def listwise_loss(
     p = 1/G, the gradient is maxrl's on s (see the top of this file)."""
     cross_entropy = -(weights * scores.log_softmax(1)).sum(1)  # (P,)
     norm = max(1, int(active.sum())) if norm is None else norm
-    return over_groups(cross_entropy, active, norm, share)
+    return over_groups(cross_entropy, active, norm, group_weight)
 
 
 def mle_loss(
-    scores: Tensor, weights: Tensor, active: Tensor, norm: float, share: Tensor | None = None
+    scores: Tensor, weights: Tensor, active: Tensor, norm: float, group_weight: Tensor | None = None
 ) -> Tensor:
     """L = -sum_active sum_i w_i * s_i / norm, s (P, G) the mean log-prob of a row: weighted
     imitation without a baseline, for comparison only. Groups of equal rewards, where they are
     active, make their own samples more likely, short ones most."""
-    return over_groups(-(weights * scores).sum(1), active, norm, share)
+    return over_groups(-(weights * scores).sum(1), active, norm, group_weight)
 
 
 def balance_goals(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta: float) -> Tensor:
@@ -339,7 +340,7 @@ def balance_goals(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta
 
 
 def balance_loss(
-    scores: Tensor, goals: Tensor, active: Tensor, norm: float, share: Tensor | None = None
+    scores: Tensor, goals: Tensor, active: Tensor, norm: float, group_weight: Tensor | None = None
 ) -> Tensor:
     """L = 1/(2 norm) * sum_active mean_i (d_i - mean d)^2, d = s - (u + beta * l) / tau. scores s
     and goals (see balance_goals) (P, G).
@@ -354,7 +355,7 @@ def balance_loss(
     d = scores - goals  # (P, G)
     # the group's mean stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
-    return over_groups((d**2).mean(1) / 2, active, norm, share)
+    return over_groups((d**2).mean(1) / 2, active, norm, group_weight)
 
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:

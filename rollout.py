@@ -370,6 +370,9 @@ class VllmEngine:
         sizes = self.llm.apply_model(lambda lm: sum(p.nbytes for p in lm.parameters()))
         return sum(sizes)
 
+    def wait(self) -> None:
+        """Until no batch is being sampled ahead, which only servers do."""
+
     def sleep(self) -> None:
         """Frees the cache, and moves the weights to CPU memory unless they are small (SMALL). On a
         CPU this does nothing."""
@@ -500,6 +503,9 @@ class HfEngine:
         weights = self.model.state_dict()
         for name, tensor in named_parameters:
             weights[name].copy_(tensor)
+
+    def wait(self) -> None:
+        pass
 
     def sleep(self) -> None:
         pass  # too little memory to be worth moving

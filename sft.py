@@ -8,7 +8,8 @@ Demonstrations are drawn from the "solutions" of the dataset's rows.
 model="tiny" builds, without any download, a character-level tokenizer with a chat template and a
 Qwen2 of about 1M parameters with random weights. Any Hugging Face model works as well. The result
 is a Hugging Face folder. The weights of a mixture are ignored: all of its problems are drawn with
-the same probability.
+the same probability. So are the keys that say how RL trains (dtype, optimizer, zero_stage, ...):
+AdamW in float32, a whole --batch_size in one forward.
 """
 
 from checks import FLAGS, is_evaluated

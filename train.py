@@ -362,7 +362,8 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     for i in range(c["num_iterations"]):
         new = learner.accumulate_gradients(engine, batch, local_targets, run.state["beta"], c, norm)
         new |= seeds.accumulate_gradients(update=i)
-        run.timer.add("wait", new.pop("time/wait"))  # and does not count as "learn", around it
+        # the Timer takes it off "learn", the phase around it
+        run.timer.add("wait", new.pop("time/wait"))
         if i > 0:
             later = {name: new[name] for name in of_last}
             new = later | {name: new[name] + metrics[name] for name in summed}
@@ -543,7 +544,8 @@ def check_folder(run: Run) -> None:
 def check_rewards(run: Run, metrics: dict) -> None:
     """Warns when for EQUAL_STEPS steps in a row the rewards of every group were all equal."""
     run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
-    if run.equal == EQUAL_STEPS:
+    seeds = run.config["info_seed_num_seeds"]  # their rows have rewards and a loss of their own
+    if run.equal == EQUAL_STEPS and not seeds:
         run.say(
             f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
             f"(mean {metrics['reward']:.3g}), from which nothing is learnt: look at a few with "
@@ -639,6 +641,8 @@ def train(run: Run) -> None:
         run.step += 1
 
         # 9. the new weights go to the sampler
+        with timer("rollout"):
+            run.sampler.wait()  # rollout_ahead: the next batch is still sampled by the old ones
         with timer("sync"):
             sync_weights(run)
 
@@ -653,8 +657,9 @@ def train(run: Run) -> None:
         show(run, collected, metrics, bar)
         check_rewards(run, metrics)
         check_updates(run)
-        run.stopping = any_rank(run.stop.asked())
         last = run.step == c["max_steps"]
+        # in the last step it is done anyway: its upload is waited for
+        run.stopping = any_rank(run.stop.asked()) and not last
         if c["eval_steps"] > 0 and (last or run.step % c["eval_steps"] == 0):
             evaluate_now(run)
         if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):

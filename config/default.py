@@ -46,7 +46,7 @@ max_logp_difference = 0.05  # largest mean gap sampler to trainer, nats (bf16: 0
 vllm_options = {}  # further arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.5}
 rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those of the launcher; "" none
 rollout_timeout = 600.0  # seconds for one answer, and for the servers to start; at most 1500
-rollout_ahead = 0  # 1: sample the next batch while learning, with weights one step older; 0 off
+rollout_ahead = 0  # 1: sample the next batch while learning, weights a step older, unchecked
 weight_sync = "disk"  # to servers: by files in output_dir/weights or a folder named here; or "nccl"
 
 # --- rewards

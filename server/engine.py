@@ -284,8 +284,7 @@ class ServerEngine:
         """Sends the weights to every server, also to those that were left out before. All ranks
         call it together, because ZeRO-3 gathers the weights here. If no server takes them, the next
         generate() fails."""
-        if self.ahead:  # must be sampled with the weights that the servers still hold
-            futures.wait([self.ahead[1]])
+        self.wait()  # a batch sampled ahead must have the weights that the servers still hold
         dist.barrier()  # other ranks may still be sampling
         self.updates += 1
         version = f"{self.name}-{self.updates}"
@@ -301,6 +300,11 @@ class ServerEngine:
                 tqdm.write(
                     f"rollout server without weights, left out until the next sync: {sentence}"
                 )
+
+    def wait(self) -> None:
+        """Until the batch that is being sampled ahead is done, if there is one."""
+        if self.ahead:
+            futures.wait([self.ahead[1]])
 
     def sleep(self) -> None:
         pass  # the servers' memory is on other machines or GPUs

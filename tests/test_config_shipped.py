@@ -263,6 +263,8 @@ READERS = {
     "maxent_loss": ("mle", "maxent"),
     "maxent_skip_equal_groups": ("wrong", "maxent flow"),
     "xdr_utility": ("surrogate", "xdr"),
+    "mode_entropy_score_norm": ("length", ""),  # without the coefficient
+    "kl_loss_type": ("k2", ""),  # without beta
 }
 
 
@@ -271,7 +273,7 @@ def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
     value, readers = READERS[key]
     for objective in SHIPPED:
         said = warnings_of(100, f"--{key}={value}", f"--objective={objective}")
-        words = f"{key}={value!r}: not used by objective={objective!r}"
+        words = f"{key}={value!r}: not used by objective={objective!r} as it is set"
         assert (words in said) == (objective not in readers.split()), objective
 
 
@@ -281,6 +283,29 @@ def test_settings_of_policy_gradients_are_used_by_maxent_as_one():
     assert warnings_of(100, *gradient) == ""
     tilted = ["--objective=xdr", "--xdr_ref_tilt=True", "--beta=0.1", "--maxent_score_norm=sum"]
     assert warnings_of(100, *tilted) == ""
+
+
+def test_a_setting_is_used_where_another_one_turns_it_on():
+    assert warnings_of(100, "--objective=grpo", "--beta=0.1", "--kl_loss_type=k2") == ""
+    tilted = ["--objective=maxent", "--beta=0.1", "--kl_loss_type=k2"]
+    assert "kl_loss_type='k2': not used" in warnings_of(100, *tilted)
+    assert warnings_of(100, *tilted, "--maxent_kl=True") == ""
+    modes = ["--objective=grpo", "--mode_entropy_score_norm=length", "--mode_entropy_coef=0.1"]
+    assert warnings_of(100, *modes) == ""
+
+
+def test_a_loss_without_scores_does_not_follow_their_scale():
+    for loss in ("policy_gradient", "mle"):
+        scaled = [f"--maxent_loss={loss}", "--maxent_score_norm=sum", "--maxent_score_scale=4"]
+        assert tau_for(100, *scaled) == 1 / math.log(100)
+        assert "maxent_score_norm='sum', maxent_score_scale=4.0: not" in warnings_of(100, *scaled)
+        assert warnings_of(100, *scaled, "--beta=0.1") == ""  # scores of the reference
+
+
+def test_an_excess_entropy_of_shaped_rewards_is_warned_about():
+    target = "--maxent_target_excess_entropy=0.05"
+    assert "until wrong answers win" in warnings_of(100, target, "--unlikeliness_coef=0.5")
+    assert warnings_of(100, target) == ""
 
 
 def test_what_the_scores_are_scaled_by_does_not_move_the_temperature_of_xdr():

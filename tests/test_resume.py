@@ -157,6 +157,15 @@ def test_a_file_stop_ends_a_run_after_a_save_and_the_next_start_removes_it(
     assert not (folder / "stop").exists() and last.exists()
 
 
+def test_a_stop_in_the_last_step_leaves_a_run_that_is_done(tiny_model_dir, tmp_path):
+    """So its upload is waited for, which a run that was asked to stop does not do."""
+    folder = tmp_path / "run"
+    flags = {"max_steps": 2, "save_steps": 0}
+    status, words = in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
+    assert status == 0, words
+    assert (folder / "done").exists() and "stopped as asked" not in words
+
+
 @pytest.mark.slow
 def test_a_file_stop_ends_all_ranks(tiny_model_dir, tmp_path):
     folder = tmp_path / "stopped"

@@ -362,6 +362,17 @@ def test_no_server_gets_new_weights_while_another_rank_still_samples(two_ranks, 
     assert not engines[0].missing
 
 
+def test_what_is_sampled_ahead_can_be_awaited_before_weights_change(world, make, stand_in):
+    gate = threading.Event()
+    one = stand_in(completion=lambda request: gate.wait(60) and usual(request))
+    engine = make(one)
+    engine.wait()  # nothing is under way
+    engine.begin(PROMPTS, 2, request(3), None)
+    threading.Timer(0.1, gate.set).start()
+    engine.wait()
+    assert gate.is_set() and engine.ahead[1].done()
+
+
 def test_rollouts_of_the_next_step_are_made_while_this_one_is_learnt_from(world, make, stand_in):
     gate = threading.Event()
     one = stand_in(completion=lambda request: gate.wait(60) and usual(request))

@@ -274,7 +274,8 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     said = []
-    run = SimpleNamespace(equal=0, say=said.append, config={"reward_funcs": ["countdown"]})
+    config = {"reward_funcs": ["countdown"], "info_seed_num_seeds": 0}
+    run = SimpleNamespace(equal=0, say=said.append, config=config)
     equal = [1.0] * (train.EQUAL_STEPS - 1) + [0.9] + [1.0] * (train.EQUAL_STEPS - 1)
     for share in equal:
         train.check_rewards(run, {"frac_reward_zero_std": share, "reward": 0.0})
