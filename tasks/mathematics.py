@@ -127,9 +127,9 @@ SCIENTIFIC = re.compile(
 THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;: ]|~|\s)[0-9]{3})+(?![0-9])")
 ROOT = re.compile(r"√(?:([0-9]+|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
 # a word, perhaps in \text{}: math-verify takes its letters for factors, in any order
-WORD = re.compile(r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*)?([^\W\d_]{2,})\s*\}?")
+WORD = re.compile(r"(?:\\(?:text[a-z]*|mathrm|mbox)\{\s*)?([^\W\d_]{2,})\s*\}?")
 # a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only
-GUESS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*(?:[0-9]|\bor\s+[^\s}]|\(\s*or\b)")
+GUESS = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*(?:[0-9]|\bor\s+[^\s}]|\(\s*or\b)")
 # what may stand between two numbers
 GAP = r"(?:\s|\\[,;:! ]|[$~])+"
 NEXT_NUMBER = "\0"  # stands for a gap in canonical text

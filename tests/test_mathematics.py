@@ -256,6 +256,7 @@ def test_math_compares_values(box, gold, value):
         ("12\\text{ or 13 or 14}", "12"),
         ("5\\text{, 6, 7 or 8}", "5"),
         ("\\frac12\\mbox{ or 2/3}", "\\frac12"),
+        ("12\\textit{ or 13}", "12"),
         ("x+1\\text{ or x-1}", "x+1"),
         ("5\\text{(or }6\\text{)}", "5"),
     ],
