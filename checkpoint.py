@@ -56,7 +56,7 @@ from common import (
 
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
-# Entries of config.json that are equal for models whose weights have the same shapes.
+# Entries of config.json that are equal for models with weights of the same shapes, used alike.
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 SHAPE += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
 # A push leaves out files whose names begin with these: they are the trainer's, not the model's.
@@ -659,8 +659,8 @@ def alike(value, example) -> bool:
 
 def check_model(path: Path, model) -> None:
     """UserError if a checkpoint's model has another shape than this run's. model: the Hugging Face
-    config of this run's model. DeepSpeed would say so too, but only after loading everything, and
-    tensor by tensor."""
+    config of this run's model. Of other shapes DeepSpeed would say so too, but only after loading
+    everything, and tensor by tensor."""
     saved = json.loads((path / "config.json").read_text())
     for name in SHAPE:
         now = getattr(model, name, None)

@@ -443,7 +443,8 @@ def modern(settings: dict) -> dict:
     """Translates the config.json of a run of an older version to today's keys. Keys that no longer
     exist are dropped, and so are entries that equal their default."""
     translated = {}
-    for name, value in settings.items():
+    # today's keys first, older names on top of them
+    for name, value in sorted(settings.items(), key=lambda item: item[0] in REPLACED):
         path = REPLACED.get(name, name)
         key, _, entry = path.partition(".")
         if path == name:
@@ -690,7 +691,14 @@ def read_settings(path: Path) -> dict:
             f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
             f"choose another place, or move it away"
         )
-    return modern(settings)
+    try:
+        return modern(settings)
+    except UserError:
+        raise
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{str(path)!r} is not what an older version wrote: {type(error).__name__}: {error}"
+        ) from None
 
 
 def say_once(text: str, file=None) -> None:

@@ -357,7 +357,7 @@ class CharacterLimit:
     # a character counts if a run of it, RUN times as long as the longest token, makes RUN tokens or
     # more
     RUN = 4
-    TRIED = 2000  # characters, at most: each takes milliseconds. Later ones do not count
+    TRIED = 2000  # characters of a text, at most: each takes milliseconds. Others do not count
 
     def __init__(self, tokenizer, max_tokens: int):
         self.tokenizer = tokenizer
@@ -372,10 +372,11 @@ class CharacterLimit:
         if len(text) <= self.most:
             return False
         total = 0  # characters that count
-        for character, count in Counter(text).most_common():  # frequent ones first: fewer to try
-            if character not in self.counts and len(self.counts) < self.TRIED:
+        # frequent ones first: fewer to try
+        for character, count in Counter(text).most_common(self.TRIED):
+            if character not in self.counts:
                 self.counts[character] = self.takes_tokens(character)
-            if self.counts.get(character):
+            if self.counts[character]:
                 total += count
             if total > self.most:
                 return True

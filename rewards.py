@@ -36,8 +36,9 @@ LAST_NUMBER = re.compile(
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
-# what stands between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces
-THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[,;:!]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
+# what stands between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces.
+# 3,\,125 are two numbers
+THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\!|\\[,;:]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
 # in the order that format_reward requires
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

@@ -51,7 +51,8 @@ import json, sys
 source, target, *flags = sys.argv[1:]
 config = json.load(open(source))
 if config["rollout_engine"] == "server":
-    config |= {"rollout_engine": "vllm", "rollout_server": "", "rollout_ahead": 0}
+    config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
+config["rollout_server"] = ""
 config["eval_command"] = ""
 consent = False
 for flag in flags:

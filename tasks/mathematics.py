@@ -116,7 +116,7 @@ NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
 LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}")
 PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
 # a number with a base, 1010_2: math-verify would drop the base, and Python would read 1_0 as 10
-BASE = re.compile("[0-9]_")
+BASE = re.compile(r"(?<![\^0-9])[0-9]+_")  # not x^2_1
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
 # groups: mantissa, exponent; of 1.6\times10^{-19}, 1e5 and 10^{-7}
 SCIENTIFIC = re.compile(
@@ -125,11 +125,15 @@ SCIENTIFIC = re.compile(
 )
 # 10\,000 and 10 000, which math-verify takes for a product, and for 0
 THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;: ]|~|\s)[0-9]{3})+(?![0-9])")
-ROOT = re.compile(r"√(?:([0-9]+|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
+ROOT = re.compile(r"√(?:([0-9]+(?:\.[0-9]+)?(?!\.?[0-9])|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
 # a word, perhaps in \text{}: math-verify takes its letters for factors, in any order
 WORD = re.compile(r"(?:\\(?:text[a-z]*|mathrm|mbox)\{\s*)?([^\W\d_]{2,})\s*\}?")
-# a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only
-GUESS = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*(?:[0-9]|\bor\s+[^\s}]|\(\s*or\b)")
+# a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only. Numbers of
+# units are none: cm^2, m2, (mod 7)
+GUESS = re.compile(
+    r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*"
+    r"(?:(?<![\^_A-Za-z])(?<!mod )(?<!base )[0-9]|\bor\s+[^\s}]|\(\s*or\b)"
+)
 # what may stand between two numbers
 GAP = r"(?:\s|\\[,;:! ]|[$~])+"
 NEXT_NUMBER = "\0"  # stands for a gap in canonical text
@@ -183,8 +187,12 @@ def same_answer(gold: str, given: str) -> bool:
     if equal is not None:
         return equal
     words = WORD.fullmatch(gold), WORD.fullmatch(given)
-    if all(words) and not is_product(words[0][1]):
-        return words[0][1].casefold() == words[1][1].casefold()
+    if all(words):
+        gold_word, given_word = words[0][1], words[1][1]
+        if gold_word.casefold() == given_word.casefold():
+            return True
+        if not is_product(gold_word):
+            return False
     if hedges(given) and not hedges(gold):
         return False
     import math_verify
@@ -195,24 +203,25 @@ def same_answer(gold: str, given: str) -> bool:
 
 
 def is_product(word: str) -> bool:
-    """Whether a word is likely to be a product of two variables, xy, which equals yx."""
-    return len(word) == 2 and word.islower()
+    """Whether a word may be a product of variables, such as xyz, which equals zyx."""
+    return len(word) <= 3 and not word.isupper()
 
 
 def hedges(text: str) -> bool:
     """Whether words behind an answer hold another one."""
-    return any(text[: found.start()].strip(" $") for found in GUESS.finditer(text))
+    return any(text[: found.start()].strip(" $\\({") for found in GUESS.finditer(text))
 
 
 def math_reward(completion: str, answer: str, **row) -> float:
     r"""1.0 if the last \boxed{} or <answer> content equals `answer` by math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
-    0.5; 10\,000 and 10 000 are 10000; words are compared as words; a full stop, comma or semicolon
-    at the end is ignored. Not covered, so 0: an answer outside \boxed{} and <answer>, an answer of
-    over 1,000 characters, the mixed number 1 1/2, the bold **12**, a unit that is not in \text{},
-    a number inside \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not
-    read: 3\text{ hours }40\text{ minutes} is 3."""
+    0.5; 10\,000 and 10 000 are 10000; words of four letters or more are compared as words; a full
+    stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside \boxed{}
+    and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold **12**, 52
+    for 52_8, some units that are not in \text{} (18 dollars), a number in \text{} behind the
+    answer, 5\text{ or 6}. Numbers behind the first unit are not read:
+    3\text{ hours }40\text{ minutes} is 3."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0

@@ -93,9 +93,11 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
         ({"top_p": 0.9}, "top_p is no key here"),
         ({"lr": 1e-4, "learning_rate": 1e-5}, "learning_rate is set twice"),
         (
-            {"dataset": [{"name": "countdown"}], "dataset_prompt_column": "q"},
+            {"dataset_prompt_column": "q", "dataset": [{"name": "countdown"}]},
             "dataset_prompt_column belongs to an older version",
         ),
+        ({"dataset_mixture": 5}, "is not what an older version wrote: TypeError"),
+        ({"temperature_schedule": {"0": 1.0}}, "is not what an older version wrote: KeyError"),
     ],
 )
 def test_a_json_config_is_refused_where_a_py_config_is(tmp_path, settings, sentence):

@@ -221,7 +221,18 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
         ("ABC", "BAC", 0),
         ("VI", "IV", 0),
         ("yx", "xy", 1),
+        ("zyx", "xyz", 1),
+        ("Ah", "hA", 1),
+        # numbers in units are no guesses
+        ("9.8\\,\\mathrm{m/s^2}", "9.8", 1),
+        ("12\\text{ cm$^2$}", "12", 1),
+        ("x\\equiv 3\\text{ (mod 7)}", "3", 1),
+        ("(\\text{5})", "5", 1),
+        # no bases
+        ("x_1^2+x_2^2", "x^2_1+x^2_2", 1),
         # symbols
+        ("\u221a1.44", "1.2", 1),
+        ("\u221a1.44", "0.44", 0),
         ("\u221a12", "2\\sqrt3", 1),
         ("\u221a(3)/2", "\\frac{\\sqrt{3}}{2}", 1),
         ("\u20ac18", "18", 1),

@@ -270,6 +270,7 @@ def test_a_text_of_many_different_characters_costs_no_trial_of_each(monkeypatch)
     text = "".join(map(chr, range(0x4E00, 0x4E00 + limit.most + 100)))
     assert not limit.exceeded_by(text)  # then all of it is tokenised
     assert len(tried) == 50
+    assert limit.exceeded_by("a" * (limit.most + 100))  # another text has trials of its own
 
 
 @settings(max_examples=20)

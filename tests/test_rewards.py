@@ -151,6 +151,7 @@ def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value
         ("10,\\!000", "10000"),
         ("some 10\u202f000 of them", "10000"),
         ("1\\,2", "2"),
+        ("(3,\\,125)", "125"),
         ("a loss of -\\$5", "-5"),
         ("-0.00", "0"),
         ("007", "7"),
