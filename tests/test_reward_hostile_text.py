@@ -149,7 +149,7 @@ PAYLOADS = {
     "underscore": ("1_0", {}),
     "underscores": ("1_0_", {}),
     "hexadecimal": ("0xA", {}),
-    "exponent": ("1e1", {}),
+    "exponent": ("1e1", {"math": [0, 1, 1]}),
     "complex": ("10+1j", {}),
     "leading zero": ("0b1010", {}),
     "nested empty box": ("\\boxed{\\boxed{}}", {}),
