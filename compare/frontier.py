@@ -136,13 +136,16 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
             axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)
             end = path.iloc[-1]
             axis.plot(*end, "o", color=colors[arm])
-            label = f"{arm}, {path.index[-1]} steps"
-            axis.annotate(label, end, xytext=(5, 3), textcoords="offset points", fontsize=8)
+            label = str(path.index[-1])
+            axis.annotate(label, end, xytext=(5, 3), textcoords="offset points", fontsize=7)
         start = evaluations[evaluations["step"] == 0].iloc[0]
         axis.plot(start["mean"], start[metric], "kx", markersize=9)
         axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)
+    # not beside the dots: the ends of good arms lie upon each other
+    dots = [plt.Line2D([], [], color=color, marker="o") for color in colors.values()]
+    figure.legend(dots, list(colors), loc="outside right upper", fontsize=8)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
