@@ -57,8 +57,16 @@ from common import (
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
 # Entries of config.json that are equal for models with weights of the same shapes, used alike.
-SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-SHAPE += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+SHAPE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
 # A push leaves out files whose names begin with these: they are the trainer's, not the model's.
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
 # Environment variables that torch.load obeys: see no_code().

@@ -94,7 +94,7 @@ USED = {
     "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
     "xdr_utility": lambda o, c: o.weights == "rows",
     "mode_entropy_score_norm": lambda o, c: c["mode_entropy_coef"] > 0,
-    "kl_loss_type": lambda o, c: c["beta"] > 0 and (c["maxent_kl"] or not tilts(o, c)),
+    "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
 }
 
 
@@ -109,6 +109,14 @@ def scores_count(objective: Objective, c: dict) -> bool:
 def tilts(objective: Objective, c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
     return c["xdr_ref_tilt"] or (objective.beta == "weights" and c["beta"] > 0)
+
+
+def adds_kl(c: dict) -> bool:
+    """Whether beta * KL is a term of the loss. In maxent, flow and a tilted xdr beta acts on the
+    weights or goals instead."""
+    if OBJECTIVES[c["objective"]].beta == "weights":
+        return c["maxent_kl"]
+    return not c["xdr_ref_tilt"]
 
 
 def policy_gradient(c: dict) -> bool:

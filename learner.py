@@ -23,7 +23,7 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, policy_gradient
+from checks import OBJECTIVES, adds_kl, policy_gradient
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_groups
@@ -264,14 +264,6 @@ def surrogate(logps, part: dict, c: dict) -> tuple:
         log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]  # (n, 1)
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: epsilon
     return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
-
-
-def adds_kl(c: dict) -> bool:
-    """Whether beta * KL is a term of the loss. In maxent, flow and a tilted xdr beta acts on the
-    weights or goals instead."""
-    if OBJECTIVES[c["objective"]].beta == "weights":
-        return c["maxent_kl"]
-    return not c["xdr_ref_tilt"]
 
 
 def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> tuple:

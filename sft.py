@@ -34,7 +34,6 @@ import data
 import packing
 import rollout
 from common import RunStopped, UserError, progress, quoted, say_once
-from data import is_texts
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, held_out_rows, load_model_files
@@ -114,7 +113,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
     Solutions over max_completion_length tokens are left out, with a printed count."""
     for row in rows:
-        if row.get("solutions") is not None and not is_texts(row["solutions"]):
+        if row.get("solutions") is not None and not data.is_texts(row["solutions"]):
             raise UserError(
                 f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
                 f"{quoted(row['solutions'])}"

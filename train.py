@@ -608,9 +608,8 @@ def train(run: Run) -> None:
             save_now(run)
             raise
         with timer("deal"):
-            collected = deal(
-                collected, run.world, c
-            )  # moves groups: all ranks get about as much to do
+            # moves groups: all ranks get about as much to do
+            collected = deal(collected, run.world, c)
         with enough_memory("learn", c):
             place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
         set_temperature((run.engine, run.reference), collected.temperature)

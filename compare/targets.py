@@ -51,9 +51,9 @@ def bounded(values: pd.Series, low: float, high: float) -> list[str]:
     return [f"{values.iloc[-1]:.4g}", f"{values.isin([low, high]).mean():.0%}"]
 
 
-def row_of(arm: str, seed: int, run: Path, last: int) -> list[str]:
+def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> list[str]:
+    """steps: steps_of(run), at least one."""
     c = load_config([str(run / "config.json")])
-    steps = steps_of(run)
     count = len(steps)
     steps = steps.tail(last or (count + 1) // 2)
     meta = c["controller_meta_method"] != ""
@@ -82,11 +82,14 @@ def main(argv) -> None:
     folder = only_source(words, takes)
     if own["last"] < 0:
         raise UserError(f"--last={own['last']} must be at least 1, or 0 for half of the steps")
-    # without those that have only begun
-    runs = [run for run in runs_in(folder) if any("tau" in line for line in metrics_of(run[2]))]
-    if not runs:
+    rows = []
+    for arm, seed, run in runs_in(folder):
+        steps = steps_of(run)
+        if len(steps):  # it has not only begun
+            rows.append(row_of(arm, seed, run, steps, own["last"]))
+    if not rows:
         raise UserError(f"{folder}: no <arm>/seed_<n>/metrics.jsonl in it has a finished step")
-    print(markdown(HEAD, *[row_of(*run, own["last"]) for run in runs]))
+    print(markdown(HEAD, *rows))
 
 
 if __name__ == "__main__":

@@ -126,12 +126,13 @@ SCIENTIFIC = re.compile(
 # 10\,000 and 10 000, which math-verify takes for a product, and for 0
 THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;: ]|~|\s)[0-9]{3})+(?![0-9])")
 ROOT = re.compile(r"√(?:([0-9]+(?:\.[0-9]+)?(?!\.?[0-9])|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
+IN_WORDS = r"\\(?:text[a-z]*|mathrm|mbox)"  # \text, before its brace
 # a word, perhaps in \text{}: math-verify takes its letters for factors, in any order
-WORD = re.compile(r"(?:\\(?:text[a-z]*|mathrm|mbox)\{\s*)?([^\W\d_]{2,})\s*\}?")
+WORD = re.compile(rf"(?:{IN_WORDS}\{{\s*)?([^\W\d_]{{2,}})\s*\}}?")
 # a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only. Numbers of
 # units are none: cm^2, m2, (mod 7)
 GUESS = re.compile(
-    r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*"
+    IN_WORDS + r"\s*\{[^{}]*"
     r"(?:(?<![\^_A-Za-z])(?<!mod )(?<!base )[0-9]|\bor\s+[^\s}]|\(\s*or\b)"
 )
 # what may stand between two numbers
