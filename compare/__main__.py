@@ -4,13 +4,15 @@ differences and draws them.
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --jobs=2 --max_steps=100
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --report_only=True
+    python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --patience=300
 
 An arm is a line `name = {"key": value, ...}` of the arms file, with what the arm changes in the
 config. The first arm is the baseline. The command's own flags: --arms, --seeds (runs of each arm,
 seeds 1..n), --eval_seeds (default 3), --output (default runs/compare_<config>), --ranks of a run,
---jobs (runs at a time), --report_only (table and picture of what is finished). Every other
---key=value goes to all runs. The same command again continues where it was interrupted: finished
-runs are not repeated, unfinished ones go on.
+--jobs (runs at a time), --patience (end a run whose held-out mean@k has set no record for so many
+steps, see settled_at() in results.py), --report_only (table and picture of what is finished). Every
+other --key=value goes to all runs. The same command again continues where it was interrupted:
+finished runs are not repeated, unfinished ones go on.
 
 Writes results.md and comparison.png (results.py says what the figures mean), and each run's folder
 <output>/<arm>/seed_<n>/, in which eval.jsonl has the scores of the last checkpoint on every
@@ -47,7 +49,7 @@ from common import (
     script,
     with_tau,
 )
-from compare.results import SET_HERE, draw, evaluation_seeds, write_results
+from compare.results import SET_HERE, draw, evaluation_seeds, settled_at, write_results
 from journal import hold_folder
 
 OWN = {
@@ -57,6 +59,7 @@ OWN = {
     "output": "",  # "": runs/compare_<config>
     "ranks": 2,  # of one run
     "jobs": 1,  # runs at a time
+    "patience": 0,  # steps without a new record that end a run; 0: all have max_steps
     "report_only": False,
 }
 # with long_prompts="drop" these decide which rows are left
@@ -71,6 +74,8 @@ def read_own(argv) -> tuple[dict, list[str]]:
     for key in ("seeds", "eval_seeds", "ranks", "jobs"):
         if own[key] < 1:
             raise UserError(f"--{key}={own[key]} must be at least 1")
+    if own["patience"] < 0:
+        raise UserError(f"--patience={own['patience']} must be steps, or 0 for off")
     if not own["arms"]:
         raise UserError(
             '--arms=FILE is missing: lines like `slow = {"learning_rate": 1e-5}`, the first one is '
@@ -99,7 +104,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
             )
         for seed in range(1, own["seeds"] + 1):
             run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
-            runs.append(run | {"eval_seeds": own["eval_seeds"]})
+            runs.append(run | {key: own[key] for key in ("eval_seeds", "patience")})
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay in the file's order
@@ -145,8 +150,6 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
         "arm": arm,
         "seed": seed,
         "folder": folder,
-        # the checkpoint that is evaluated; a run that has it is "trained"
-        "last": folder / f"step_{config['max_steps']:06d}",
         "config": config | own,
         "flags": [*flags, *flags_of(own)],
     }
@@ -185,7 +188,8 @@ def state_of(run: dict) -> str:
     latest = checkpoint.latest(folder)
     if latest is None:  # the run ended before its first checkpoint
         return "new"
-    return "trained" if latest == run["last"] else "interrupted"
+    ends = settled_at(run) or run["config"]["max_steps"]
+    return "trained" if checkpoint.number_of(latest) >= ends else "interrupted"
 
 
 def check_evaluation(run: dict) -> None:
@@ -208,7 +212,7 @@ def command_of(run: dict, ranks: int) -> list[str]:
     if state == "trained":
         output = run["folder"] / "eval.jsonl"
         evaluation = [
-            f"--model={run['last']}",
+            f"--model={checkpoint.latest(run['folder'])}",
             f"--seeds={run['eval_seeds']}",
             f"--output={output}",
         ]
@@ -252,6 +256,14 @@ def steps_of(run: dict) -> int:
     return 0
 
 
+def end_if_settled(run: dict, before: int, now: int) -> None:
+    """Asks a run in training to end if an evaluation between two of its steps says so."""
+    every = run["config"]["eval_steps"]
+    # all metrics are read, so not each time that we look
+    if run["patience"] and now // every > before // every and settled_at(run) is not None:
+        (run["folder"] / "stop").touch()
+
+
 def carry_out(runs: list[dict], own: dict, locked) -> None:
     """Trains and evaluates the unfinished runs, own["jobs"] at a time. If one fails its name is
     printed and the others go on. Leaves no process behind. locked: the locked file of the output
@@ -279,13 +291,16 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
             for run, process in list(live):
-                steps[run["folder"]] = steps_of(run)
+                before, steps[run["folder"]] = steps[run["folder"]], steps_of(run)
+                end_if_settled(run, before, steps[run["folder"]])
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
                 # state_of(): a run may end with status 0 but without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
                     waiting.insert(0, run)  # to be evaluated
+                    # a settled run has taken fewer steps than were announced
+                    bar.total -= run["config"]["max_steps"] - steps[run["folder"]]
                     continue
                 if process.returncode:
                     log = run["folder"].with_suffix(".log")

@@ -135,7 +135,23 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
                 scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
                 key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
                 lines.append(key | scores)
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=["arm", "seed", "step", *METRICS])
+
+
+def settled_at(run: dict) -> int | None:
+    """The step of the evaluation by which mean@k, averaged over LAST neighbouring evaluations, has
+    set no record for run["patience"] steps; None while it has, or where that is 0."""
+    if not run["patience"]:
+        return None
+    # an interrupted run evaluates a step twice, with the same result
+    means = load_curves([run]).drop_duplicates("step").set_index("step")["mean"]
+    record, since = -1.0, 0
+    for step, mean in means.rolling(LAST).mean().dropna().items():
+        if mean > record:
+            record, since = mean, step
+        elif step - since >= run["patience"]:
+            return step
+    return None
 
 
 def known(table: pd.DataFrame) -> list[str]:

@@ -13,6 +13,7 @@ import time
 import pytest
 from compare_runs import (
     TINY,
+    K,
     plan,
     read_lines,
     write_checkpoint,
@@ -25,6 +26,7 @@ from deadlines import PATIENCE
 import journal
 from common import ROOT, SIGNALS, RunStopped, UserError
 from compare import __main__ as compare
+from compare.results import settled_at
 
 # --- folders
 
@@ -236,6 +238,72 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, launched, caps
     assert "not in here: bad/seed_1." in text
 
 
+# a run with evaluations every 10 steps; averaged over three they are .1 .2 .2 .2 .2 from step 20 on
+SETTLED = [0.0, 0.1, 0.2, 0.3, 0.1, 0.2, 0.3]
+
+
+def write_means(run: dict, means: list[float], checkpoint: int) -> None:
+    """A run in training with these evaluations, whose newest checkpoint is that of a step."""
+    write_run(run, evaluated=False)
+    shutil.rmtree(run["folder"] / "step_000020")
+    write_checkpoint(run, checkpoint)
+    lines = []
+    for i, mean in enumerate(means):
+        lines.append({"step": 10 * i, "eval/pass@1": mean, f"eval/mean@{K}": mean})
+    write_lines(run["folder"] / "metrics.jsonl", lines)
+
+
+@pytest.mark.parametrize(
+    "means, patience, step",
+    [
+        (SETTLED, 20, 50),  # the record is of step 30
+        (SETTLED, 30, 60),
+        (SETTLED, 31, None),
+        (SETTLED, 0, None),  # off
+        (SETTLED[:5], 20, None),  # not yet
+        ([0.3, 0.2, 0.1, 0.0, 0.0], 20, 40),  # it falls from the first average on
+        ([0.3, 0.3], 10, None),  # too few to average
+        ([0.1 * i for i in range(7)], 10, None),  # it rises
+        ([], 10, None),
+    ],
+)
+def test_a_run_has_settled_when_its_mean_sets_no_record(tmp_path, means, patience, step):
+    (run,), _ = plan(tmp_path, "a = {}", f"--patience={patience}", "--max_steps=100")
+    write_means(run, means, 10)
+    assert settled_at(run) == step
+
+
+def test_a_settled_run_is_trained_from_the_checkpoint_at_which_it_settled(tmp_path):
+    flags = ["--patience=20", "--max_steps=100"]
+    (run,), _ = plan(tmp_path, "a = {}", *flags)
+    write_means(run, SETTLED, 40)
+    assert compare.state_of(run) == "interrupted"  # killed before it saved
+    write_means(run, SETTLED, 51)
+    assert compare.state_of(run) == "trained"
+    assert f"--model={run['folder'] / 'step_000051'}" in compare.command_of(run, 1)
+    (patient,), _ = plan(tmp_path, "a = {}", "--max_steps=100")
+    assert compare.state_of(patient) == "interrupted"
+
+
+def test_a_run_that_settles_is_asked_to_stop_and_is_evaluated(
+    tmp_path, launched, monkeypatch, capsys
+):
+    _, argv = plan(tmp_path, "a = {}", "--patience=20", "--max_steps=100")
+    made_up = compare.start
+    waits = "while [ ! -e stop ]; do sleep 0.05; done"
+
+    def start(run, ranks, locked):
+        if compare.state_of(run) == "trained":
+            return made_up(run, ranks, locked)
+        write_means(run, SETTLED, 51)
+        return subprocess.Popen(["sh", "-c", waits], cwd=run["folder"])
+
+    monkeypatch.setattr(compare, "start", start)
+    compare.main(argv)
+    assert launched == [("a", 1, "trained")]
+    assert "100% 60/60 " in capsys.readouterr().err
+
+
 def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, capsys):
     (run,), argv = plan(tmp_path, "a = {}")
     assert compare.steps_of(run) == 0
@@ -331,6 +399,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ("a = {}", ["--seeds=abc"], ["seeds", "int", "'abc'"]),
         ("a = {}", ["--seeds", "3"], ["--seeds=3"]),
         ("a = {}", ["--jobs=0"], ["--jobs=0"]),
+        ("a = {}", ["--patience=-1"], ["--patience=-1"]),
         ("a = {}", ["--ranks=True"], ["ranks", "int"]),
         ("a = {}", ["--report_only=1"], ["report_only", "bool"]),
         ("a = {}", ["--seed=3"], ["--seed=3", "compare itself"]),
