@@ -43,12 +43,6 @@ from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import World, across_ranks, leave_together, start_distributed, start_sampler
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al.
-    2021, arXiv:2107.03374"""
-    return 1 - math.comb(n - correct, k) / math.comb(n, k)
-
-
 class Exam(NamedTuple):
     """Who answers, and which problems."""
 
@@ -59,9 +53,10 @@ class Exam(NamedTuple):
 
 
 def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
-    """A record {"id", "seed", "correct", "failures", "distinct", "num_modes"} for each of this
-    rank's problems; distinct and num_modes are None if the task has no modes. Sampling seeds depend
-    on the problem and `seed` only, so that evaluations of different models are paired."""
+    """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
+    of this rank's problems; distinct and num_modes are None if the task has no modes. Sampling
+    seeds depend on the problem and `seed` only, so that evaluations of different models are
+    paired."""
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
@@ -87,7 +82,8 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
     right = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
     records = []
     for row, (correct, modes), failed in zip(rows, right, failures):
-        record = {"id": row["id"], "seed": seed, "correct": correct, "failures": failed}
+        record = {"id": row["id"], "seed": seed, "samples": k, "correct": correct}
+        record["failures"] = failed
         record["distinct"] = None if modes is None else len(modes)
         record["num_modes"] = None if modes is None else row.get("num_modes")
         records.append(record)
@@ -105,7 +101,7 @@ def summarize(records: list[dict], k: int) -> dict:
     for record in records:
         sums["problems"] += 1
         sums["mean"] += record["correct"] / k
-        sums["pass"] += pass_at_k(k, record["correct"], k)
+        sums["pass"] += record["correct"] > 0
         sums["failures"] += record["failures"]
         # None or 0: the number of correct answers is unknown
         if record["num_modes"]:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checks
-import evaluate
 import learner
 import rollout
 import sft
@@ -568,10 +567,3 @@ def test_diversity_equals_a_slow_loop(prompts, n, seed):
         "completions/jaccard": overlap,
     }
     assert rollout.diversity_metrics(rollouts, n) == pytest.approx(slow, abs=1e-6)
-
-
-@pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
-def test_pass_at_k_equals_trying_every_choice_of_k(n, k):
-    for correct in range(n + 1):
-        draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
-        assert evaluate.pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))

@@ -82,6 +82,7 @@ def write_evaluation(run: dict, correct=3, modes=True) -> None:
             line = {
                 "id": f"{i:03d}",
                 "seed": seed,
+                "samples": K,
                 "correct": right,
                 "distinct": (right + 1) // 2 if modes else None,
                 "num_modes": 8 if modes else None,

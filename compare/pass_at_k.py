@@ -1,0 +1,167 @@
+"""pass@k of several models against k: what each can still do if it may try more often.
+
+    python -m compare.pass_at_k runs/compare_countdown_tiny --picture=pass_at_k.png
+    python -m compare.pass_at_k runs/k64 --output=compare/evidence/graph_coloring_k64.jsonl
+    python -m compare.pass_at_k compare/evidence/graph_coloring_k64.jsonl
+
+A folder has <arm>/seed_<n>/eval.jsonl, as evaluate.py writes them with --output, for example at the
+end of `python -m compare`: 8 samples under 3 evaluation seeds are 24 of each problem. For more:
+
+    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300
+        --eval_num_generations=64 --output=runs/k64/maxent/seed_1/eval.jsonl
+
+A file has what is needed of them, a line {"arm", "seed", "samples", "problems"} for each run, where
+problems[c] is the number of problems with c right answers among the samples. The command's own
+flags: --output (such a file to write), --picture (a file to draw).
+"""
+
+import json
+from math import comb
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from common import UserError, check_writable, only_source, own_flags, script
+from compare.results import colors_of, markdown, parse_lines
+
+OWN = {"output": "", "picture": ""}
+
+
+class Counts(NamedTuple):
+    """The answers of one model."""
+
+    arm: str
+    seed: int
+    samples: int  # of each problem
+    problems: dict[int, int]  # number of right answers -> number of problems
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al.
+    2021, arXiv:2107.03374"""
+    return 1 - comb(n - correct, k) / comb(n, k)
+
+
+def of_run(run: Counts, k: int) -> float:
+    """pass@k, averaged over a run's problems."""
+    solved = [n * pass_at_k(run.samples, correct, k) for correct, n in run.problems.items()]
+    return sum(solved) / sum(run.problems.values())
+
+
+# --- reading
+
+
+def read_runs(source: Path) -> list[Counts]:
+    files = [source] if source.is_file() else sorted(source.glob("*/seed_*/eval.jsonl"))
+    runs = []
+    for file in files:
+        try:
+            lines = parse_lines(file)
+            runs += (
+                [read_line(line) for line in lines] if source.is_file() else [count(file, lines)]
+            )
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{file} can't be used ({error!r}): it must be what evaluate.py --output or this "
+                f"command's --output writes"
+            ) from None
+    if not runs:
+        raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
+    samples = {run.samples for run in runs}
+    if len(samples) > 1:
+        raise UserError(
+            f"{source}: runs have {min(samples)} to {max(samples)} samples of each problem; "
+            f"evaluate them with the same --eval_num_generations and --seeds"
+        )
+    return runs
+
+
+def read_line(line: dict) -> Counts:
+    problems = {int(correct): int(n) for correct, n in line["problems"].items()}
+    run = Counts(str(line["arm"]), int(line["seed"]), int(line["samples"]), problems)
+    # hostile or damaged: comb() refuses negative numbers, and a mean over none has no value
+    if run.samples < 1 or not 0 <= min(problems) <= max(problems) <= run.samples:
+        raise ValueError(f"{run.samples} samples, right answers {sorted(problems)}")
+    if min(problems.values()) < 1:
+        raise ValueError(f"numbers of problems {sorted(problems.values())}")
+    return run
+
+
+def count(file: Path, records: list[dict]) -> Counts:
+    """Records of evaluate.py, one for each problem and evaluation seed, as one line of counts."""
+    table = pd.DataFrame(records).groupby("id")[["samples", "correct"]].sum()
+    (samples,) = table["samples"].unique()  # all problems have as many evaluation seeds
+    problems = table["correct"].value_counts().sort_index().to_dict()
+    seed = file.parent.name.removeprefix("seed_")
+    line = {"arm": file.parent.parent.name, "seed": seed, "samples": samples, "problems": problems}
+    return read_line(line)
+
+
+# --- showing
+
+
+def table_of(runs: list[Counts]) -> pd.DataFrame:
+    """pass@k: a line for each arm and seed, a column for each k = 1, 2, 4, ..., samples."""
+    samples = runs[0].samples
+    ks = [2**i for i in range(samples.bit_length())]
+    ks += [samples] if samples not in ks else []
+    lines = {(run.arm, run.seed): {k: of_run(run, k) for k in ks} for run in runs}
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["arm", "seed"])
+
+
+def show(table: pd.DataFrame) -> str:
+    """A Markdown table: each arm's mean over its runs, and the range of the last column."""
+    means = table.groupby(level="arm").mean()
+    rows = []
+    for arm in means.sort_values(means.columns[-1], ascending=False).index:
+        last = table.loc[arm].iloc[:, -1]
+        cells = [f"{value:.3f}" for value in means.loc[arm]]
+        if len(last) > 1:
+            cells[-1] += f" ({last.min():.3f} to {last.max():.3f})"
+        rows.append([arm, str(len(last)), *cells])
+    return markdown(["arm", "runs", *(f"pass@{k}" for k in table.columns)], *rows)
+
+
+def draw(table: pd.DataFrame, picture: Path) -> None:
+    """Draws each arm's mean against k, and the range over its runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws to a file, needs no window
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    by_arm = table.groupby(level="arm", sort=False)
+    means, low, high = by_arm.mean(), by_arm.min(), by_arm.max()
+    colors = colors_of(means.index)
+    for arm in means.index:
+        axis.plot(means.columns, means.loc[arm], "o-", markersize=3, color=colors[arm], label=arm)
+        axis.fill_between(means.columns, low.loc[arm], high.loc[arm], color=colors[arm], alpha=0.15)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="k, tries", ylabel="pass@k", title="problems solved within k tries")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def main(argv) -> None:
+    own, words = own_flags(argv, OWN)
+    takes = f"python -m compare.pass_at_k takes one file or folder and {', '.join(OWN)}"
+    runs = read_runs(only_source(words, takes))
+    for key, path in own.items():
+        if path:
+            check_writable(f"--{key}", path, folder=False)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+    table = table_of(runs)
+    print(show(table))
+    if own["output"]:
+        lines = [json.dumps(run._asdict()) + "\n" for run in runs]
+        Path(own["output"]).write_text("".join(lines), encoding="utf-8")
+    if own["picture"]:
+        draw(table, Path(own["picture"]))
+        print(f"picture: {own['picture']}")
+
+
+if __name__ == "__main__":
+    script(main)
