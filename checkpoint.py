@@ -433,13 +433,18 @@ def not_written(path: Path, error: Exception) -> str:
     folder = path.parent
     if not folder.is_dir():
         return gone(folder)
-    saved = steps_of(folder)
-    last = saved[-1] if saved else "none"
     return (
         f"{path} could not be written ({type(error).__name__}: {first_line(error)}; "
-        f"{free_gib(folder):.1f} GiB are free there); the last checkpoint is {last}, go on from it "
-        f"with --resume_from_checkpoint=latest"
+        f"{free_gib(folder):.1f} GiB are free there); {how_to_go_on(folder)}"
     )
+
+
+def how_to_go_on(folder: Path) -> str:
+    """The end of a sentence about a run that has ended too early."""
+    saved = steps_of(folder)
+    if not saved:
+        return "no checkpoint had been saved (save_steps): start again, --overwrite_output_dir=True"
+    return f"go on from {saved[-1]} with --resume_from_checkpoint=latest"
 
 
 def gone(folder: Path) -> str:

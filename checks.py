@@ -21,7 +21,7 @@ class Objective(NamedTuple):
     scale: str = "none"  # its default of scale_rewards: the divisor of "centred" advantages
     ratio: str = "token"  # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     group_loss: str = ""  # a loss over a group's scores: "listwise", "balance"; "" none
-    weights: str = ""  # what tau's weights w are: the policy's "target", factors of "rows"; "" none
+    weights: str = ""  # the policy is trained towards w ("target"), or w factors of "rows"; "" none
     beta: str = "loss"  # where the reference acts: a KL in the "loss", or it tilts the "weights"
     term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"; "" nothing
 

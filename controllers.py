@@ -56,7 +56,7 @@ def init_state(config: dict) -> dict:
         "beta": config["beta"],
         "entropy": None,  # its moving average (EMA), None until the first finite entropy
         "steering": steering_entropy(config),  # the metric that "entropy" averages
-        "skipped": 0,  # steps without a measurement
+        "skipped": 0,  # measurements that were missing or not finite; a step may lack two
         # the meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
         "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
     }
@@ -208,8 +208,8 @@ def virtual_policy(config: dict) -> Virtual:
 
 
 def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[float]]:
-    """((Phi, H, K), the direction by (log tau, log beta) against which Phi descends). The direction
-    is the gradient of Phi through the virtual steps; for "analytic", the residuals
+    """((Phi, H, K), what to subtract from (log tau, log beta), times a learning rate, so that Phi
+    falls). That is the gradient of Phi through the virtual steps; for "analytic", the residuals
     (H - H*, KL* - K), which need no differentiation."""
     import torch
 

@@ -79,9 +79,9 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
     values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, k, F)
     # (p,); a rank without rows has values (0, 0, F)
     failures = values.isinf().any(-1).sum(1).tolist() if rows else []
-    right = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
+    found = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
     records = []
-    for row, (correct, modes), failed in zip(rows, right, failures):
+    for row, (correct, modes), failed in zip(rows, found, failures):
         record = {"id": row["id"], "seed": seed, "samples": k, "correct": correct}
         record["failures"] = failed
         record["distinct"] = None if modes is None else len(modes)
@@ -162,9 +162,9 @@ def report(folder: Path) -> None:
             f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} "
             f"{'step ' + str(last['step']):>10} {'change':>10}"
         )
-        for key in [
-            key for key in first if key.startswith("eval/") and key in last
-        ]:  # `in last`: reward_failures may be missing
+        # reward_failures may be in one of them only
+        shared = [key for key in first if key.startswith("eval/") and key in last]
+        for key in shared:
             print(
                 f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} "
                 f"{last[key] - first[key]:>+10.3f}"

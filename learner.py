@@ -3,13 +3,13 @@ and on many.
 
     group = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(group, tau, beta, config)       # weights, advantages, active groups
-    norm = step_counts(targets, group["lengths"])
-    metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, norm)
+    counts = step_counts(targets, group["lengths"])
+    metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
     engine.step()
 
-P prompts, G completions each, N = P*G rows; p = P / world prompts of this rank; n rows of a
-micro-batch; T tokens of the longest completion. What tells the objectives apart stands in
-checks.OBJECTIVES.
+P prompts of the step, p = P / world of this rank; G rows of a group, with InfoSeed its completions
+and seeded ones; N = p*G rows of this rank, n of a micro-batch; T tokens of the longest completion.
+What tells the objectives apart stands in checks.OBJECTIVES.
 """
 
 import math
@@ -29,12 +29,12 @@ from policy import completion_mask
 from ranks import across_ranks, gather_groups
 
 
-class Plan(NamedTuple):
+class MicroBatchPlan(NamedTuple):
     """Row indices of each micro-batch of this rank. How they are chosen: end of this file."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; as many on every rank
-    missing: int = 0  # how many more forwards the busiest rank has
+    missing: int = 0  # forwards to add, so that all ranks make as many: ZeRO-3 gathers in each
     torn: torch.Tensor | None = None  # (N,) bool: rows of groups in pieces; None: no rank has any
 
     @property
@@ -83,7 +83,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     return group
 
 
-def score_by_reference(reference, batch: dict, plan: Plan, c: dict):
+def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
     """Log-probs (N, T) of all rows under the reference model, which may be kept in CPU memory."""
     if c["reference_placement"] != "cpu":
         return score_rows(reference, batch, plan)
@@ -104,43 +104,33 @@ def group_scores(logps, batch: dict, c: dict):
     )
 
 
-def own_targets(targets: dict, world) -> dict:
-    """This rank's groups (p, G) of the whole step's (P, G)."""
-    own = {}
-    for name, value in targets.items():
-        count = len(value) // world.size  # groups of a rank
-        own[name] = value[world.rank * count : (world.rank + 1) * count]
-    return own
+def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+    """What the whole step asks of the policy: "rewards", "advantages" and, by objective, "weights"
+    or "goals" (P, G); "active" and perhaps "group_weight" (P,).
 
-
-def step_counts(targets: dict, lengths) -> dict:
-    """What the step's losses are divided by, counted over all ranks: rows, prompts, completion
-    tokens, active groups (at least 1)."""
-    return {
-        "rows": lengths.numel(),
-        "prompts": len(lengths),
-        "tokens": int(lengths.sum()),
-        "active": max(1, int(targets["active"].sum())),
-    }
-
-
-def shaped_rewards(group: dict, c: dict):
-    """The rewards, (P, G), changed by unlikeliness_coef and policy_entropy_bonus_coef."""
-    rewards = group["rewards"]
-    if "seq_logps" in group:
-        rewards = L.unlikely_rewards(rewards, group["seq_logps"], c["unlikeliness_coef"])
-    if "entropies" in group:
-        bonus = L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
-        rewards = rewards + bonus
-    return rewards
-
-
-def row_advantages(group: dict, c: dict):
-    """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES."""
+    group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
+    InfoSeed added to them, which decide which rows are best or correct. Where the config needs
+    them: "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters" and
+    "mean_logps" (P, G), "correct_modes" (P,), "pass_k"."""
     objective = OBJECTIVES[c["objective"]]
-    rewards = shaped_rewards(group, c)
-    scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
+    if objective.group_loss:
+        return score_targets(group, tau, beta, c)
+    rewards = group["rewards"]
+    G = rewards.shape[1]
+    advantages = row_advantages(group, c)  # (P, G)
+    targets = {
+        "rewards": group.get("task_rewards", rewards),
+        "active": ~L.equal_groups(rewards),
+        "advantages": advantages,
+    }
+    if objective.weights == "rows":
+        targets["weights"] = row_weights(advantages, group, tau, beta, c)
+        if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
+            targets["advantages"] = G * targets["weights"] * advantages
+    if objective.term == "answer_entropy":
+        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])  # (P,)
+        targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
+    return targets
 
 
 def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
@@ -175,33 +165,12 @@ def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     return targets
 
 
-def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
-    """What the whole step asks of the policy: "rewards", "advantages" and, by objective, "weights"
-    or "goals" (P, G); "active" and perhaps "group_weight" (P,).
-
-    group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
-    InfoSeed added to them, which decide which rows are best or correct. Where the config needs
-    them: "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters" and
-    "mean_logps" (P, G), "correct_modes" (P,), "pass_k"."""
+def row_advantages(group: dict, c: dict):
+    """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES."""
     objective = OBJECTIVES[c["objective"]]
-    if objective.group_loss:
-        return score_targets(group, tau, beta, c)
-    rewards = group["rewards"]
-    G = rewards.shape[1]
-    advantages = row_advantages(group, c)  # (P, G)
-    targets = {
-        "rewards": group.get("task_rewards", rewards),
-        "active": ~L.equal_groups(rewards),
-        "advantages": advantages,
-    }
-    if objective.weights == "rows":
-        targets["weights"] = row_weights(advantages, group, tau, beta, c)
-        if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
-            targets["advantages"] = G * targets["weights"] * advantages
-    if objective.term == "answer_entropy":
-        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])  # (P,)
-        targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    return targets
+    rewards = shaped_rewards(group, c)
+    scale = c["scale_rewards"] or objective.scale  # "": the objective's own
+    return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
 
 
 def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
@@ -213,6 +182,37 @@ def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
         taus = L.mode_adaptive_tau(tau, group["correct_modes"])
     tilt = beta if c["xdr_ref_tilt"] else 0.0  # without the tilt, beta weights a KL in the loss
     return L.xdr_weights(utilities, group.get("ref_scores"), taus, tilt)
+
+
+def shaped_rewards(group: dict, c: dict):
+    """The rewards, (P, G), changed by unlikeliness_coef and policy_entropy_bonus_coef."""
+    rewards = group["rewards"]
+    if "seq_logps" in group:
+        rewards = L.unlikely_rewards(rewards, group["seq_logps"], c["unlikeliness_coef"])
+    if "entropies" in group:
+        bonus = L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
+        rewards = rewards + bonus
+    return rewards
+
+
+def step_counts(targets: dict, lengths) -> dict:
+    """What the step's losses are divided by, counted over all ranks: rows, prompts, completion
+    tokens, active groups (at least 1)."""
+    return {
+        "rows": lengths.numel(),
+        "prompts": len(lengths),
+        "tokens": int(lengths.sum()),
+        "active": max(1, int(targets["active"].sum())),
+    }
+
+
+def own_targets(targets: dict, world) -> dict:
+    """This rank's groups (p, G) of the whole step's (P, G)."""
+    own = {}
+    for name, value in targets.items():
+        count = len(value) // world.size  # groups of a rank
+        own[name] = value[world.rank * count : (world.rank + 1) * count]
+    return own
 
 
 # --- the loss of a micro-batch
@@ -236,20 +236,20 @@ def scores_of(logps, lengths, c: dict):
     return L.sequence_scores(logps, lengths, norm, c["max_completion_length"], scale)
 
 
-def group_loss(scores, targets: dict, c: dict, norm: dict):
+def group_loss(scores, targets: dict, c: dict, counts: dict):
     """The part of the loss that is a function of a whole group's scores (p, G): the objective's
     group loss, or the mode-entropy term."""
     kind = OBJECTIVES[c["objective"]].group_loss
     active = targets["active"]  # (p,) bool
     group_weight = targets.get("group_weight")  # (p,) or None
     if kind == "balance":
-        return L.balance_loss(scores, targets["goals"], active, norm["active"], group_weight)
+        return L.balance_loss(scores, targets["goals"], active, counts["active"], group_weight)
     if kind == "listwise":
         loss = L.mle_loss if c["maxent_loss"] == "mle" else L.listwise_loss
-        return loss(scores, targets["weights"], active, norm["active"], group_weight)
+        return loss(scores, targets["weights"], active, counts["active"], group_weight)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
-    loss = L.mode_entropy_loss(scores, targets["rewards"], norm["prompts"] * longest)
+    loss = L.mode_entropy_loss(scores, targets["rewards"], counts["prompts"] * longest)
     return c["mode_entropy_coef"] * loss
 
 
@@ -266,13 +266,13 @@ def surrogate(logps, part: dict, c: dict) -> tuple:
     return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
 
 
-def token_loss(logps, entropy, part: dict, beta: float, c: dict, norm: dict) -> tuple:
+def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -> tuple:
     """The part of the loss that is a sum over tokens: surrogate, entropy, KL. Returns (loss, tokens
     clipped below, tokens clipped above, sum of all tokens' KL)."""
     objective = OBJECTIVES[c["objective"]]
     mask = completion_mask(part["lengths"])  # (n, T)
     token_weight = L.token_weights(
-        objective.tokens, mask, norm["rows"], norm["tokens"], c["max_completion_length"]
+        objective.tokens, mask, counts["rows"], counts["tokens"], c["max_completion_length"]
     )  # (n, T)
     total = logps.new_zeros(())
     kl_sum = logps.new_zeros(())
@@ -342,7 +342,7 @@ def keep_step(model, batch: dict, forwards: int) -> None:
 
 
 @torch.no_grad()
-def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
+def score_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
     distributions instead. 0 outside completions."""
     scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
@@ -357,7 +357,9 @@ def score_rows(model, batch: dict, plan: Plan, entropy: bool = False):
     return scores
 
 
-def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, norm: dict) -> tuple:
+def score_gradients(
+    engine, batch: dict, plan: MicroBatchPlan, targets: dict, c: dict, counts: dict
+) -> tuple:
     """(slopes (N,), loss), both of the groups that are in pieces. A slope is d loss / d score of a
     row, 0 for rows of whole groups. An extra pass scores the rows of these groups first, so that
     each micro-batch can go backward by itself. All ranks together."""
@@ -365,10 +367,10 @@ def score_gradients(engine, batch: dict, plan: Plan, targets: dict, c: dict, nor
     pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # resting rows have no gradient
     pieces = [rows for rows in pieces if len(rows)]
     most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-    logps = score_rows(engine, batch, Plan(pieces, [], most - len(pieces)))  # (N, T)
+    logps = score_rows(engine, batch, MicroBatchPlan(pieces, [], most - len(pieces)))  # (N, T)
     scores = scores_of(logps, batch["lengths"], c).requires_grad_()  # (N,)
     torn = plan.torn.view(-1, G)[:, 0]  # (p,)
-    loss = group_loss(scores.view(-1, G)[torn], taken(targets, torn), c, norm)
+    loss = group_loss(scores.view(-1, G)[torn], taken(targets, torn), c, counts)
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
@@ -377,7 +379,7 @@ def taken(targets: dict, groups) -> dict:
     return {name: value[groups] for name, value in targets.items()}
 
 
-def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) -> tuple:
+def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
     A group in pieces goes backward through the sum of slope * score over its rows here, a number
@@ -390,17 +392,17 @@ def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, norm: dict) ->
         of_torn = (part["slopes"][torn] * scores[torn]).sum()
         rows, scores = rows[~torn], scores[~torn]
     G = targets["rewards"].shape[1]
-    loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, norm)
+    loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, counts)
     return of_torn + loss, loss.item()
 
 
 def accumulate_gradients(
-    engine, batch: dict, targets: dict, beta: float, c: dict, norm: dict
+    engine, batch: dict, targets: dict, beta: float, c: dict, counts: dict
 ) -> dict:
     """Forward over all micro-batches of one update, backward over those with a gradient; returns
     the metrics of the update, over all ranks.
 
-    targets: this rank's groups (p, G); norm: step_counts() of the whole step. Sets
+    targets: this rank's groups (p, G); counts: step_counts() of the whole step. Sets
     batch["old_logps"] in the first update of a batch."""
     G = targets["rewards"].shape[1]
     world = dist.get_world_size()
@@ -414,7 +416,7 @@ def accumulate_gradients(
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
     slopes = None
     if plan.torn is not None:
-        slopes, sums[0] = score_gradients(engine, batch, plan, targets, c, norm)
+        slopes, sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
     # in the first update the policy is the one that sampled, so its log-probs are the old ones
     first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
@@ -431,10 +433,10 @@ def accumulate_gradients(
         if first_update:
             part["old_logps"] = logps.detach()
             old_logps[rows, : logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(logps, entropy, part, beta, c, norm)
+        loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
         reported = loss.item()
         if coupled:
-            loss_of_groups, value = coupled_loss(logps, part, rows, targets, c, norm)
+            loss_of_groups, value = coupled_loss(logps, part, rows, targets, c, counts)
             loss = loss + loss_of_groups
             reported += value
         measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
@@ -452,7 +454,7 @@ def accumulate_gradients(
     seconds = time.perf_counter() - began
     if first_update:
         batch["old_logps"] = old_logps
-    metrics = update_metrics(sums, norm["tokens"], has_reference="ref_logps" in batch)
+    metrics = update_metrics(sums, counts["tokens"], has_reference="ref_logps" in batch)
     return metrics | learning_seconds(seconds)
 
 
@@ -524,7 +526,7 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
             f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on "
             f"average (at most {largest:.1f}), over max_logp_difference={limit}: the rollout "
             f"engine does not hold the policy's weights, or the limit is too low for this dtype "
-            f"(bfloat16 alone makes 0.01 to 0.05)"
+            f"(bfloat16 alone makes 0.01 to 0.05, and more at low temperatures)"
         )
     return {
         "sampling/sampling_logp_difference/mean": mean,
@@ -538,7 +540,7 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
 # --- how a step is cut into micro-batches
 
 
-def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> Plan:
+def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
     learning ones, at least one each: the optimizer needs a backward before it steps."""
     budget = c["max_tokens_per_micro_batch"]
@@ -637,7 +639,7 @@ def fill_padded(units: list[int], cost: list[int], rows: list[list], budget: int
     return bins
 
 
-def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> Plan:
+def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> MicroBatchPlan:
     """The plan of these micro-batches, halved until there are at least at_least = (resting,
     learning): ranks must agree on the numbers. A rank that can't halve its learning ones any
     further turns one resting unit into a learning micro-batch for each that it lacks."""
@@ -653,7 +655,7 @@ def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> Plan:
     def rows_of(bins: list) -> list:
         return [torch.tensor([i for unit_rows in units for i in unit_rows]) for units in bins]
 
-    return Plan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
+    return MicroBatchPlan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
 
 
 def halve_largest(bins: list) -> bool:

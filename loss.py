@@ -458,7 +458,7 @@ def importance_ratio(
     return ratio.clamp(max=cap)
 
 
-# --- log-probs of tokens without ever holding a (tokens, vocabulary) tensor
+# --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time
 
 # On a CPU, softmaxes of a forward up to this size are kept for its backward; the rest are
 # recomputed.
@@ -478,7 +478,7 @@ class HeadOptions(NamedTuple):
 class ChunkedLogps(torch.autograd.Function):
     """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and
     backward. Between the two it keeps hidden, the results, the log-normalisers and as many
-    softmaxes as there is room for, so memory does not grow with tokens * vocabulary."""
+    softmaxes as fit in a room of fixed size, so memory is bounded for any tokens * vocabulary."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, options: HeadOptions):

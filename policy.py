@@ -28,7 +28,7 @@ FLIPPED = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
 
-class Plan(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where the k completion tokens of n rows stand among the hidden states of a forward. A place
     is an index into these hidden states."""
 
@@ -61,8 +61,8 @@ class Policy(torch.nn.Module):
         if pack:
             packing.prepare(lm)
 
-    def plan(self, ids, prompt_lengths, lengths) -> Plan:
-        """The Plan of a forward; all tensors in CPU memory."""
+    def plan(self, ids, prompt_lengths, lengths) -> TokenPlaces:
+        """The places of a forward; all tensors in CPU memory."""
         row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
         packed = None
         if self.pack:
@@ -74,7 +74,7 @@ class Policy(torch.nn.Module):
             before = own - 1
         targets = ids[row, prompt_lengths[row] + t]
         ends = own[t == lengths[row] - 1]  # (n,)
-        return Plan(row, t, targets, before, own, ends, packed)
+        return TokenPlaces(row, t, targets, before, own, ends, packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
@@ -112,7 +112,7 @@ class Policy(torch.nn.Module):
 
         return table(logps), table(entropy)
 
-    def pooled(self, hidden, plan: Plan, lengths, pool: str) -> tuple:
+    def pooled(self, hidden, plan: TokenPlaces, lengths, pool: str) -> tuple:
         """What forward returns with `pool`."""
         pooled = hidden[plan.ends].float()  # (n, H); float32, as it will be summed and compared
         if pool == "mean":

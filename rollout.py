@@ -6,11 +6,13 @@
     rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
-Every engine has these methods, whether it runs in this process or talks to servers:
+Every engine has these methods, whether it runs in this process or talks to servers (begin: the
+latter only):
 
     generate(prompts_ids, n, sampling, finished)  n rollouts of each prompt, prompt-major
-    begin(prompts_ids, n, sampling, finished)     servers only: starts sampling in the background;
-                                                  generate() with the same arguments collects it
+    begin(prompts_ids, n, sampling, finished)     starts sampling in the background; generate()
+                                                  with the same arguments collects it
+    wait()                  returns when nothing is being sampled in the background
     sync(named_parameters)  copies the weights from an iterator of (name, tensor)
     sleep(), wake()         lend the engine's GPU memory to the learner and take it back; the
                             attribute `sleeps` says whether the engine has any to lend
@@ -543,8 +545,9 @@ def start_engine(config: dict, device: torch.device):
 
 
 def prompt_seed(*parts) -> int:
-    """A 62-bit seed from (seed, step, prompt index, ...); engines add i for sample i of the prompt.
-    It is the same in every process and every version of Python."""
+    """A 62-bit seed from (seed, step, prompt index, ...), the same in every process and every
+    version of Python. vLLM's completion i of a prompt is sampled with seed + i; HfEngine seeds once
+    a prompt."""
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 

@@ -27,7 +27,8 @@ from tasks import mathematics
 from tasks.countdown import last_answer
 from workers import Failure
 
-# these stand where a function failed: values are always finite. NaN: the function was not called
+# What measure() writes where a function failed: what a function returns is finite. NaN stands where
+# a function does not score that row.
 TIMEOUT = -math.inf
 ERROR = math.inf
 

@@ -6,7 +6,7 @@ Demonstrations are drawn from the "solutions" of the dataset's rows.
     python sft.py config/countdown_0.5b.py --output_dir=runs/warm --steps=200
 
 model="tiny" builds, without any download, a character-level tokenizer with a chat template and a
-Qwen2 of about 1M parameters with random weights. Any Hugging Face model works as well. The result
+Qwen2 of 0.8M parameters with random weights. Any Hugging Face model works as well. The result
 is a Hugging Face folder. The weights of a mixture are ignored: all of its problems are drawn with
 the same probability. So are the keys that say how RL trains (dtype, optimizer, zero_stage, ...):
 AdamW in float32, a whole --batch_size in one forward.
@@ -156,21 +156,21 @@ def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> di
     return rollout.to_batch(chosen[world.rank :: world.size], world.device)
 
 
-def demonstration(group: list[dict], seed_prompts: list, rng) -> dict:
+def demonstration(group: list[dict], seeded: list, rng) -> dict:
     """One of a row's demonstrations.
 
     If the row has seeded prompts, half of its demonstrations get one of them as prompt. Then, with
     probability SEEDED, the solution is drawn from the seed's own share of the sorted solutions,
     else from all of them. So the model learns to react to the seed a little; otherwise InfoSeed has
     nothing to amplify."""
-    if not seed_prompts or rng.random() < 0.5:
+    if not seeded or rng.random() < 0.5:
         return rng.choice(group)
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
-    z = rng.randrange(len(seed_prompts))
+    z = rng.randrange(len(seeded))
     own = sorted(group, key=lambda pair: pair["completion_ids"])[
-        int((z + rng.random()) / len(seed_prompts) * len(group))
+        int((z + rng.random()) / len(seeded) * len(group))
     ]
-    return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seed_prompts[z]}
+    return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seeded[z]}
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """MaxEnt-GRPO: reinforcement learning of a language model from groups of sampled answers.
 
     python train.py config/countdown_tiny.py                                    one process
-    torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py --maxent_tau=0.2
+    torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py --maxent_tau=0.1
     torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py     eight GPUs
     python train.py config/math_maxent.py --dry_run          check everything, run nothing
 
@@ -128,7 +128,7 @@ class Run:
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
     state: dict  # tau, beta and what their controllers remember
-    saved_step: int  # the step of the newest checkpoint, which needs no other
+    saved_step: int  # a step that needs no save: the run began at it, or has saved it
     skipped: int = 0  # steps in a row with an update that was not applied
     equal: int = 0  # steps in a row in which every group had equal rewards
     stopping: bool = False
@@ -214,9 +214,9 @@ def load_reference(c: dict, engine, device):
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
-    engine, *_ = deepspeed.initialize(model=reference, config=sharded)
-    engine.eval()
-    return engine
+    reference_engine, *_ = deepspeed.initialize(model=reference, config=sharded)
+    reference_engine.eval()
+    return reference_engine
 
 
 def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
@@ -311,8 +311,8 @@ def enough_memory(phase: str, c: dict):
         if isinstance(error, RunStopped) or not out_of_memory(error):
             raise
         raise RunStopped(
-            f"memory ran out ({phase}): {less_memory(phase, c)}, and go on with "
-            f"--resume_from_checkpoint=latest; {in_one_line(error)}"
+            f"memory ran out ({phase}): {less_memory(phase, c)}, and "
+            f"{checkpoint.how_to_go_on(Path(c['output_dir']))}; {in_one_line(error)}"
         ) from None
 
 
@@ -346,7 +346,7 @@ def learning_rate_at(step: int, c: dict) -> float:
     return peak
 
 
-def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.Seeds) -> dict:
+def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.Seeds) -> dict:
     """Updates the policy num_iterations times on this rank's rows; returns metrics.
 
     Loss, entropy and KL are those of the first update, when the policy is the one that sampled.
@@ -360,7 +360,9 @@ def update(run: Run, batch: dict, targets: dict, norm: dict, seeds: infoseed.See
     of_last = ("clip_ratio/low", "clip_ratio/high")
     summed = ("time/learn_slowest", "time/learn_mean")
     for i in range(c["num_iterations"]):
-        new = learner.accumulate_gradients(engine, batch, local_targets, run.state["beta"], c, norm)
+        new = learner.accumulate_gradients(
+            engine, batch, local_targets, run.state["beta"], c, counts
+        )
         new |= seeds.accumulate_gradients(update=i)
         # the Timer takes it off "learn", the phase around it
         run.timer.add("wait", new.pop("time/wait"))
@@ -624,11 +626,11 @@ def train(run: Run) -> None:
             )
             group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
             targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
-            norm = learner.step_counts(targets, group["lengths"])
+            counts = learner.step_counts(targets, group["lengths"])
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
-            metrics = update(run, batch, targets, norm, seeds)  # sets batch["old_logps"]
+            metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, collected.unseeded_rows)
             metrics |= learner.sampler_mismatch(unseeded, limit)
@@ -651,13 +653,13 @@ def train(run: Run) -> None:
         metrics |= seeds.metrics(targets)
         metrics |= learner.group_metrics(collected.rewards[:, :G], group["lengths"][:, :G])
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
-        metrics |= timer.take(tokens=norm["tokens"])
+        metrics |= timer.take(tokens=counts["tokens"])
         check_folder(run)  # before anything is written into it
         show(run, collected, metrics, bar)
         check_rewards(run, metrics)
         check_updates(run)
         last = run.step == c["max_steps"]
-        # in the last step it is done anyway: its upload is waited for
+        # a stop in the last step changes nothing: the run is finished, and waits for its upload
         run.stopping = any_rank(run.stop.asked()) and not last
         if c["eval_steps"] > 0 and (last or run.step % c["eval_steps"] == 0):
             evaluate_now(run)

@@ -504,12 +504,12 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
     rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
     lengths = batch["lengths"].view(size["P"], size["G"])
     targets = learner.group_targets({"rewards": rewards, "lengths": lengths}, 0.0, 0.0, config)
-    norm = learner.step_counts(targets, lengths)
+    counts = learner.step_counts(targets, lengths)
     begins = int(batch["prompt_lengths"][0])  # prompts are of one length
 
     def learn():
         batch.pop("old_logps", None)  # each time is the first update of its batch
-        learner.accumulate_gradients(engine, batch, targets, 0.0, config, norm)
+        learner.accumulate_gradients(engine, batch, targets, 0.0, config, counts)
 
     def bare():
         output = lm.base_model(input_ids=batch["ids"], use_cache=False)

@@ -81,9 +81,9 @@ class Case:
         targets = learner.group_targets(group, 0.0, self.c["beta"], self.c)
         if spoiled:
             targets["advantages"] = targets["advantages"] * float("nan")
-        norm = learner.step_counts(targets, lengths)
+        counts = learner.step_counts(targets, lengths)
         beta = self.c["beta"]
-        return learner.accumulate_gradients(self.engine, self.batch, targets, beta, self.c, norm)
+        return learner.accumulate_gradients(self.engine, self.batch, targets, beta, self.c, counts)
 
     def step(self, spoiled: bool = False) -> dict:
         metrics = self.learn(spoiled)

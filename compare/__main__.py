@@ -4,7 +4,7 @@ differences and draws them.
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --jobs=2 --max_steps=100
     python -m compare config/countdown_tiny.py --arms=compare/arms.py --report_only=True
-    python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --patience=300
+    python -m compare config/countdown_tiny.py --arms=compare/arms.py --max_steps=999 --patience=300
 
 An arm is a line `name = {"key": value, ...}` of the arms file, with what the arm changes in the
 config. The first arm is the baseline. The command's own flags: --arms, --seeds (runs of each arm,
@@ -259,8 +259,10 @@ def steps_of(run: dict) -> int:
 def end_if_settled(run: dict, before: int, now: int) -> None:
     """Asks a run in training to end if an evaluation between two of its steps says so."""
     every = run["config"]["eval_steps"]
+    # an evaluation is written after the line of its step, so it is there when the next step's is
+    evaluated = (now - 1) // every > (before - 1) // every
     # all metrics are read, so not each time that we look
-    if run["patience"] and now // every > before // every and settled_at(run) is not None:
+    if run["patience"] and evaluated and settled_at(run) is not None:
         (run["folder"] / "stop").touch()
 
 
@@ -344,8 +346,8 @@ def main(argv) -> None:
     if missing and not own["report_only"]:
         first = missing[0]["folder"]
         raise RunStopped(
-            f"{len(missing)} of {len(runs)} runs failed; the first: {first}, see "
-            f"{first.with_suffix('.log')}"
+            f"{len(missing)} of {len(runs)} runs are not finished, as they failed or a file `stop` "
+            f"ended them; the first: {first}, see {first.with_suffix('.log')}"
         )
 
 

@@ -1,5 +1,7 @@
 # The arms of the experiment in docs/results.md; the first one is the baseline.
-#   python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3
+#   python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --ranks=1 --jobs=2
+#   --max_steps=120 --eval_steps=20 --learning_rate=2e-4 --lr_scheduler_type=linear
+#   --warmup_steps=10
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
 dr_grpo_hot = {"objective": "dr_grpo", "temperature": 1.3}

@@ -2,7 +2,7 @@
 # Run, in one line:
 #   python -m compare config/countdown_tiny.py --arms=compare/convergence_arms.py --seeds=3
 #   --ranks=1 --jobs=2 --learning_rate=2e-4 --lr_scheduler_type=constant --warmup_steps=20
-#   --max_steps=1500 --eval_steps=50
+#   --max_steps=1500 --patience=300 --eval_steps=50
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
 # flow divides by a row's length and dr_grpo does not; this is dr_grpo divided by it too

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from common import UserError, only_source, own_flags, script
+from common import UserError, check_writable, only_source, own_flags, script
 from compare.results import LAST, colors_of, markdown, metrics_of, parse_lines, runs_in, smoothed
 
 OWN = {"picture": "", "problems": 256, "k": 8}
@@ -41,7 +41,7 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
                 f"{', '.join(f'{metric}@{k}' for metric in METRICS)}: another --k?"
             ) from None
         lines.append(line)
-    # a run that was interrupted evaluates its last step twice
+    # files that somebody put together may have a step twice
     table = pd.DataFrame(lines).drop_duplicates(["arm", "seed", "step"], keep="last")
     for (arm, seed), run in table.groupby(["arm", "seed"]):
         if run["step"].min() > 0:
@@ -153,7 +153,14 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
 def main(argv) -> None:
     own, words = own_flags(argv, OWN)
     takes = f"python -m compare.frontier takes one file or folder and {', '.join(OWN)}"
-    evaluations = read_evaluations(only_source(words, takes), own["k"])
+    source = only_source(words, takes)
+    for key in ("problems", "k"):
+        if own[key] < 1:
+            raise UserError(f"--{key}={own[key]} must be at least 1")
+    if own["picture"]:
+        check_writable("--picture", own["picture"], folder=False)
+        Path(own["picture"]).parent.mkdir(parents=True, exist_ok=True)
+    evaluations = read_evaluations(source, own["k"])
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])

@@ -1,8 +1,8 @@
 """pass@k of several models against k: what each can still do if it may try more often.
 
     python -m compare.pass_at_k runs/compare_countdown_tiny --picture=pass_at_k.png
-    python -m compare.pass_at_k runs/k64 --output=compare/evidence/graph_coloring_k64.jsonl
-    python -m compare.pass_at_k compare/evidence/graph_coloring_k64.jsonl
+    python -m compare.pass_at_k runs/k64 --output=runs/k64.jsonl
+    python -m compare.pass_at_k runs/k64.jsonl
 
 A folder has <arm>/seed_<n>/eval.jsonl, as evaluate.py writes them with --output, for example at the
 end of `python -m compare`: 8 samples under 3 evaluation seeds are 24 of each problem. For more:
@@ -53,18 +53,19 @@ def of_run(run: Counts, k: int) -> float:
 
 
 def read_runs(source: Path) -> list[Counts]:
-    files = [source] if source.is_file() else sorted(source.glob("*/seed_*/eval.jsonl"))
+    if not source.exists():
+        raise UserError(f"{source} is not there")
+    counted = source.is_file()
     runs = []
-    for file in files:
+    for file in [source] if counted else sorted(source.glob("*/seed_*/eval.jsonl")):
         try:
             lines = parse_lines(file)
-            runs += (
-                [read_line(line) for line in lines] if source.is_file() else [count(file, lines)]
-            )
+            runs += map(read_line, lines) if counted else [count(file, lines)]
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            writer = "this command's --output" if counted else "evaluate.py --output"
             raise UserError(
-                f"{file} can't be used ({error!r}): it must be what evaluate.py --output or this "
-                f"command's --output writes"
+                f"{file} can't be used, it must be what {writer} writes: "
+                f"{type(error).__name__}: {error}"
             ) from None
     if not runs:
         raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
@@ -90,11 +91,16 @@ def read_line(line: dict) -> Counts:
 
 def count(file: Path, records: list[dict]) -> Counts:
     """Records of evaluate.py, one for each problem and evaluation seed, as one line of counts."""
-    table = pd.DataFrame(records).groupby("id")[["samples", "correct"]].sum()
-    (samples,) = table["samples"].unique()  # all problems have as many evaluation seeds
+    if not all("samples" in record for record in records):
+        raise ValueError("records without `samples`, as older versions wrote them: evaluate again")
+    table = pd.DataFrame(records, columns=["id", "samples", "correct"]).groupby("id").sum()
+    samples = set(table["samples"])
+    if len(samples) != 1:
+        raise ValueError(f"numbers of samples per problem are {sorted(samples)}: is it cut short?")
     problems = table["correct"].value_counts().sort_index().to_dict()
     seed = file.parent.name.removeprefix("seed_")
-    line = {"arm": file.parent.parent.name, "seed": seed, "samples": samples, "problems": problems}
+    line = {"arm": file.parent.parent.name, "seed": seed, "problems": problems}
+    line["samples"] = samples.pop()
     return read_line(line)
 
 

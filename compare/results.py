@@ -22,7 +22,7 @@ from common import UserError
 from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
-# keys that compare sets, and arms may not
+# keys that `python -m compare` sets itself; an arm that sets one is refused
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
@@ -139,12 +139,12 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
 
 
 def settled_at(run: dict) -> int | None:
-    """The step of the evaluation by which mean@k, averaged over LAST neighbouring evaluations, has
-    set no record for run["patience"] steps; None while it has, or where that is 0."""
+    """The step of the first evaluation at which the record of mean@k, averaged over LAST
+    neighbouring evaluations, is run["patience"] steps old. None if there is none yet, or if that is
+    0."""
     if not run["patience"]:
         return None
-    # an interrupted run evaluates a step twice, with the same result
-    means = load_curves([run]).drop_duplicates("step").set_index("step")["mean"]
+    means = load_curves([run]).set_index("step")["mean"]
     record, since = -1.0, 0
     for step, mean in means.rolling(LAST).mean().dropna().items():
         if mean > record:

@@ -13,7 +13,7 @@ objective = "maxent"
 maxent_tau = 0.2
 maxent_target_excess_entropy = 0.1  # tau about .21 where a quarter of a group is right
 maxent_tau_lr = 0.3
-maxent_tau_max = 0.217  # 1 / ln(100 characters), above which wrong answers win
+maxent_tau_max = 0.217  # 1 / ln(101 tokens), above which wrong answers win
 beta = 0.02
 # nats per token; left alone it is .09 to .1 after 200 steps. 0.05 is out of reach at this learning
 # rate: beta grows until tau + beta flattens the weights, and tau can not make up for that

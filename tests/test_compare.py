@@ -228,7 +228,7 @@ def test_all_arms_get_one_seed_before_any_gets_two(tmp_path, launched):
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, launched, capsys):
     _, argv = plan(tmp_path, "a = {}\nbad = {}\nc = {}")
-    with pytest.raises(RunStopped, match=r"1 of 3 runs failed.*bad/seed_1.log"):
+    with pytest.raises(RunStopped, match=r"1 of 3 runs are not finished.*bad/seed_1.log"):
         compare.main(argv)
     assert ("c", 1, "trained") in launched
     assert "bad/seed_1.log" in capsys.readouterr().err
@@ -302,6 +302,17 @@ def test_a_run_that_settles_is_asked_to_stop_and_is_evaluated(
     compare.main(argv)
     assert launched == [("a", 1, "trained")]
     assert "100% 60/60 " in capsys.readouterr().err
+
+
+def test_an_evaluation_counts_when_the_line_of_its_step_is_followed_by_another(tmp_path):
+    (run,), _ = plan(tmp_path, "a = {}", "--patience=20", "--max_steps=100")
+    write_means(run, SETTLED, 51)
+    stop = run["folder"] / "stop"
+    # an evaluation comes after the line of its step: at 50 the one of 40 is the newest
+    compare.end_if_settled(run, 49, 50)
+    assert not stop.exists()
+    compare.end_if_settled(run, 50, 51)
+    assert stop.exists()
 
 
 def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, capsys):

@@ -96,3 +96,11 @@ def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words)
 def test_it_takes_one_source(argv):
     with pytest.raises(UserError, match="takes one file or folder"):
         frontier.main(argv)
+
+
+@pytest.mark.parametrize("flag", ["--problems=0", "--k=0", "--picture=/etc/passwd/x"])
+def test_a_flag_that_can_not_work_is_refused_before_the_table(tmp_path, flag, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line(0, 0.2, 0.5)))
+    with pytest.raises(UserError, match=flag.partition("=")[0]):
+        frontier.main([str(tmp_path / "rows.jsonl"), flag])
+    assert capsys.readouterr().out == ""

@@ -96,6 +96,8 @@ def test_a_file_that_holds_no_counts_is_one_sentence(tmp_path, text):
 
 
 def test_evaluations_that_can_not_stand_side_by_side_are_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere is not there"):
+        command.main([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match=r"has no <arm>/seed_<n>/eval.jsonl"):
         command.main([str(tmp_path)])
     write_evaluation(tmp_path, "a", 1, [6])
@@ -108,7 +110,8 @@ def test_evaluations_that_can_not_stand_side_by_side_are_refused(tmp_path):
     uneven = [
         {"id": name, "seed": 0, "samples": n, "correct": 1} for name, n in (("0", 3), ("1", 6))
     ]
-    for lines in (uneven, [{"id": "0", "seed": 0, "correct": 1}], []):
+    older = [{"id": "0", "seed": 0, "correct": 1}]
+    for lines, words in ((uneven, r"\[3, 6\]"), (older, "without `samples`"), ([], "cut short")):
         write_lines(run / "eval.jsonl", lines)
-        with pytest.raises(UserError, match=r"b/seed_1/eval.jsonl can't be used"):
+        with pytest.raises(UserError, match=rf"b/seed_1/eval.jsonl can't be used, .*{words}"):
             command.main([str(tmp_path)])

@@ -306,11 +306,13 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
         resting = [rows for rows in plan if idle is not None and idle[rows].all()]
         learning = [rows for rows in plan if idle is None or not idle[rows].all()]
         if not learner.couples_rows(c):
-            return learner.Plan(resting, learning)
+            return learner.MicroBatchPlan(resting, learning)
         # a group whose rows are mixed up is in pieces too
         places = torch.cat(plan).argsort().view(-1, step.G)
         mixed_up = (places.diff(dim=1) != 1).any(1).repeat_interleave(step.G)
-        return learner.Plan(resting, learning, torn=learner.torn_rows(plan, step.G) | mixed_up)
+        return learner.MicroBatchPlan(
+            resting, learning, torn=learner.torn_rows(plan, step.G) | mixed_up
+        )
 
     with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):
         metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, norm)
