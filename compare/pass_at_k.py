@@ -144,6 +144,7 @@ def draw(table: pd.DataFrame, picture: Path) -> None:
         axis.plot(means.columns, means.loc[arm], "o-", markersize=3, color=colors[arm], label=arm)
         axis.fill_between(means.columns, low.loc[arm], high.loc[arm], color=colors[arm], alpha=0.15)
     axis.set_xscale("log", base=2)
+    axis.set_xticks(means.columns, map(str, means.columns))
     axis.set(xlabel="k, tries", ylabel="pass@k", title="problems solved within k tries")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
