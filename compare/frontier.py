@@ -5,7 +5,8 @@
 
 A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "cpu"} for
 each evaluation; cpu is the CPU time in seconds that the run had taken until then. The command's own
-flags: --picture (a file to draw), --problems (of an evaluation), --k (samples of each).
+flags: --picture (a file to draw), --arms (their names with commas between them; otherwise all),
+--problems (of an evaluation), --k (samples of each).
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
@@ -21,7 +22,7 @@ import pandas as pd
 from common import UserError, check_writable, only_source, own_flags, script
 from compare.results import LAST, colors_of, markdown, metrics_of, parse_lines, runs_in, smoothed
 
-OWN = {"picture": "", "problems": 256, "k": 8}
+OWN = {"picture": "", "arms": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
 
 
@@ -76,6 +77,18 @@ def best_point(run: pd.DataFrame, problems: int) -> pd.Series:
     error = sqrt(start["pass"] * (1 - start["pass"]) / problems)
     kept = run[run["pass"] >= start["pass"] - error]  # never empty: the start is in it
     return kept.loc[kept["mean"].idxmax()]
+
+
+def of_arms(evaluations: pd.DataFrame, arms: str) -> pd.DataFrame:
+    """The evaluations of these arms, in their order. arms: "a,b"; "" all."""
+    if not arms:
+        return evaluations
+    wanted = [arm.strip() for arm in arms.split(",")]
+    there = list(dict.fromkeys(evaluations["arm"]))
+    missing = [arm for arm in wanted if arm not in there]
+    if missing:
+        raise UserError(f"--arms: there is no {', '.join(missing)} among {', '.join(there)}")
+    return pd.concat([evaluations[evaluations["arm"] == arm] for arm in wanted])
 
 
 def spread(values: pd.Series) -> str:
@@ -160,7 +173,7 @@ def main(argv) -> None:
     if own["picture"]:
         check_writable("--picture", own["picture"], folder=False)
         Path(own["picture"]).parent.mkdir(parents=True, exist_ok=True)
-    evaluations = read_evaluations(source, own["k"])
+    evaluations = of_arms(read_evaluations(source, own["k"]), own["arms"])
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])

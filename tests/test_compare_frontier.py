@@ -92,6 +92,19 @@ def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words)
         frontier.read_evaluations(tmp_path / "rows.jsonl", k=8)
 
 
+def test_some_of_the_arms_can_be_shown(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    lines = [line(0, 0.2, 0.5) | {"arm": arm} for arm in ("a", "b", "c")]
+    write_lines(file, lines)
+    frontier.main([str(file), "--arms=c, a"])
+    shown = capsys.readouterr().out
+    assert "| a |" in shown
+    assert "| c |" in shown
+    assert "| b |" not in shown
+    with pytest.raises(UserError, match="no d, e among a, b, c"):
+        frontier.main([str(file), "--arms=d,a,e"])
+
+
 @pytest.mark.parametrize("argv", [[], ["a", "b"], ["--pictur=x"]])
 def test_it_takes_one_source(argv):
     with pytest.raises(UserError, match="takes one file or folder"):
