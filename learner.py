@@ -308,8 +308,8 @@ def acts_on_all(beta: float, c: dict) -> bool:
 
 def resting_groups(rewards, c: dict):
     """(P,) bool: groups that will probably need no backward, guessed from their rewards (P, G + S).
-    The guess decides which rank gets which groups; idle_rows(), which is exact, needs forwards that
-    come after that."""
+    The guess decides which rank gets which groups; resting_rows(), which is exact, needs forwards
+    that come after that."""
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     shaped = c["policy_entropy_bonus_coef"] > 0 or c["unlikeliness_coef"] > 0
@@ -320,13 +320,13 @@ def resting_groups(rewards, c: dict):
     return L.equal_groups(rewards)
 
 
-def idle_rows(targets: dict, beta: float, c: dict):
+def resting_rows(targets: dict, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, usually because their rewards
     are equal. They need no backward."""
     if acts_on_all(beta, c):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
-    idle = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
-    return idle.repeat_interleave(targets["rewards"].shape[1])
+    rests = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
+    return rests.repeat_interleave(targets["rewards"].shape[1])
 
 
 # --- gradients
@@ -409,8 +409,8 @@ def accumulate_gradients(
     device = batch["ids"].device
     targets = {name: value.to(device) for name, value in targets.items()}
     coupled = couples_rows(c)
-    idle = idle_rows(targets, beta, c)  # (p * G,)
-    plan = agree_on_plan(batch, G if coupled else 1, c, idle)
+    rests = resting_rows(targets, beta, c)  # (p * G,)
+    plan = agree_on_plan(batch, G if coupled else 1, c, rests)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     advantages = targets["advantages"].flatten()  # (p * G,)
     sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
@@ -540,11 +540,11 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
 # --- how a step is cut into micro-batches
 
 
-def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> MicroBatchPlan:
+def agree_on_plan(batch: dict, unit: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
     learning ones, at least one each: the optimizer needs a backward before it steps."""
     budget = c["max_tokens_per_micro_batch"]
-    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], idle)
+    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], rests)
     tears = any(len(unit_rows) < unit for units in resting + learning for unit_rows in units)
     mine = torch.tensor([tears, len(resting), len(learning)])
     tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
@@ -554,18 +554,18 @@ def agree_on_plan(batch: dict, unit: int, c: dict, idle=None) -> MicroBatchPlan:
     return plan._replace(torn=torn_rows(plan.micro_batches, unit)) if tears else plan
 
 
-def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, idle=None) -> tuple:
+def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, rests=None) -> tuple:
     """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `unit`
     neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
-    a unit a list of rows. idle (N,) bool: rows without a gradient, which go to `resting`."""
+    a unit a list of rows. rests (N,) bool: rows without a gradient, which go to `resting`."""
     rows, cost, saved = units_of(batch, unit, pack, budget)
-    rests = [False] * len(rows)
-    if idle is not None:
-        idle = idle.tolist()
-        rests = [idle[unit_rows[0]] for unit_rows in rows]  # a group's rows are idle together
+    unit_rests = [False] * len(rows)
+    if rests is not None:
+        rests = rests.tolist()
+        unit_rests = [rests[unit_rows[0]] for unit_rows in rows]  # all of a group, or none
 
-    def fill(kind: bool) -> list:
-        units = [u for u in range(len(rows)) if rests[u] == kind]
+    def fill(resting: bool) -> list:
+        units = [u for u in range(len(rows)) if unit_rests[u] == resting]
         if pack:
             bins = fill_packed(units, cost, saved, budget)
         else:

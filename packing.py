@@ -138,11 +138,11 @@ def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
 
 
 def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
-    """Cuts the rows into segments: (lead (n,), row (s,), begin (s,), size (s,)).
+    """Cuts the rows into segments: (lead (n,), row (s,), before (s,), size (s,)).
 
-    lead: for each row, the row that brings its prompt. row, begin, size: for each segment, its row,
-    the index of its first token in that row (above 0 if a shared prompt stands before it), and its
-    number of tokens. Segments of one kind are neighbours."""
+    lead: for each row, the row that brings its prompt. row, before, size: for each segment, its
+    row, the tokens of a shared prompt before it (0 for none), and its own tokens. Segments of one
+    kind are neighbours."""
     rows = torch.arange(len(ids))
     repeats = continues(ids, prompt_lengths)
     lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row with a new prompt
@@ -151,19 +151,19 @@ def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
     follow = rows[shared]  # rows whose completion becomes a segment
     alone = rows[~shared]  # rows that are a segment as a whole
     row = torch.cat([leads, alone, follow])
-    begin = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
+    before = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
     whole = prompt_lengths + lengths
     size = torch.cat([prompt_lengths[leads], whole[alone], lengths[follow]])
-    kind = kind_of(begin, size)
+    kind = kind_of(before, size)
     order = kind.argsort(stable=True)  # a block has to be a slice
-    return lead, row[order], begin[order], size[order]
+    return lead, row[order], before[order], size[order]
 
 
-def kind_of(begin: Tensor, size: Tensor) -> Tensor:
+def kind_of(before: Tensor, size: Tensor) -> Tensor:
     """(s,) a number for each segment's kind. Segments of one kind are padded to one block: the
     longest is less than twice as long as the shortest, and either all of them follow a shared
     prompt or none does."""
-    return size.log2().ceil().long() + 64 * (begin > 0)  # no segment has 2^64 tokens
+    return size.log2().ceil().long() + 64 * (before > 0)  # no segment has 2^64 tokens
 
 
 def each(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,25 +174,25 @@ def each(counts: Tensor) -> tuple[Tensor, Tensor]:
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> Packed:
     """The plan for these rows; all tensors on the host. ids (n, S): prompt and completion,
     right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks."""
-    lead, row, begin, size = segments(ids, prompt_lengths, lengths)
+    lead, row, before, size = segments(ids, prompt_lengths, lengths)
     place = size.cumsum(0) - size  # (s,) place of each segment's first token
     segment, t = each(size)  # (M,) each token's segment, and its index in it
-    at = begin[segment] + t  # (M,) its index in its row
-    starts = begin == 0  # (s,) segments that begin with a prompt
+    at = before[segment] + t  # (M,) its index in its row
+    starts = before == 0  # (s,) segments that begin with a prompt
     last = torch.zeros_like(lengths)
     last[row[starts]] = (place + prompt_lengths[row] - 1)[starts]
     last = last[lead]  # (n,) now also for rows whose prompt another row brings
     first = last + 1  # in a whole row the completion follows its prompt;
     first[row[~starts]] = place[~starts]  # otherwise it is a segment of its own
-    made = (place, size, begin, last[row])
+    prompt_ends = last[row]  # (s,)
     return Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
         last=last,
         first=first,
         longest=int((prompt_lengths + lengths).max()),
-        blocks=[] if varlen else blocks_of(*made),
-        varlen=varlen_of(*made) if varlen else None,
+        blocks=[] if varlen else blocks_of(place, size, before, prompt_ends),
+        varlen=varlen_of(place, size, before, prompt_ends) if varlen else None,
     )
 
 
@@ -200,10 +200,10 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varl
     """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
     shared prompt before it, 0 for none; last (s,): the place of that prompt's last token."""
     width = before + size  # (s,) number of keys
-    i, s = each(width)  # each key's segment, and its index in it
-    of_prompt = (last - before + 1)[i] + s  # its place, if it is one of the prompt's
-    own = place[i] + s - before[i]  # its place, if it is one of the segment's own
-    keys = torch.where(s < before[i], of_prompt, own)
+    i, j = each(width)  # each key's segment, and its index in it
+    of_prompt = (last - before + 1)[i] + j  # its place, if it is one of the prompt's
+    own = place[i] + j - before[i]  # its place, if it is one of the segment's own
+    keys = torch.where(j < before[i], of_prompt, own)
 
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -242,11 +242,11 @@ def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
     if not even:  # pads with the segment's first token
         queries = (place - start)[:, None] + steps * real
     if before.any():
-        s = torch.arange(int(before.max()) + longest)  # (K,)
-        own = (s - before[:, None]).clamp(min=0)  # (b, K)
+        j = torch.arange(int(before.max()) + longest)  # (K,) index among a segment's keys
+        own = (j - before[:, None]).clamp(min=0)  # (b, K)
         own = place[:, None] + own * (own < size[:, None])  # pads with the first token, as above
-        of_prompt = (last - before + 1)[:, None] + s  # (b, K)
-        keys = torch.where(s < before[:, None], of_prompt, own)
+        of_prompt = (last - before + 1)[:, None] + j  # (b, K)
+        keys = torch.where(j < before[:, None], of_prompt, own)
         if (before == before[0]).all():  # then one mask serves all segments
             before = before[:1]
     return Block(
@@ -275,8 +275,8 @@ def seen_keys(b: Block) -> Tensor | None:
     if b.queries is not None:
         longest = b.queries.shape[1]
     steps = torch.arange(longest, device=b.keys.device)
-    s = torch.arange(b.keys.shape[1], device=b.keys.device)
-    return s <= b.before[:, None, None, None] + steps[:, None]
+    j = torch.arange(b.keys.shape[1], device=b.keys.device)
+    return j <= b.before[:, None, None, None] + steps[:, None]
 
 
 def attention(

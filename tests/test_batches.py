@@ -190,9 +190,9 @@ def cost(batch: dict, rows, pack: bool) -> int:
     return total
 
 
-def plan_of(batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), idle=None):
+def plan_of(batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), rests=None):
     """The micro-batches of one rank, which has heard at_least of the others."""
-    filled = learner.fill_micro_batches(batch, budget, unit, pack, idle)
+    filled = learner.fill_micro_batches(batch, budget, unit, pack, rests)
     return learner.stretch(*filled, at_least)
 
 
@@ -285,23 +285,23 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     rests = data.draw(st.lists(st.booleans(), min_size=units, max_size=units))
-    idle = torch.tensor(rests).repeat_interleave(unit)
+    rests = torch.tensor(rests).repeat_interleave(unit)
     at_least = data.draw(st.tuples(st.integers(0, units), st.integers(0, units)))
-    plan = plan_of(batch, budget, unit, pack, at_least, idle)
+    plan = plan_of(batch, budget, unit, pack, at_least, rests)
     assert sorted(torch.cat(plan.micro_batches).tolist()) == list(range(units * unit))
     kept = kept_together(batch, budget, unit, pack)
     for rows in plan.micro_batches:
         assert cost(batch, rows, pack) <= budget or len(rows) == 1
-    assert all(idle[rows].all() for rows in plan.resting)
-    along = [rows for rows in plan.learning if idle[rows].any()]
-    active = sum(not idle[own[0]] for own in kept)
+    assert all(rests[rows].all() for rows in plan.resting)
+    along = [rows for rows in plan.learning if rests[rows].any()]
+    active = sum(not rests[own[0]] for own in kept)
     assert len(along) == max(0, at_least[1] - active)
     assert all(len(units_in(rows, kept)) == 1 for rows in along)
     assert len(plan.learning) >= at_least[1]
     assert len(plan.resting) + plan.missing >= at_least[0]
     assert plan.missing == 0 or all(len(units_in(rows, kept)) == 1 for rows in plan.resting)
     if pack:  # and neighbours stay neighbours
-        active = [rows for rows in plan.learning if not idle[rows].any()]
+        active = [rows for rows in plan.learning if not rests[rows].any()]
         for kind in (plan.resting, active):
             rows = torch.cat([torch.tensor([], dtype=torch.long), *kind]).tolist()
             assert rows == sorted(rows)

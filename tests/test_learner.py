@@ -16,7 +16,7 @@ import ranks
 import rollout
 import train
 from common import RunStopped, load_config
-from learner import accumulate_gradients, group_targets, idle_rows, sampler_mismatch, step_counts
+from learner import accumulate_gradients, group_targets, resting_rows, sampler_mismatch, step_counts
 from policy import Policy
 from ranks import start_distributed
 
@@ -197,7 +197,7 @@ def test_what_goes_backward_are_the_tokens_of_groups_with_a_gradient(
 
     flag = f"--objective={objective}"
     with monkeypatch.context() as patch:
-        patch.setattr(learner, "idle_rows", lambda *_: torch.zeros(P * G, dtype=torch.bool))
+        patch.setattr(learner, "resting_rows", lambda *_: torch.zeros(P * G, dtype=torch.bool))
         everything, metrics = gradients(tiny_model_dir, rewards, flag, batch=dict(batch))
     monkeypatch.setattr(Policy, "forward", forward)
     monkeypatch.setattr(learner, "across_ranks", with_other)
@@ -255,8 +255,8 @@ def test_a_kl_term_leaves_no_row_idle():
     ):
         plain = ["--model=none", f"--num_generations={G}", "--beta=0.1"]
         c = load_config([*plain, "--max_tokens_per_micro_batch=16384", *flags])
-        idle = idle_rows(targets, beta, c)
-        assert idle.tolist() == [False] * 8 + [some] * 4, flags
+        rests = resting_rows(targets, beta, c)
+        assert rests.tolist() == [False] * 8 + [some] * 4, flags
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -351,14 +351,14 @@ CUT_MUTATIONS = {  # as above, of learner.py, where groups are cut
     "coefficients of the wrong rows": ("group_loss", lambda f, s, *a: f(s.roll(1, 1), *a)),
     "micro-batches count their own groups": (
         "group_loss",
-        lambda f, s, targets, c, norm: f(s, targets, c, {key: 1 for key in norm}),
+        lambda f, s, targets, c, counts: f(s, targets, c, {key: 1 for key in counts}),
     ),
     "micro-batches count their own tokens": (
         "token_loss",
-        lambda f, x, H, part, beta, c, norm: f(x, H, part, beta, c, norm | counts_of(part)),
+        lambda f, x, H, part, beta, c, counts: f(x, H, part, beta, c, counts | counts_of(part)),
     ),
-    "groups with a gradient are idle": (
-        "idle_rows",
+    "groups with a gradient rest": (
+        "resting_rows",
         lambda f, targets, *a: (targets["rewards"][:, :1] < 1).expand(-1, EXAMPLE.G).flatten(),
     ),
     "scores of the old policy": (

@@ -222,18 +222,18 @@ def test_maxent_loss_says_nothing_to_the_mode_entropy_of_other_objectives():
 
 
 @cases
-def test_idle_rows_have_no_gradient_and_equal_groups_are_idle_where_nothing_else_acts(case):
+def test_resting_rows_have_no_gradient_and_equal_groups_are_idle_where_nothing_else_acts(case):
     c = config(EXAMPLE.G, case)
-    idle = learner.idle_rows(targets_of(EXAMPLE, c), c["beta"], c)
+    rests = learner.resting_rows(targets_of(EXAMPLE, c), c["beta"], c)
     grad = ours(EXAMPLE, case).grad
-    assert not grad[:, idle].any()
+    assert not grad[:, rests].any()
     for rows in (slice(0, 4), slice(4, 8)):
         # maxrl has no opinion below a mean of 0, pkpo none where no set of k rows fails
         if grad[:, rows].any():
-            assert not idle[rows].any()
+            assert not rests[rows].any()
         else:
-            assert idle[rows].all()
-    assert idle[8:].all() or grad[:, 8:].any() or c["mode_entropy_coef"] > 0
+            assert rests[rows].all()
+    assert rests[8:].all() or grad[:, 8:].any() or c["mode_entropy_coef"] > 0
 
 
 def test_inputs_come_back_unchanged():

@@ -302,9 +302,9 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     norm = learner.step_counts(targets, group["lengths"])
 
-    def given_plan(batch, unit, c, idle=None):
-        resting = [rows for rows in plan if idle is not None and idle[rows].all()]
-        learning = [rows for rows in plan if idle is None or not idle[rows].all()]
+    def given_plan(batch, unit, c, rests=None):
+        resting = [rows for rows in plan if rests is not None and rests[rows].all()]
+        learning = [rows for rows in plan if rests is None or not rests[rows].all()]
         if not learner.couples_rows(c):
             return learner.MicroBatchPlan(resting, learning)
         # a group whose rows are mixed up is in pieces too
