@@ -61,9 +61,11 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     if variant and "config" not in inspect.signature(rows).parameters:
         raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
     try:
-        return rows(source["split"], -1, seed, **variant)  # -1: all of them
+        made = rows(source["split"], -1, seed, **variant)  # -1: all of them
     except ValueError as error:  # no such split or variant; other errors are bugs of the task
         raise UserError(f"dataset.name={name!r}: {error}") from None
+    make_ids_unique(made, name)
+    return made
 
 
 def check_single(source: dict) -> None:
@@ -131,8 +133,9 @@ def make_ids_unique(rows: list[dict], name: str) -> None:
     repeated = 0
     for i, row in enumerate(rows):
         if row["id"] in seen:
-            row["id"] = f"{row['id']}#{i}"
             repeated += 1
+        while row["id"] in seen:  # more than once if an id looks like this one
+            row["id"] = f"{row['id']}#{i}"
         seen.add(row["id"])
     if repeated:
         say_once(f"{name}: {repeated} rows have the id of an earlier one; theirs get their number")

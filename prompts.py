@@ -11,9 +11,8 @@ import math
 import re
 from collections import Counter
 from functools import cached_property
-from pathlib import Path
 
-from common import UserError, in_one_line, quoted, say_once
+from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_once
 
 # --- what a prompt is: the user's text, or a list of chat messages
 
@@ -155,12 +154,15 @@ def set_chat_template(tokenizer, template: str) -> None:
     one."""
     if "{" not in template:  # every template has braces, so this is a path
         try:
-            template = Path(template).read_text(encoding="utf-8")
+            with open(template, encoding="utf-8") as file:
+                template = file.read(LONGEST_CONFIG + 1)  # the file may have no end
         except (OSError, ValueError) as error:  # no such file, not a path, not text
             raise UserError(
                 f"chat_template={template!r} is neither a template (it has no braces) nor a "
                 f"readable file: {getattr(error, 'strerror', None) or error}"
             ) from None
+    if len(template) > LONGEST_CONFIG:
+        raise UserError(f"chat_template is longer than {LONGEST_CONFIG} characters")
     # before the check, which renders a message with it
     tokenizer.chat_template = template
     check_chat_template(tokenizer, "chat_template")

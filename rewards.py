@@ -30,9 +30,10 @@ from tasks import (
     sentence,
 )
 
-# matches 12, 1,234,567, 3.50, .5, -4. The minus in 7-5 is no sign. ASCII digits only
+# matches 12, 1,234,567, 3.50, .5, -4, and "- 4" behind =, :, ( or {. The minus in 7-5 is no sign.
+# ASCII digits only
 LAST_NUMBER = re.compile(
-    r"(?P<minus>(?<![\w.)\]}%])-)?(?:\\?\$)?"
+    r"(?P<minus>(?<![\w.)\]}%])-|(?<=[=:({] )- |(?<=[=:({])- )?(?:\\?\$)?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
@@ -47,8 +48,9 @@ def last_number(completion: str, answer, **row) -> float:
     r"""1.0 if the last number of the text is the answer: 12 for "7 + 5 = 12.", else 0.0. 1,234 and
     LaTeX's 1{,}234 and 1\,234 are 1234, 3.50 is 3.5, $5 is 5.
 
-    Not covered: fractions, powers, units; "12, no, 13" is 13. A row whose answer is no such number
-    is a ValueError; of a GSM8K answer only the part after #### counts."""
+    Not covered: fractions, powers, units, a plain space between thousands; "12, no, 13" is 13. A
+    row whose answer is no such number is a ValueError; of a GSM8K answer only the part after ####
+    counts."""
     gold = LAST_NUMBER.fullmatch(plain_number(mathematics.gold_text(answer)).strip())
     if not gold or isinstance(answer, bool):
         raise ValueError(f"the right answer must be a number, not {quoted(answer, 40)}")

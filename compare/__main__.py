@@ -49,7 +49,7 @@ from common import (
     script,
     with_tau,
 )
-from compare.results import SET_HERE, draw, evaluation_seeds, settled_at, write_results
+from compare.results import LAST, SET_HERE, draw, evaluation_seeds, settled_at, write_results
 from journal import hold_folder
 
 OWN = {
@@ -102,12 +102,28 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
                 f"follows dataset), the same eval_* and the same first of reward_funcs, and "
                 f"eval_steps above 0, such as --eval_steps=25"
             )
+        check_patience(own["patience"], config)
         for seed in range(1, own["seeds"] + 1):
             run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
             runs.append(run | {key: own[key] for key in ("eval_seeds", "patience")})
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay in the file's order
+
+
+def check_patience(patience: int, config: dict) -> None:
+    """UserError if --patience can't end a run early, or would leave one without a model."""
+    soonest = patience + (LAST - 1) * config["eval_steps"]
+    if patience and soonest >= config["max_steps"]:
+        raise UserError(
+            f"--patience={patience} with eval_steps={config['eval_steps']} ends no run before "
+            f"step {soonest}, and max_steps is {config['max_steps']}"
+        )
+    if patience and config["checkpoint_mode"] == "shallow":
+        raise UserError(
+            "--patience needs checkpoint_mode='full': a shallow checkpoint before the last step "
+            "has no model that could be evaluated"
+        )
 
 
 def read_arm(file: str, arm: str, overrides, shared: list[str]) -> tuple[list[str], dict]:
@@ -161,7 +177,10 @@ def with_known_tau(config: dict) -> dict:
         return config
     from transformers import AutoConfig  # here: it takes seconds, and few arms need it
 
-    return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
+    try:
+        return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
+    except (OSError, ValueError):  # the model is gone, and a report does not need it: nothing to compare with
+        return {key: value for key, value in config.items() if key != "maxent_tau"}
 
 
 def state_of(run: dict) -> str:
@@ -193,7 +212,15 @@ def state_of(run: dict) -> str:
 
 
 def check_evaluation(run: dict) -> None:
-    """UserError if a finished run was evaluated under another number of seeds than is asked for."""
+    """UserError if a finished run was evaluated under another number of seeds than is asked for,
+    or ended earlier."""
+    latest = checkpoint.latest(run["folder"])  # None: somebody has tidied up
+    ends = settled_at(run) or run["config"]["max_steps"]
+    if latest is not None and checkpoint.number_of(latest) < ends:
+        raise UserError(
+            f"{run['folder']} ended at step {checkpoint.number_of(latest)}, before step {ends}: "
+            f"give the --patience that it was made with, or delete its eval.jsonl to go on with it"
+        )
     seeds = evaluation_seeds(run["folder"])
     if seeds != run["eval_seeds"]:
         raise UserError(

@@ -19,8 +19,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from common import UserError, check_writable, only_source, own_flags, script
-from compare.results import LAST, colors_of, markdown, metrics_of, parse_lines, runs_in, smoothed
+from common import UserError, only_source, own_flags, script
+from compare.results import (
+    LAST,
+    colors_of,
+    markdown,
+    metrics_of,
+    parse_lines,
+    prepare_picture,
+    runs_in,
+    smoothed,
+)
 
 OWN = {"picture": "", "arms": "", "problems": 256, "k": 8}
 METRICS = ("mean", "pass", "coverage", "distinct")
@@ -33,12 +42,13 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
         raise UserError(f"{source}: no evaluations in it")
     lines = []
     for record in records:
-        line = {key: record.get(key, nan) for key in ("arm", "seed", "step", "cpu")}
         try:
+            line = {"arm": record["arm"], "seed": record["seed"], "step": int(record["step"])}
+            line["cpu"] = record.get("cpu", nan)
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                f"{source}: {json.dumps(record)[:200]} lacks one of "
+                f"{source}: {json.dumps(record)[:200]} lacks arm, seed, step or one of "
                 f"{', '.join(f'{metric}@{k}' for metric in METRICS)}: another --k?"
             ) from None
         lines.append(line)
@@ -171,8 +181,7 @@ def main(argv) -> None:
         if own[key] < 1:
             raise UserError(f"--{key}={own[key]} must be at least 1")
     if own["picture"]:
-        check_writable("--picture", own["picture"], folder=False)
-        Path(own["picture"]).parent.mkdir(parents=True, exist_ok=True)
+        prepare_picture(own["picture"])
     evaluations = of_arms(read_evaluations(source, own["k"]), own["arms"])
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["picture"]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from common import UserError, check_writable, only_source, own_flags, script
-from compare.results import colors_of, markdown, parse_lines
+from compare.results import colors_of, markdown, parse_lines, prepare_picture
 
 OWN = {"output": "", "picture": ""}
 
@@ -57,11 +57,11 @@ def read_runs(source: Path) -> list[Counts]:
         raise UserError(f"{source} is not there")
     counted = source.is_file()
     runs = []
-    for file in [source] if counted else sorted(source.glob("*/seed_*/eval.jsonl")):
+    for file in [source] if counted else evaluations_in(source):
         try:
             lines = parse_lines(file)
             runs += map(read_line, lines) if counted else [count(file, lines)]
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             writer = "this command's --output" if counted else "evaluate.py --output"
             raise UserError(
                 f"{file} can't be used, it must be what {writer} writes: "
@@ -69,13 +69,33 @@ def read_runs(source: Path) -> list[Counts]:
             ) from None
     if not runs:
         raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
+    check_comparable(runs, source)
+    return runs
+
+
+def evaluations_in(folder: Path) -> list[Path]:
+    """eval.jsonl of every run; folders that are not called seed_<number> are somebody's copies."""
+    files = sorted(folder.glob("*/seed_*/eval.jsonl"))
+    return [file for file in files if file.parent.name.removeprefix("seed_").isdecimal()]
+
+
+def check_comparable(runs: list[Counts], source: Path) -> None:
     samples = {run.samples for run in runs}
     if len(samples) > 1:
         raise UserError(
             f"{source}: runs have {min(samples)} to {max(samples)} samples of each problem; "
             f"evaluate them with the same --eval_num_generations and --seeds"
         )
-    return runs
+    problems = {sum(run.problems.values()) for run in runs}
+    if len(problems) > 1:
+        raise UserError(
+            f"{source}: runs have {min(problems)} to {max(problems)} problems; evaluate them on "
+            f"the same ones"
+        )
+    names = [(run.arm, run.seed) for run in runs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"{source} has arm {twice[0][0]}, seed {twice[0][1]} twice")
 
 
 def read_line(line: dict) -> Counts:
@@ -156,10 +176,11 @@ def main(argv) -> None:
     own, words = own_flags(argv, OWN)
     takes = f"python -m compare.pass_at_k takes one file or folder and {', '.join(OWN)}"
     runs = read_runs(only_source(words, takes))
-    for key, path in own.items():
-        if path:
-            check_writable(f"--{key}", path, folder=False)
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if own["picture"]:
+        prepare_picture(own["picture"])
+    if own["output"]:
+        check_writable("--output", own["output"], folder=False)
+        Path(own["output"]).parent.mkdir(parents=True, exist_ok=True)
     table = table_of(runs)
     print(show(table))
     if own["output"]:

@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from common import UserError
+from common import UserError, check_writable
 from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
 # keys that `python -m compare` sets itself; an arm that sets one is refused
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+PICTURES = (".png", ".pdf", ".svg")
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
 # columns of effects(), so that a table without lines has them too
@@ -34,7 +35,13 @@ COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 
 def parse_lines(path: Path) -> list[dict]:
     """The objects in a file of JSON lines. OSError or ValueError if it is damaged."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except RecursionError:
+        raise ValueError("a line is nested too deep") from None
+    if not all(isinstance(line, dict) for line in lines):
+        raise ValueError("a line is no object")
+    return lines
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -135,7 +142,7 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
                 scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
                 key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
                 lines.append(key | scores)
-    return pd.DataFrame(lines, columns=["arm", "seed", "step", *METRICS])
+    return pd.DataFrame(lines)
 
 
 def settled_at(run: dict) -> int | None:
@@ -144,7 +151,10 @@ def settled_at(run: dict) -> int | None:
     0."""
     if not run["patience"]:
         return None
-    means = load_curves([run]).set_index("step")["mean"]
+    # lines that can't be read are left out, as train.py leaves them out when it goes on
+    lines, _ = read_metrics(run["folder"] / "metrics.jsonl")
+    key = f"eval/mean@{k_of([run])}"
+    means = pd.Series({line["step"]: line[key] for line in lines if key in line}, dtype=float)
     record, since = -1.0, 0
     for step, mean in means.rolling(LAST).mean().dropna().items():
         if mean > record:
@@ -404,6 +414,14 @@ def draw_doses(axis, outcomes: pd.DataFrame, metrics: list[str], k: int, dosed: 
     # evenly spaced, so that 0 and inf fit on the axis
     axis.set_xticks(range(len(line)), [f"{dose:g}" for dose, _ in line])
     axis.legend(fontsize=7)
+
+
+def prepare_picture(path: str) -> None:
+    """Makes the folder of a picture that --picture names. UserError if it can't be drawn there."""
+    if Path(path).suffix not in PICTURES:
+        raise UserError(f"--picture={path} must end in one of {', '.join(PICTURES)}")
+    check_writable("--picture", path, folder=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def colors_of(arms) -> dict:

@@ -135,6 +135,12 @@ GUESS = re.compile(
     IN_WORDS + r"\s*\{[^{}]*"
     r"(?:(?<![\^_A-Za-z])(?<!mod )(?<!base )[0-9]|\bor\s+[^\s}]|\(\s*or\b)"
 )
+# signs that make another answer of the one behind them: not 5, at least 5, 7 or 5, 13 mod 8
+OTHER = re.compile(r"\\(?:neq?|not|neg|lor|vee|cup|mid|bmod)(?![a-z])|\?")
+RELATION = re.compile(r"\\[gl]eq?(?![a-z])|[<>]")
+CLOCK_OR_DATE = re.compile(r"[0-9]{1,2}:[0-9]{2}|[0-9]+(?:-[0-9]+)+")  # no ratio, no difference
+# white space of LaTeX at the ends of an answer
+MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\{\}|\s)+|(?:\\[ ,;:!]|~|\{\}|\s)+$")
 # what may stand between two numbers
 GAP = r"(?:\s|\\[,;:! ]|[$~])+"
 NEXT_NUMBER = "\0"  # stands for a gap in canonical text
@@ -196,6 +202,12 @@ def same_answer(gold: str, given: str) -> bool:
             return False
     if hedges(given) and not hedges(gold):
         return False
+    if OTHER.search(given) and not OTHER.search(gold):
+        return False
+    if rational(gold) is not None and RELATION.search(given):
+        return False
+    if CLOCK_OR_DATE.fullmatch(gold):  # otherwise 10:30 would be a third, and 1990-1995 a number
+        return canonical_math(gold) == canonical_math(given)
     import math_verify
 
     if not parse_math(gold):
@@ -220,8 +232,8 @@ def math_reward(completion: str, answer: str, **row) -> float:
     0.5; 10\,000 and 10 000 are 10000; words of four letters or more are compared as words; a full
     stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside \boxed{}
     and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold **12**, 52
-    for 52_8, some units that are not in \text{} (18 dollars), a number in \text{} behind the
-    answer, 5\text{ or 6}. Numbers behind the first unit are not read:
+    for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a number in
+    \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not read:
     3\text{ hours }40\text{ minutes} is 3."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
@@ -237,7 +249,7 @@ def math_reward(completion: str, answer: str, **row) -> float:
 
 def cleaned(text: str) -> str:
     """An answer without full stop, without what separates thousands, with LaTeX for symbols."""
-    text = FULL_STOP.sub("", text.translate(SYMBOLS).strip()).strip()
+    text = MARGIN.sub("", FULL_STOP.sub("", MARGIN.sub("", text.translate(SYMBOLS))))
     text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     return THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
 

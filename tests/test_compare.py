@@ -304,6 +304,23 @@ def test_a_run_that_settles_is_asked_to_stop_and_is_evaluated(
     assert "100% 60/60 " in capsys.readouterr().err
 
 
+def test_a_run_that_ended_early_is_not_taken_for_one_that_did_not(tmp_path, launched):
+    (run,), argv = plan(tmp_path, "a = {}", "--patience=20", "--max_steps=100")
+    write_means(run, SETTLED, 51)
+    write_evaluation(run)
+    compare.main(argv)
+    assert launched == []
+    argv.remove("--patience=20")
+    with pytest.raises(UserError, match="ended at step 51, before step 100: give the --patience"):
+        compare.main(argv)
+
+
+def test_a_report_needs_no_model_that_is_gone(tmp_path):
+    (run,), argv = plan(tmp_path, 'a = {"maxent_tau": -1.0}')
+    write_run(run)
+    compare.main([*argv, "--report_only=True"])  # there is no model in tmp_path
+
+
 def test_an_evaluation_counts_when_the_line_of_its_step_is_followed_by_another(tmp_path):
     (run,), _ = plan(tmp_path, "a = {}", "--patience=20", "--max_steps=100")
     write_means(run, SETTLED, 51)
@@ -411,6 +428,12 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ("a = {}", ["--seeds", "3"], ["--seeds=3"]),
         ("a = {}", ["--jobs=0"], ["--jobs=0"]),
         ("a = {}", ["--patience=-1"], ["--patience=-1"]),
+        ("a = {}", ["--patience=300"], ["--patience=300", "before step 320", "max_steps is 20"]),
+        (
+            'a = {"checkpoint_mode": "shallow"}',
+            ["--patience=10", "--max_steps=100"],
+            ["--patience needs checkpoint_mode='full'"],
+        ),
         ("a = {}", ["--ranks=True"], ["ranks", "int"]),
         ("a = {}", ["--report_only=1"], ["report_only", "bool"]),
         ("a = {}", ["--seed=3"], ["--seed=3", "compare itself"]),

@@ -82,7 +82,10 @@ def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
     [
         ("", "no evaluations in it"),
         ("{", "can not be read"),
-        (json.dumps(line(0, "much", 0.5)), "much.* lacks one of mean@8, pass@8"),
+        (json.dumps(line(0, "much", 0.5)), "much.* lacks arm, seed, step or one of mean@8, pass@8"),
+        (json.dumps({"mean@8": 0.5, "pass@8": 0.5}), "lacks arm, seed, step"),
+        ("[1, 2]", "a line is no object"),
+        ("[" * 100_000, "nested too deep"),
         (json.dumps({"arm": "a", "seed": 1, "step": 0, "mean@4": 0.5}), "another --k"),
     ],
 )
@@ -111,7 +114,9 @@ def test_it_takes_one_source(argv):
         frontier.main(argv)
 
 
-@pytest.mark.parametrize("flag", ["--problems=0", "--k=0", "--picture=/etc/passwd/x"])
+@pytest.mark.parametrize(
+    "flag", ["--problems=0", "--k=0", "--picture=/etc/passwd/x.png", "--picture=x.xyz"]
+)
 def test_a_flag_that_can_not_work_is_refused_before_the_table(tmp_path, flag, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(line(0, 0.2, 0.5)))
     with pytest.raises(UserError, match=flag.partition("=")[0]):

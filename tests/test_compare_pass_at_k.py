@@ -85,6 +85,8 @@ GOOD = {"arm": "a", "seed": 1, "samples": 4, "problems": {"0": 3, "4": 1}}
         json.dumps(GOOD | {"problems": [1, 2]}),
         json.dumps(GOOD | {"problems": {"0": -3}}),
         json.dumps(GOOD | {"samples": 0, "problems": {"0": 1}}),
+        '{"arm": "a", "seed": 1, "samples": 1e999, "problems": {"0": 1}}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_that_holds_no_counts_is_one_sentence(tmp_path, text):
@@ -106,6 +108,15 @@ def test_evaluations_that_can_not_stand_side_by_side_are_refused(tmp_path):
     write_lines(run / "eval.jsonl", [{"id": "0", "seed": 0, "samples": 3, "correct": 1}])
     with pytest.raises(UserError, match="3 to 6 samples of each problem"):
         command.main([str(tmp_path)])
+    write_lines(tmp_path / "twice.jsonl", [GOOD, GOOD])
+    with pytest.raises(UserError, match="has arm a, seed 1 twice"):
+        command.main([str(tmp_path / "twice.jsonl")])
+    write_lines(tmp_path / "other.jsonl", [GOOD, GOOD | {"arm": "b", "problems": {"0": 3}}])
+    with pytest.raises(UserError, match="3 to 4 problems"):
+        command.main([str(tmp_path / "other.jsonl")])
+    write_lines(tmp_path / "one.jsonl", [GOOD])
+    with pytest.raises(UserError, match=r"x.xyz must end in one of .png"):
+        command.main([str(tmp_path / "one.jsonl"), "--picture=x.xyz"])
     # an evaluation that was cut short, or one of an older version
     uneven = [
         {"id": name, "seed": 0, "samples": n, "correct": 1} for name, n in (("0", 3), ("1", 6))

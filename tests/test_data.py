@@ -462,3 +462,5 @@ def test_rows_of_one_id_get_their_numbers(tmp_path, capsys):
     loaded = load(jsonl(tmp_path, *rows))
     assert [row["id"] for row in loaded] == ["algebra", "algebra#1", "algebra#2"]
     assert "2 rows have the id of an earlier one" in capsys.readouterr().out
+    rows = [{"id": name, "prompt": "a", "answer": "1"} for name in ("a", "a#2", "a")]
+    assert [row["id"] for row in load(jsonl(tmp_path, *rows))] == ["a", "a#2", "a#2#2"]

@@ -278,6 +278,46 @@ def test_a_second_guess_in_words_makes_an_answer_wrong(box, gold):
     assert math_reward("\\boxed{1\\text{ or }2}", "1,2") == 1.0
 
 
+@pytest.mark.parametrize(
+    "box, gold",
+    [
+        ("\\ne 5", "5"),
+        ("\\neg 5", "5"),
+        ("x \\not= 5", "5"),
+        ("\\geq 5", "5"),
+        ("x < 5", "5"),
+        ("13 \\bmod 8", "5"),
+        ("7 \\lor 13", "13"),
+        ("7 \\cup 13", "13"),
+        ("7? 13", "13"),
+        ("5:15", "10:30"),
+        ("1/3", "10:30"),
+        ("2022", "2025-01-02"),
+        ("-5", "1990-1995"),
+    ],
+)
+def test_what_is_said_of_a_number_is_not_the_number(box, gold):
+    assert math_reward(f"\\boxed{{{box}}}", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "box, gold",
+    [
+        ("5\\ ", "5"),
+        ("~5~", "5"),
+        ("{}5", "5"),
+        ("5", "5\\ "),
+        ("10:30", "10:30"),
+        ("2025-01-02", "2025-01-02"),
+        ("x \\le 5", "x \\le 5"),
+        ("(-\\infty,5)", "x<5"),
+        ("[1,2) \\cup (3,4]", "[1,2)\\cup(3,4]"),
+    ],
+)
+def test_margins_are_ignored_and_signs_compared_where_gold_has_them(box, gold):
+    assert math_reward(f"\\boxed{{{box}}}", gold) == 1.0
+
+
 def test_a_number_may_be_gold():
     assert math_reward("\\boxed{5}", 5) == 1.0
     assert math_reward("\\boxed{0.5}", 0.5) == 1.0

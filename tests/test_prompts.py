@@ -84,6 +84,7 @@ SYSTEM_ONLY = (
     [
         ("nowhere.jinja", ["'nowhere.jinja'", "No such file"]),
         (".", ["'.'", "directory"]),
+        ("/dev/zero", ["longer than 1000000 characters"]),
         ("{% for %}", ["TemplateSyntaxError"]),
         ("{{ messages[0]['content'] }", ["TemplateSyntaxError"]),
         ("{{ raise_exception('one\ntwo') }}", ["one two"]),

@@ -123,8 +123,8 @@ PAYLOADS = {
     "gold in words": ("ten", {}),
     "import": (f"__import__('os').system('touch {PWNED}')", {}),
     "import in parentheses": (f"(__import__('os').system('touch {PWNED}'), 7)[1]", {}),
-    "no mathematics": ("7 ? 10", {"math": [0, 1, 1]}),
-    "no mathematics, the last number wrong": ("10 ? 7", {}),  # math-verify reads the last number
+    "no mathematics": ("7 ? 10", {}),
+    "no mathematics, the last number wrong": ("10 ? 7", {}),
     "classes": ("().__class__.__bases__[0].__subclasses__()", {}),
     "eval": (f"eval(\"__import__('os').system('touch {PWNED}')\")", {}),
     "lambda": (f"(lambda: open('{PWNED}', 'w'))()", {}),

@@ -140,6 +140,8 @@ def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value
         ("about .5", "0.5"),
         ("so...5", "5"),
         ("x = -5", "-5"),
+        ("x = - 5", "-5"),
+        ("7 - 5", "5"),
         ("7-5", "5"),
         ("(3)-5", "5"),
         ("-$5", "-5"),
