@@ -179,7 +179,7 @@ def with_known_tau(config: dict) -> dict:
 
     try:
         return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
-    except (OSError, ValueError):  # the model is gone, and a report does not need it: nothing to compare with
+    except (OSError, ValueError):  # the model is gone, which a report does not need
         return {key: value for key, value in config.items() if key != "maxent_tau"}
 
 
