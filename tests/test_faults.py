@@ -95,7 +95,7 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
     sentence = error_of(folder)
     assert f"{folder}/step_000003 could not be written" in sentence
     assert "0.0 GiB are free" in sentence
-    assert f"{folder}/step_000002, go on" in sentence
+    assert f"go on from {folder}/step_000002 with --resume" in sentence
     assert any((folder / "step_000003.tmp").rglob("*"))  # it had begun
     assert not (folder / "done").exists()
     assert checkpoint.latest(folder).name == "step_000002"
@@ -111,6 +111,12 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
     assert checkpoint.latest(folder).name == "step_000003"
     assert [line["step"] for line in steps_in(folder)] == [1, 2, 3]
     assert not list(folder.glob("*.tmp"))
+
+
+def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path):
+    said = checkpoint.how_to_go_on(tmp_path)
+    assert "start again" in said
+    assert "resume" not in said
 
 
 def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk):
