@@ -207,19 +207,24 @@ def state_of(run: dict) -> str:
     latest = checkpoint.latest(folder)
     if latest is None:  # the run ended before its first checkpoint
         return "new"
-    ends = settled_at(run) or run["config"]["max_steps"]
-    return "trained" if checkpoint.number_of(latest) >= ends else "interrupted"
+    return "trained" if checkpoint.number_of(latest) >= last_step(run) else "interrupted"
+
+
+def last_step(run: dict) -> int:
+    """The step at which a run's training is over."""
+    return settled_at(run) or run["config"]["max_steps"]
 
 
 def check_evaluation(run: dict) -> None:
     """UserError if a finished run was evaluated under another number of seeds than is asked for,
     or ended earlier."""
-    latest = checkpoint.latest(run["folder"])  # None: somebody has tidied up
-    ends = settled_at(run) or run["config"]["max_steps"]
-    if latest is not None and checkpoint.number_of(latest) < ends:
+    # not latest(), which reads all of a checkpoint; none if somebody has tidied up
+    saved = checkpoint.steps_of(run["folder"])
+    if saved and checkpoint.number_of(saved[-1]) < last_step(run):
         raise UserError(
-            f"{run['folder']} ended at step {checkpoint.number_of(latest)}, before step {ends}: "
-            f"give the --patience that it was made with, or delete its eval.jsonl to go on with it"
+            f"{run['folder']} ended at step {checkpoint.number_of(saved[-1])}, before step "
+            f"{last_step(run)}: give the --patience that it was made with, or delete its "
+            f"eval.jsonl to go on with it"
         )
     seeds = evaluation_seeds(run["folder"])
     if seeds != run["eval_seeds"]:

@@ -16,6 +16,7 @@ flags: --output (such a file to write), --picture (a file to draw).
 """
 
 import json
+from contextlib import contextmanager
 from math import comb
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from common import UserError, check_writable, only_source, own_flags, script
-from compare.results import colors_of, markdown, parse_lines, prepare_picture
+from compare.results import colors_of, markdown, parse_lines, prepare_picture, runs_in
 
 OWN = {"output": "", "picture": ""}
 
@@ -55,28 +56,31 @@ def of_run(run: Counts, k: int) -> float:
 def read_runs(source: Path) -> list[Counts]:
     if not source.exists():
         raise UserError(f"{source} is not there")
-    counted = source.is_file()
-    runs = []
-    for file in [source] if counted else evaluations_in(source):
-        try:
-            lines = parse_lines(file)
-            runs += map(read_line, lines) if counted else [count(file, lines)]
-        except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            writer = "this command's --output" if counted else "evaluate.py --output"
-            raise UserError(
-                f"{file} can't be used, it must be what {writer} writes: "
-                f"{type(error).__name__}: {error}"
-            ) from None
+    if source.is_file():
+        with usable(source, "this command's --output"):
+            runs = [read_line(line) for line in parse_lines(source)]
+    else:
+        runs = []
+        for arm, seed, folder in runs_in(source, having="eval.jsonl"):
+            file = folder / "eval.jsonl"
+            with usable(file, "evaluate.py --output"):
+                runs.append(count(arm, seed, parse_lines(file)))
     if not runs:
         raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
     check_comparable(runs, source)
     return runs
 
 
-def evaluations_in(folder: Path) -> list[Path]:
-    """eval.jsonl of every run; folders that are not called seed_<number> are somebody's copies."""
-    files = sorted(folder.glob("*/seed_*/eval.jsonl"))
-    return [file for file in files if file.parent.name.removeprefix("seed_").isdecimal()]
+@contextmanager
+def usable(file: Path, writer: str):
+    """UserError in place of what a file of somebody else may raise inside this context."""
+    try:
+        yield
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise UserError(
+            f"{file} can't be used, it must be what {writer} writes: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def check_comparable(runs: list[Counts], source: Path) -> None:
@@ -109,7 +113,7 @@ def read_line(line: dict) -> Counts:
     return run
 
 
-def count(file: Path, records: list[dict]) -> Counts:
+def count(arm: str, seed: int, records: list[dict]) -> Counts:
     """Records of evaluate.py, one for each problem and evaluation seed, as one line of counts."""
     if not all("samples" in record for record in records):
         raise ValueError("records without `samples`, as older versions wrote them: evaluate again")
@@ -118,9 +122,7 @@ def count(file: Path, records: list[dict]) -> Counts:
     if len(samples) != 1:
         raise ValueError(f"numbers of samples per problem are {sorted(samples)}: is it cut short?")
     problems = table["correct"].value_counts().sort_index().to_dict()
-    seed = file.parent.name.removeprefix("seed_")
-    line = {"arm": file.parent.parent.name, "seed": seed, "problems": problems}
-    line["samples"] = samples.pop()
+    line = {"arm": arm, "seed": seed, "samples": samples.pop(), "problems": problems}
     return read_line(line)
 
 

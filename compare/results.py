@@ -67,11 +67,12 @@ def metrics_of(run: Path) -> list[dict]:
     return lines
 
 
-def runs_in(folder: Path) -> list[tuple[str, int, Path]]:
-    """(arm, seed, folder) of every run of `python -m compare` in `folder` that has begun to train.
+def runs_in(folder: Path, having: str = "metrics.jsonl") -> list[tuple[str, int, Path]]:
+    """(arm, seed, folder) of every run of `python -m compare` in `folder` that has a file `having`:
+    metrics.jsonl if it has begun to train, eval.jsonl if it is finished.
     Folders that are not called seed_<number>, such as a user's copies, are ignored."""
     runs = []
-    for file in sorted(folder.glob("*/seed_*/metrics.jsonl")):
+    for file in sorted(folder.glob(f"*/seed_*/{having}")):
         run = file.parent
         seed = run.name.removeprefix("seed_")
         if seed.isdecimal():
