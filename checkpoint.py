@@ -363,7 +363,7 @@ def report(config: dict, parameters) -> str:
     kept = "all are kept"
     if config["save_total_limit"]:
         kept = f"the newest {config['save_total_limit']} are kept"
-    if config["keep_every"]:
+    if config["keep_every"] and config["save_steps"]:
         kept += f", and those of every {config['keep_every']} steps"
     return (
         f"checkpoints: {config['checkpoint_mode']}, about {memory_text(size)} and "
@@ -537,27 +537,35 @@ def check_request(c: dict) -> bool:
     """Checks resume_from_checkpoint without reading weights. UserError if that checkpoint is
     missing or not whole, or if max_steps leaves nothing to train. Returns whether the run goes on
     in the checkpoint's own folder."""
-    resume_from = c["resume_from_checkpoint"]
-    folder = c["output_dir"]
-    if not resume_from:
+    path = asked_for(c)
+    if path is None:
         return False
-    if resume_from == "latest":
-        for path in reversed(steps_of(folder)):
-            if not verify(path, 0, 0):  # names and sizes only: find() reads the contents later
-                check_steps(number_of(path), path, c, least=0)
-                return True
-        raise UserError(none_whole(folder))
-    problem = verify(resume_from, 0, 0)
-    if problem:
-        raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    goes_on = Path(resume_from).resolve().parent == Path(folder).resolve()
+    goes_on = path.resolve().parent == Path(c["output_dir"]).resolve()
     # 0: a finished run may be started again and finds itself done; a new run needs steps to do
-    check_steps(steps_in(Path(resume_from)), resume_from, c, least=0 if goes_on else 1)
+    check_steps(path, c, least=0 if goes_on else 1)
     return goes_on
 
 
-def check_steps(step: int, path, c: dict, least: int) -> None:
+def asked_for(c: dict) -> Path | None:
+    """The checkpoint that resume_from_checkpoint asks for, by names and sizes of files only: find()
+    reads the contents later. None for a fresh run, UserError if there is none."""
+    resume_from = c["resume_from_checkpoint"]
+    if not resume_from:
+        return None
+    if resume_from == "latest":
+        for path in reversed(steps_of(c["output_dir"])):
+            if not verify(path, 0, 0):
+                return path
+        raise UserError(none_whole(c["output_dir"]))
+    problem = verify(resume_from, 0, 0)
+    if problem:
+        raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    return Path(resume_from)
+
+
+def check_steps(path: Path, c: dict, least: int) -> None:
     """UserError if fewer than `least` steps are left after a checkpoint."""
+    step = steps_in(path)
     if c["max_steps"] - step < least:
         raise UserError(
             f"{path} has {step} steps done, and max_steps={c['max_steps']}: set a larger max_steps "
@@ -595,14 +603,30 @@ def find(config: dict) -> Path | None:
         problem = verify_together(path)
         if problem:
             raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
+    check_config(path, config)
+    return path
+
+
+def check_config(path: Path, config: dict) -> None:
+    """UserError if a run of this config can't go on from a checkpoint. Reads only small files."""
     check_fit(path, config)
     check_memory(path, config)
-    return path
 
 
 def settings_of(path: Path) -> dict:
     """The config that a checkpoint was made with."""
-    return modern(json.loads((path / "train_config.json").read_text()))
+    return modern(read_table(path / "train_config.json"))
+
+
+def read_table(file: Path) -> dict:
+    """A checkpoint's JSON file. UserError if it is no JSON object."""
+    try:
+        table = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise UserError(f"{file} is damaged: it is not what a run saves")
+    return table
 
 
 def ranks_of(path: Path) -> int:
@@ -616,7 +640,7 @@ def check_fit(path: Path, config: dict) -> None:
 
     # `config |`: a checkpoint may be older than some of the keys
     saved = config | settings_of(path)
-    model = json.loads((path / "config.json").read_text())
+    model = read_table(path / "config.json")
     dtype = str(dtype_of(config)).removeprefix("torch.")
     pairs = {
         "zero_stage": (saved["zero_stage"], config["zero_stage"]),
@@ -674,7 +698,7 @@ def check_model(path: Path, model) -> None:
     """UserError if a checkpoint's model has another shape than this run's. model: the Hugging Face
     config of this run's model. Of other shapes DeepSpeed would say so too, but only after loading
     everything, and tensor by tensor."""
-    saved = json.loads((path / "config.json").read_text())
+    saved = read_table(path / "config.json")
     for name in SHAPE:
         now = getattr(model, name, None)
         if name in saved and saved[name] != now:

@@ -576,6 +576,12 @@ def group_claims(c: dict):
         "lr" not in c["optimizer_options"],
         "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
     )
+    for option in ("capturable", "differentiable"):
+        yield (
+            not c["optimizer_options"].get(option),
+            f"optimizer_options.{option} would fail in the first step or do nothing: it is for "
+            "CUDA graphs or gradients through a step, and nothing here uses these",
+        )
     yield (
         # offloading is a feature of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
@@ -881,6 +887,11 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
             "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
+    if c["keep_every"] and c["save_steps"] <= 0:
+        warnings.append(
+            f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
+            "does not save"
+        )
     shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0
     if shaped and is_on(c["maxent_target_excess_entropy"]):
         warnings.append(
@@ -921,22 +932,29 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "compare the likelihoods of a group's rows, and rows with a seed answered another "
             "prompt"
         )
+    return warnings + meta_warnings(c)
+
+
+def meta_warnings(c: dict) -> list[str]:
+    """Sentences about a meta-controller that follows a gradient and would find none."""
+    if c["controller_meta_method"] in ("", "analytic"):
+        return []
+    warnings = []
     # range of log q, if every reward function gives 0 to 1
     reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
-    if c["controller_meta_method"] not in ("", "analytic"):  # the methods that follow a gradient
-        # at half this bound the slope by log tau is less than a thousandth of an ordinary one
-        # (tests/test_controllers_config.py)
-        if c["maxent_tau"] + c["beta"] < 0.05 * reach:
-            warnings.append(
-                f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "
-                f"log q = {0.05 * reach:.3f}: the weights are "
-                f"saturated and controller_meta_method={c['controller_meta_method']!r} has no "
-                "gradient to follow; start both higher"
-            )
-        if c["controller_meta_optimizer"] == "sgd":
-            warnings.append(
-                f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where "
-                "its gradient is small: use "
-                f"controller_meta_optimizer='adam'"
-            )
+    # at half this bound the slope by log tau is less than a thousandth of an ordinary one
+    # (tests/test_controllers_config.py)
+    if c["maxent_tau"] + c["beta"] < 0.05 * reach:
+        warnings.append(
+            f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "
+            f"log q = {0.05 * reach:.3f}: the weights are "
+            f"saturated and controller_meta_method={c['controller_meta_method']!r} has no "
+            "gradient to follow; start both higher"
+        )
+    if c["controller_meta_optimizer"] == "sgd":
+        warnings.append(
+            f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where "
+            "its gradient is small: use "
+            f"controller_meta_optimizer='adam'"
+        )
     return warnings

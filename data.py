@@ -82,6 +82,10 @@ def check_single(source: dict) -> None:
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
     """Turns rows as their source has them into this program's rows; those without prompt or answer
     are left out. found: {place: raw row}; more: names of further columns."""
+    for column in source["more"]:
+        # a dataset's columns were looked up when it was read; a .jsonl file has none but its rows'
+        if all(column_of(raw, column) is None for raw in found.values()):
+            raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])

@@ -171,7 +171,7 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     check_writable("--output", path, folder=False)
     # no second process may write lines there; the lock's folder is gone when this one ends
     rank = int(os.environ.get("RANK", 0))
-    with hold_folder(f"{path}.lock", rank, cure="name another --output"):
+    with hold_folder(f"{path}.lock", rank, key="output"):
         write(c, own, path)
 
 

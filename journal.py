@@ -76,9 +76,10 @@ def git_commit() -> str:
 
 
 @contextmanager
-def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"):
+def hold_folder(folder, rank: int = 0, key: str = "output_dir", cure: str = ""):
     """Makes `folder` and locks it for as long as the context lasts, so that no second run writes
     there. UserError, naming the holder, if another run has locked it. Rank 0 locks for all ranks.
+    key: the flag that the folder comes from; cure: what to do if it is held, "" to choose another.
 
     The lock is an flock on a file in the folder. The system releases it when this process ends,
     however it ends. Processes that we start don't inherit it, unless they are handed the file. On
@@ -86,12 +87,12 @@ def hold_folder(folder, rank: int = 0, cure: str = "choose another --output_dir"
     node's lease is over, a minute or two. On a file system without locks (Lustre mounted without
     `flock`) there is a warning instead."""
     folder = Path(folder)
-    check_writable("output_dir", folder, folder=True)
+    check_writable(key, folder, folder=True)
     if rank:  # all ranks share the folder, and rank 0 locks it
         yield None
         return
     made = not folder.exists()
-    lock = take_lock(folder, cure)
+    lock = take_lock(folder, cure or f"choose another --{key}")
     try:
         yield lock
     finally:
@@ -183,17 +184,17 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         check_writable("weight_sync", config["weight_sync"], folder=True)
     if resuming or is_empty(folder):  # resuming: the files there are this run's own
         return
+    # a run that failed early has launches.jsonl only
+    if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
+        raise UserError(
+            f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
+            f"so it is not a run of this program and is left alone: choose another --output_dir"
+        )
     if not config["overwrite_output_dir"]:
         raise UserError(
             f"output_dir={str(folder)!r} is not empty: continue it with "
             f"--resume_from_checkpoint=latest, replace it with --overwrite_output_dir=True, or "
             f"choose another --output_dir"
-        )
-    # a run that failed early has launches.jsonl only
-    if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
-        raise UserError(
-            f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
-            f"so it is not a run of this program and will not be deleted"
         )
     for key, path in paths_that_are_read(config):
         if path and Path(path).resolve().is_relative_to(folder.resolve()):

@@ -515,9 +515,9 @@ def deciding(rows: list[dict], c: dict) -> list:
 # --- dry run
 
 
-def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> None:
-    """Prints what a run of this config would do. What needs the model's files or the data comes
-    last, because these may be out of reach."""
+def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> Inputs:
+    """Prints what a run of this config would do, and returns what it would start from. What needs
+    the model's files or the data comes last, because these may be out of reach."""
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
@@ -542,6 +542,7 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
     for warning in warn_config(known, inputs.model.vocab_size, default_config()):
         print(f"warning: {warning}")
+    return inputs
 
 
 def show_data(inputs: Inputs, c: dict) -> None:

@@ -576,9 +576,13 @@ def main(c: dict, only_look: bool = False) -> None:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if only_look:
         if rank == 0:
-            dry_run(c, size, dtype_of(c), deepspeed_config(c))
+            inputs = dry_run(c, size, dtype_of(c), deepspeed_config(c))
             # last: everything shown above holds for any other folder too
             check_run_folder(c, checkpoint.check_request(c))
+            resume_path = checkpoint.asked_for(c)
+            if resume_path:
+                checkpoint.check_config(resume_path, c)
+                checkpoint.check_model(resume_path, inputs.model)
         return
     with hold_folder(c["output_dir"], rank):
         run = start(c)

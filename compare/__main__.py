@@ -361,7 +361,7 @@ def main(argv) -> None:
         for run in runs:  # before any run starts: the tenth would fail after hours
             refuse_missing_folder(run["config"]["model"])
         look = "look at what is finished with --report_only=True"
-        with hold_folder(output, cure=look) as locked:
+        with hold_folder(output, key="output", cure=look) as locked:
             carry_out(runs, own, locked)
 
     # from the plan, because the baseline's first run may be unfinished

@@ -168,11 +168,11 @@ def test_a_run_folder_that_is_not_empty_is_left_alone(refusal, run_folder):
 def test_overwriting_refuses_what_is_not_a_run_and_what_holds_the_model(
     refusal, run_folder, tiny_model_dir
 ):
-    message = refusal(f"--output_dir={tiny_model_dir}", "--overwrite_output_dir=True")
-    assert (
-        f"output_dir={str(tiny_model_dir)!r}" in message
-        and (tiny_model_dir / "config.json").exists()
-    )
+    for flag in ("", "--overwrite_output_dir=True"):  # no advice to overwrite what would be kept
+        message = refusal(f"--output_dir={tiny_model_dir}", *flag.split())
+        assert f"output_dir={str(tiny_model_dir)!r}" in message and "not a run" in message
+        assert "overwrite_output_dir" not in message and "resume" not in message
+    assert (tiny_model_dir / "config.json").exists()
     inside = shutil.copytree(tiny_model_dir, run_folder / "step_000001")
     message = refusal(
         f"--output_dir={run_folder}", "--overwrite_output_dir=True", f"--model={inside}"

@@ -408,3 +408,8 @@ def test_settings_that_work_against_each_other_are_warned_about():
 def test_mathematics_sends_gradients_once_a_step(name):
     """ZeRO 2 and 3 reduce them in every backward."""
     assert load_config([str(ROOT / "config" / f"math_{name}.py")])["zero_stage"] == 1
+
+
+def test_checkpoints_to_keep_that_are_never_saved_are_warned_about():
+    assert "keep_every=5 keeps no checkpoint" in warnings_of(100, "--keep_every=5")
+    assert warnings_of(100, "--keep_every=5", "--save_steps=5") == ""

@@ -251,6 +251,9 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     ((row,),), _ = mixture({"name": path, "more": ["level"]})
     assert row["level"] == 7
     assert "no column 'depth'" in refusal(load, path, more=["depth"])
+    lines = jsonl(tmp_path, {"prompt": "a", "answer": "1", "level": 7})
+    assert "no row has the column 'depth'" in refusal(load, lines, more=["depth"])
+    assert load(lines, more=["level"])[0]["level"] == 7
     assert "must be a list of names" in refusal(load_config, ["--dataset.more=[1]"])
 
 
@@ -413,6 +416,8 @@ def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
         (["--easy_dataset.name=countdown"], ["easy_dataset={'name': 'countdown'}", "share"]),
         (["--easy_dataset.config=3"], ["easy_dataset={'config': '3'}", "name"]),
         (["--optimizer_options.lr=0.5"], ["optimizer_options.lr", "learning_rate"]),
+        (["--optimizer_options.capturable=True"], ["optimizer_options.capturable", "CUDA graphs"]),
+        (["--optimizer_options.differentiable=True"], ["optimizer_options.differentiable"]),
         (["--easy_dataset.share={0: 1.5}"], ["easy_dataset.share={0: 1.5}", "at most 1"]),
         (["--easy_dataset.share={-1: 0.5}"], ["easy_dataset.share", "{-1: 0.5}"]),
         (["--easy_dataset.share={0: -0.5}"], ["easy_dataset.share={0: -0.5}"]),

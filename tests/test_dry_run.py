@@ -10,6 +10,7 @@ from row_files import jsonl
 from test_bad_input import script
 from transformers import Qwen2Config
 
+import controllers
 import preflight
 import rollout
 import sft
@@ -189,7 +190,7 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ((), "is not empty: continue it with"),
+        ((), "is not a run of this program"),
         (("--resume_from_checkpoint=latest",), "holds no whole checkpoint"),
     ],
 )
@@ -200,6 +201,43 @@ def test_a_dry_run_says_in_the_end_that_its_run_folder_would_be_refused(
     with pytest.raises(UserError, match=words):
         train.main(load_config(argv), only_look=True)
     assert "512 rows" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weights, tmp_path):
+    """As the run itself would: a checkpoint whose files are all there, of another optimizer, with
+    a damaged memory, of another model."""
+    path = tmp_path / "run" / "step_000001"
+    argv = [TINY, f"--model={no_weights}", f"--output_dir={path.parent}", "--reward_workers=0"]
+    argv += ["--resume_from_checkpoint=latest", "--max_steps=2"]
+    saved = load_config(argv)
+    state = {"step": 1, "controllers": controllers.init_state(saved)}
+    model = json.loads((no_weights / "config.json").read_text())
+
+    files = {"train_config.json": saved, "controller_state.json": state, "config.json": model}
+    save_files(path, files)
+    train.main(load_config(argv), only_look=True)  # one that fits is let through
+    for flags, changes, words in [
+        ("--optimizer=sgd", {}, "optimizer='adamw'"),
+        ("--lora_rank=4", {}, "lora_rank=0"),
+        ("", {"controller_state.json": {"step": 1, "controllers": []}}, "is damaged"),
+        ("", {"config.json": []}, "config.json is damaged"),
+        ("", {"config.json": model | {"num_hidden_layers": 9}}, "num_hidden_layers=9"),
+    ]:
+        save_files(path, files | changes)
+        with pytest.raises(UserError, match=words):
+            train.main(load_config([*argv, *flags.split()]), only_look=True)
+
+
+def save_files(path: Path, files: dict) -> None:
+    """Makes `path` a checkpoint that is whole by its manifest."""
+    (path / "engine").mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    for name in ("rng_0.pt", "engine/a.pt"):
+        (path / name).write_bytes(b"tensors")
+    listed = ["rng_0.pt", "engine/a.pt", *files]
+    manifest = {name: [(path / name).stat().st_size, ""] for name in listed}
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(

@@ -153,7 +153,7 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
 def test_a_file_that_another_process_writes_is_refused(whole, tiny_model_dir):
     own, config = load_with_flags(words(tiny_model_dir, whole), checks.FLAGS["generate"])
     with journal.hold_folder(f"{whole}.lock"):
-        with pytest.raises(UserError, match=r"in use by .* name another --output"):
+        with pytest.raises(UserError, match=r"in use by .* choose another --output"):
             generate.main(config, own)
     assert not Path(f"{whole}.lock").exists()
 
