@@ -21,6 +21,7 @@ from collections import deque
 
 from common import UserError, quoted
 from tasks import (
+    between,
     countdown,
     crossword,
     graph_coloring,
@@ -140,6 +141,7 @@ REWARDS = {
     "rush_hour_shaped": rush_hour.rush_hour_shaped,
     "reasoning_gym": reasoning_gym.reward,
     "sentence": sentence.reward,
+    "between": between.reward,
     "math": mathematics.math_reward,
     "math_exact": mathematics.math_exact,
     "last_number": last_number,

@@ -1,0 +1,96 @@
+"""Between: name a number that lies between two given ones. A small pretrained model succeeds about
+every third time, with a few favourite numbers, and every other number between is right too.
+
+One row, rows("test", 1, seed=0), without the three examples that stand before its question:
+  {'id': 'between-tens-48-54', 'task': 'between', 'num_modes': 5, 'answer': [48, 54],
+   'prompt': [..., {'role': 'user', 'content': 'A number between 48 and 54?'}],
+   'solutions': ['49', '50', '51', '52', '53']}
+
+Problems: all pairs of two-digit numbers that are 6 to 20 apart. A hash chooses the 256 that are
+held out, so they have the same distribution as those for training. A mode is the number.
+
+reward() covers: a whole number in the digits 0 to 9 and nothing else, strictly between the two. It
+does not cover: words ("thirty"), fractions, signs, a sentence around the number: 0.
+"""
+
+import re
+import zlib
+from functools import cache
+
+from tasks import SPLITS, check_choice, hold_out, take
+
+DEFAULT = "tens"
+HELD_OUT = 256  # pairs
+CONFIGS = {
+    "tens": dict(lowest=10, highest=99, nearest=6, farthest=20),
+}
+# Questions and answers that every prompt begins with: they show the form of an answer, which a
+# small model does not find by itself. No pair of CONFIGS["tens"] repeats one: these are 4 apart.
+EXAMPLES = [((12, 16), "15"), ((44, 48), "45"), ((77, 81), "79")]
+
+
+# --- modes and the reward
+
+
+def mode(completion: str, answer: list) -> str | None:
+    """The number without leading zeros, None for a wrong completion."""
+    low, high = answer
+    found = re.fullmatch(r"[0-9]{1,9}", completion.strip())
+    if not found or not low < int(found[0]) < high:
+        return None
+    return str(int(found[0]))
+
+
+def reward(completion: str, answer: list, **row) -> float:
+    """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
+    ValueError for an answer that is not a list of two numbers."""
+    pair = isinstance(answer, list) and len(answer) == 2
+    if not pair or any(type(number) is not int for number in answer):
+        raise ValueError(f"between: the answer must be a list of two numbers, not {answer!r:.100}")
+    return float(mode(completion, answer) is not None)
+
+
+# --- problems
+
+
+@cache
+def problems(config: str) -> dict[str, list[tuple]]:
+    """{"train": pairs (low, high), "test": pairs}, all different."""
+    c = CONFIGS[config]
+    classes = {}
+    for low in range(c["lowest"], c["highest"] + 1):
+        for high in range(low + c["nearest"], low + c["farthest"] + 1):
+            if high <= c["highest"]:
+                # unlike hash(), the same in every process
+                key = zlib.crc32(f"{low} {high}".encode())
+                classes.setdefault(key, []).append((low, high))
+    return hold_out(classes, HELD_OUT)
+
+
+def question(pair: tuple) -> dict:
+    """The user's message."""
+    return {"role": "user", "content": f"A number between {pair[0]} and {pair[1]}?"}
+
+
+def to_row(config: str, pair: tuple) -> dict:
+    """The row of a problem. Its prompt is a conversation: the examples, then the question."""
+    low, high = pair
+    messages = []
+    for example, number in EXAMPLES:
+        messages += [question(example), {"role": "assistant", "content": number}]
+    return {
+        "id": f"between-{config}-{low}-{high}",
+        "task": "between",
+        "prompt": [*messages, question(pair)],
+        "answer": [low, high],
+        "solutions": [str(number) for number in range(low + 1, high)],
+        "num_modes": high - low - 1,
+    }
+
+
+def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
+    """n rows (-1: all) of "train" or "test"; `seed` only orders them."""
+    check_choice("config", config, CONFIGS)
+    check_choice("split", split, SPLITS)
+    chosen = take(problems(config)[split], n, seed)
+    return [to_row(config, pair) for pair in chosen]
