@@ -1,9 +1,16 @@
 """Between: name a number that lies between two given ones. A small pretrained model succeeds about
 every third time, with a few favourite numbers, and every other number between is right too.
 
-One row, rows("test", 1, seed=0), without the three examples that stand before its question:
-  {'id': 'between-tens-48-54', 'task': 'between', 'num_modes': 5, 'answer': [48, 54],
-   'prompt': [..., {'role': 'user', 'content': 'A number between 48 and 54?'}],
+One row, rows("test", 1, seed=0). Its prompt is a conversation, three examples and the question:
+  {'id': 'between-tens-48-54', 'task': 'between',
+   'prompt': [{'role': 'user', 'content': 'A number between 12 and 16?'},
+              {'role': 'assistant', 'content': '15'},
+              {'role': 'user', 'content': 'A number between 44 and 48?'},
+              {'role': 'assistant', 'content': '45'},
+              {'role': 'user', 'content': 'A number between 77 and 81?'},
+              {'role': 'assistant', 'content': '79'},
+              {'role': 'user', 'content': 'A number between 48 and 54?'}],
+   'answer': {'low': 48, 'high': 54}, 'num_modes': 5,
    'solutions': ['49', '50', '51', '52', '53']}
 
 Problems: all pairs of two-digit numbers that are 6 to 20 apart. A hash chooses the 256 that are
@@ -32,21 +39,27 @@ EXAMPLES = [((12, 16), "15"), ((44, 48), "45"), ((77, 81), "79")]
 # --- modes and the reward
 
 
-def mode(completion: str, answer: list) -> str | None:
+def modes(answer: dict) -> list[str]:
+    """All right numbers, in order."""
+    return [str(number) for number in range(answer["low"] + 1, answer["high"])]
+
+
+def mode(completion: str, answer: dict) -> str | None:
     """The number without leading zeros, None for a wrong completion."""
-    low, high = answer
     found = re.fullmatch(r"[0-9]{1,9}", completion.strip())
-    if not found or not low < int(found[0]) < high:
+    if not found or not answer["low"] < int(found[0]) < answer["high"]:
         return None
     return str(int(found[0]))
 
 
-def reward(completion: str, answer: list, **row) -> float:
+def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that is not a list of two numbers."""
-    pair = isinstance(answer, list) and len(answer) == 2
-    if not pair or any(type(number) is not int for number in answer):
-        raise ValueError(f"between: the answer must be a list of two numbers, not {answer!r:.100}")
+    ValueError for an answer that is not {"low": an int, "high": an int}."""
+    known = isinstance(answer, dict) and {"low", "high"} <= answer.keys()
+    if not known or any(type(answer[end]) is not int for end in ("low", "high")):
+        raise ValueError(
+            f'between: the answer must be {{"low": an int, "high": an int}}, not {answer!r:.100}'
+        )
     return float(mode(completion, answer) is not None)
 
 
@@ -74,17 +87,18 @@ def question(pair: tuple) -> dict:
 
 def to_row(config: str, pair: tuple) -> dict:
     """The row of a problem. Its prompt is a conversation: the examples, then the question."""
-    low, high = pair
+    answer = dict(zip(("low", "high"), pair, strict=True))
+    right = modes(answer)
     messages = []
     for example, number in EXAMPLES:
         messages += [question(example), {"role": "assistant", "content": number}]
     return {
-        "id": f"between-{config}-{low}-{high}",
+        "id": f"between-{config}-{pair[0]}-{pair[1]}",
         "task": "between",
         "prompt": [*messages, question(pair)],
-        "answer": [low, high],
-        "solutions": [str(number) for number in range(low + 1, high)],
-        "num_modes": high - low - 1,
+        "answer": answer,
+        "num_modes": len(right),
+        "solutions": right,
     }
 
 

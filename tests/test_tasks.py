@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tasks
-from tasks import countdown, crossword, graph_coloring, rush_hour
+from tasks import between, countdown, crossword, graph_coloring, rush_hour
 
 ROOT = Path(__file__).resolve().parent.parent
-TASKS = [countdown, graph_coloring, crossword, rush_hour]
+TASKS = [between, countdown, graph_coloring, crossword, rush_hour]
 VARIANTS = [(task, config) for task in TASKS for config in task.CONFIGS]
 
 
@@ -31,7 +31,7 @@ def modes_of(task, row: dict) -> set[str]:
         return {row["answer"]["answer"].replace(" ", "")}
     if task is countdown:
         return task.modes(**row["answer"])
-    return task.modes(row["answer"])
+    return set(task.modes(row["answer"]))
 
 
 def test_every_task_has_rows_a_reward_and_a_mode():
@@ -101,6 +101,7 @@ def test_changing_a_row_does_not_change_the_next_caller_s(task, config):
 
 # variants that take little time, and how many problems of them: enough to tell
 FEW = {
+    "between": {"tens": None},
     "countdown": {"3": None},
     "graph_coloring": {"tiny": 2000},
     "crossword": {"words": None, "tiny": None},
@@ -147,6 +148,7 @@ def test_the_row_on_top_of_each_file_is_a_real_one(task):
 @pytest.mark.parametrize(
     "task, configs",
     [
+        (between, "tens"),
         (countdown, "3, 4, tiny"),
         (graph_coloring, "small, tiny"),
         (crossword, "words, tiny"),
