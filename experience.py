@@ -49,6 +49,14 @@ class Collected(NamedTuple):
         return [r for r in self.rollouts if "seed_id" not in r]
 
 
+class Sampled(NamedTuple):
+    """What a rank has sampled at some places."""
+
+    groups: dict  # place -> its prompt's G + S completions
+    values: dict  # place -> (G + S, F) reward values
+    failed: list[dict]  # records of rewards that failed
+
+
 class Experience:
     def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
         self.sampler = sampler
@@ -68,57 +76,64 @@ class Experience:
         """Samples and scores a step. All ranks together: they agree on which groups are sampled
         again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
-        G = c["num_generations"]
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
-        groups, values, failed = self.sample(rows, self.places, step, 0, timer)
-        wait_for_ranks(timer)
-        rewards, metrics = self.combine(values)  # (P, G + S)
-        worst = metrics  # those of the attempt in which most rewards failed
-        resampled = 0
-        for attempt in range(1, c["resample_equal_groups"] + 1):
-            stale = L.equal_groups(rewards[:, :G])  # (P,) bool
-            if not stale.any():
-                break
-            places = self.replace_rows(rows, stale, rewards, step, attempt)
-            # even with no places: ranks that share an engine sample together
-            new_groups, new_values, new_failed = self.sample(rows, places, step, attempt, timer)
-            groups |= new_groups
-            values |= new_values
-            failed += new_failed
-            resampled += int(stale.sum())
-            wait_for_ranks(timer)
-            rewards, metrics = self.combine(values)
-            # a failed reward counts even if its group has been replaced since
-            worst = max(worst, metrics, key=lambda m: m["reward/failures"])
-        self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if failed:
-            tqdm.write(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
-        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
-
+        own, rewards, metrics = self.sample_groups(rows, step, timer)
         if self.replay is not None:
-            self.replay.update(rows, rewards[:, :G])
+            self.replay.update(rows, rewards[:, : c["num_generations"]])
             self.replay_state = self.replay.state
-        if c["resample_equal_groups"]:
-            metrics["resampled_groups"] = resampled
         metrics |= self.sampler.take_counts()
         if c["rollout_ahead"] and step + 1 < c["max_steps"]:
             self.ask_ahead(step + 1)
 
-        own_rows = [rows[place] for place in self.places]
-        own_values = torch.stack([values[place] for place in self.places])
         rollouts = []
         for place in self.places:
-            rollouts += groups[place]
-        right = scoring.correct(own_values, self.inputs.columns)
-        temperature = self.temperature(step)
-        return Collected(own_rows, rollouts, own_values, right, rewards, metrics, temperature)
+            rollouts += own.groups[place]
+        values = torch.stack([own.values[place] for place in self.places])  # (p, G + S, F)
+        return Collected(
+            rows=[rows[place] for place in self.places],
+            rollouts=rollouts,
+            values=values,
+            right=scoring.correct(values, self.inputs.columns),
+            rewards=rewards,
+            metrics=metrics,
+            temperature=self.temperature(step),
+        )
+
+    def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
+        """(this rank's Sampled, rewards (P, G + S) and metrics of the whole step). With
+        resample_equal_groups, prompts whose completions are all equally good are replaced in `rows`
+        by others."""
+        c = self.config
+        own = self.sample(rows, self.places, step, 0, timer)
+        rewards, metrics = self.combine(own.values, timer)
+        # metrics of the attempt in which most rewards failed: such a failure counts even if its
+        # group is replaced
+        worst = metrics
+        resampled = 0
+        for attempt in range(1, c["resample_equal_groups"] + 1):
+            stale = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
+            if not stale.any():
+                break
+            places = self.replace_rows(rows, stale, rewards, step, attempt)
+            # even with no places: ranks that share an engine sample together
+            new = self.sample(rows, places, step, attempt, timer)
+            own = Sampled(own.groups | new.groups, own.values | new.values, own.failed + new.failed)
+            rewards, metrics = self.combine(own.values, timer)
+            worst = max(worst, metrics, key=lambda m: m["reward/failures"])
+            resampled += int(stale.sum())
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
+        if own.failed:
+            tqdm.write(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
+        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
+        if c["resample_equal_groups"]:
+            metrics["resampled_groups"] = resampled
+        return own, rewards, metrics
 
     def temperature(self, step: int) -> float:
         return scheduled(self.config["temperature"], step)
 
-    def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple:
-        """Samples and scores the prompts at `places`: (completions {place: group}, reward values
-        {place: (G + S, F)}, records of failed rewards)."""
+    def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> Sampled:
+        """Samples and scores the prompts at `places`."""
         asked = [rows[place] for place in places]
         tokenizer = self.inputs.tokenizer
         with timer("rollout"):
@@ -134,7 +149,7 @@ class Experience:
         groups = {}
         for n, place in enumerate(places):
             groups[place] = rollouts[n * size : (n + 1) * size]
-        return groups, dict(zip(places, values)), failed
+        return Sampled(groups, dict(zip(places, values)), failed)
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
@@ -162,8 +177,9 @@ class Experience:
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
-    def combine(self, values: dict) -> tuple[torch.Tensor, dict]:
-        """Rewards (P, G + S) of the whole step and their metrics."""
+    def combine(self, values: dict, timer) -> tuple[torch.Tensor, dict]:
+        """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
+        wait_for_ranks(timer)
         local_values = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
         return scoring.combine(gather_groups(local_values), self.inputs.columns)
 
