@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ from common import (
     memory_text,
     modern,
     quoted,
+    say_once,
     script,
 )
 
@@ -273,18 +275,21 @@ def number_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def latest(folder, check=verify) -> Path | None:
+def latest(folder, check=verify, silent: bool = False) -> Path | None:
     """The newest checkpoint of a run folder that passes `check`, None without one. Prints which
-    ones were passed over, and why."""
-    for path in sorted(Path(folder).glob("step_*")):
-        if path.is_symlink():
-            print(f"checkpoint passed over: {path} is a symbolic link", flush=True)
-    for path in reversed(steps_of(folder)):  # newest first
+    ones were passed over, and why, unless `silent`."""
+    links = [path for path in sorted(Path(folder).glob("step_*")) if path.is_symlink()]
+    problems = [f"{path} is a symbolic link" for path in links]
+    newest = None
+    for path in reversed(steps_of(folder)):
         problem = check(path)
         if not problem:
-            return path
-        print(f"checkpoint passed over: {in_one_line(problem)}", flush=True)
-    return None
+            newest = path
+            break
+        problems.append(in_one_line(problem))
+    for problem in [] if silent else problems:
+        say_once(f"checkpoint passed over: {problem}")
+    return newest
 
 
 def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
@@ -546,18 +551,24 @@ def check_request(c: dict) -> bool:
     return goes_on
 
 
-def asked_for(c: dict) -> Path | None:
-    """The checkpoint that resume_from_checkpoint asks for, by names and sizes of files only: find()
-    reads the contents later. None for a fresh run, UserError if there is none."""
+def asked_for(c: dict, check=None) -> Path | None:
+    """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if it is
+    missing or not whole. check: see latest(); without it only names and sizes of files are
+    compared, silently, because find() reads the contents later."""
     resume_from = c["resume_from_checkpoint"]
     if not resume_from:
         return None
+    silent = check is None
+    check = check or partial(verify, world=0)
     if resume_from == "latest":
-        for path in reversed(steps_of(c["output_dir"])):
-            if not verify(path, 0, 0):
-                return path
-        raise UserError(none_whole(c["output_dir"]))
-    problem = verify(resume_from, 0, 0)
+        path = latest(c["output_dir"], check, silent)
+        if path is None:
+            raise UserError(
+                f"resume_from_checkpoint='latest': output_dir={c['output_dir']!r} holds no whole "
+                f"checkpoint (step_*)"
+            )
+        return path
+    problem = check(resume_from)
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     return Path(resume_from)
@@ -582,28 +593,12 @@ def steps_in(path: Path) -> int:
         return 0
 
 
-def none_whole(folder: str) -> str:
-    return (
-        f"resume_from_checkpoint='latest': output_dir={folder!r} holds no whole checkpoint (step_*)"
-    )
-
-
 def find(config: dict) -> Path | None:
     """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if any
     rank finds it damaged, or if this config can't go on from it. All ranks call it together."""
-    resume_from = config["resume_from_checkpoint"]
-    if not resume_from:
-        return None
-    if resume_from == "latest":
-        path = latest(config["output_dir"], verify_together)
-        if path is None:
-            raise UserError(none_whole(config["output_dir"]))
-    else:
-        path = Path(resume_from)
-        problem = verify_together(path)
-        if problem:
-            raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
-    check_config(path, config)
+    path = asked_for(config, verify_together)
+    if path is not None:
+        check_config(path, config)
     return path
 
 

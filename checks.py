@@ -95,6 +95,12 @@ USED = {
     "xdr_utility": lambda o, c: o.weights == "rows",
     "mode_entropy_score_norm": lambda o, c: c["mode_entropy_coef"] > 0,
     "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
+    "reference_placement": lambda o, c: c["beta"] > 0,
+    "info_seed_reward": lambda o, c: c["info_seed_num_seeds"] > 0,
+    "maxent_tau_lr": lambda o, c: steers_tau(c) and not c["controller_meta_method"],
+    "maxent_tau_warmup_steps": lambda o, c: steers_tau(c) and not c["controller_meta_method"],
+    "kl_horizon": lambda o, c: not c["controller_meta_method"],
+    "controller_meta_lr": lambda o, c: c["controller_meta_method"] != "",
 }
 
 
@@ -117,6 +123,13 @@ def adds_kl(c: dict) -> bool:
     if OBJECTIVES[c["objective"]].beta == "weights":
         return c["maxent_kl"]
     return not c["xdr_ref_tilt"]
+
+
+def learns_from_equal_rewards(c: dict) -> bool:
+    """Whether groups in which all rewards are equal may teach something by their rewards."""
+    if OBJECTIVES[c["objective"]].group_loss:
+        return c["maxent_skip_equal_groups"] != "all"
+    return c["unlikeliness_coef"] > 0
 
 
 def policy_gradient(c: dict) -> bool:
@@ -352,7 +365,7 @@ RANGES = {
     "unlikeliness_coef": (">= 0", "<= 1"),
     "pkpo_k": ("> 0", None),
     "maxent_tau": ("-1 or >= 0", "<= inf"),  # -1: by the vocabulary; inf: uniform weights
-    "maxent_q_temperature": ("> 0", None),
+    "maxent_q_temperature": (">= 1e-6", "<= 1e6"),  # float32 tells rewards apart in between
     "maxent_q_epsilon": (">= 0", None),  # at most 1 / rows of a group: group_claims
     "maxent_score_scale": ("> 0", None),
     "mode_entropy_coef": (">= 0", None),
@@ -542,6 +555,11 @@ def group_claims(c: dict):
             f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
         )
         yield (
+            c["info_seed_prompt_template"].count("{prompt}") <= 1,
+            f"info_seed_prompt_template={c['info_seed_prompt_template']!r} may hold {{prompt}} "
+            "once: the other would reach the model as it stands there",
+        )
+        yield (
             c["info_seed_loss_type"] != "ce" or c["info_seed_lambda"] > 0,
             "info_seed_loss_type='ce' needs info_seed_lambda > 0: its head would never be "
             "trained and stay random; 'infonce' has none",
@@ -609,8 +627,8 @@ def data_claims(c: dict):
         f"reward_funcs={c['reward_funcs']}",
     )
     yield (
-        all(abs(weight) <= 1e30 for weight in c["reward_weights"]),  # float32 holds 3e38
-        f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e30",
+        all(abs(weight) <= 1e6 for weight in c["reward_weights"]),
+        f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e6",
     )
     for key, source in [("dataset", source) for source in sources(c)] + [
         (key, entries(c, key)) for key in ("easy_dataset", "eval_dataset")
@@ -658,7 +676,7 @@ def data_claims(c: dict):
         "such as --easy_dataset.share={0: 0.5, 100: 0.0}",
     )
     yield (
-        "soft_overlong" not in c["reward_funcs"]
+        not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])
         or c["soft_overlong_buffer"] <= c["max_completion_length"],
         f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
         f"max_completion_length={c['max_completion_length']}",
@@ -681,8 +699,9 @@ def objective_claims(c: dict):
         f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
     )
     yield (
-        objective.group_loss != "balance" or c["maxent_tau"] != 0,
-        f"objective={c['objective']!r} divides by maxent_tau={c['maxent_tau']}: it must be above 0",
+        objective.group_loss != "balance" or c["maxent_tau"] == -1 or c["maxent_tau"] >= 1e-6,
+        f"objective={c['objective']!r} divides by maxent_tau={c['maxent_tau']}: it must be at "
+        "least 1e-6",
     )
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
@@ -892,12 +911,18 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
             "does not save"
         )
-    shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0
+    seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+    shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0 or seed_reward
     if shaped and is_on(c["maxent_target_excess_entropy"]):
         warnings.append(
-            "maxent_target_excess_entropy with unlikeliness_coef > 0 or policy_entropy_bonus_coef "
-            "> 0: these make right rows unequal, which takes the excess entropy below 0, and tau "
-            "rises for it until wrong answers win"
+            "maxent_target_excess_entropy with unlikeliness_coef, policy_entropy_bonus_coef or "
+            "info_seed_reward > 0: these make right rows unequal, which takes the excess entropy "
+            "below 0, and tau rises for it until wrong answers win"
+        )
+    if c["resample_equal_groups"] and learns_from_equal_rewards(c):
+        warnings.append(
+            "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0 or "
+            f"maxent_skip_equal_groups={c['maxent_skip_equal_groups']!r} would learn from them"
         )
     # 0.3 is ten times the default; from about 30 on the control loop is unstable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
@@ -909,14 +934,13 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
             "the wrong way"
         )
-    seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
     ):
         warnings.append(
-            "maxent_target_weight_entropy counts every active group, and here those whose "
-            "answers are all equally good are active, with flat weights at "
-            "any tau: the target may be out of reach; maxent_target_excess_entropy leaves them out"
+            "maxent_target_weight_entropy counts every active group, and here those whose answers "
+            "are all equally good are active, with flat weights at any tau: the target may be out "
+            "of reach" + ("" if seed_reward else "; use maxent_target_excess_entropy")
         )
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:

@@ -90,7 +90,8 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
-        if prompt in (None, "") or answer in (None, ""):  # 0 and False are answers
+        # 0 and False are answers, NaN (which is not itself) is none
+        if prompt in (None, "") or answer in (None, "") or answer != answer:
             continue
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")

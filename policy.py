@@ -1,7 +1,7 @@
 """The policy: a language model whose forward returns log-probs of completions; its optimizer, its
 weights by name, its adapters.
 
-    policy = Policy(lm, temperature=1.0, chunk=256)
+    policy = Policy(lm, temperature=1.0, chunk=CHUNK)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
 n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,

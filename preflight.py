@@ -24,6 +24,7 @@ import data
 import packing
 import rewards
 import scoring
+import tasks
 from checks import (
     OBJECTIVES,
     OPTIMIZERS,
@@ -472,6 +473,11 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     rows = data.all_rows([*sources, easy])  # all training rows that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
+    if c["xdr_mode_adaptive_tau"] and not any(tasks.with_modes(row["task"]) for row in rows):
+        say_once(
+            "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
+            "same for all groups"
+        )
 
     eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
     *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)

@@ -3,6 +3,7 @@
     engine = start_engine(config, device)
     engine.sync(named_weights(lm, zero_stage))      # after every update of the policy
     sampling = {"temperature": 1.0, "max_tokens": L, "stop_token_ids": ids, "seeds": [one a prompt]}
+    # optional: "names", what a server's log calls the requests
     rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 

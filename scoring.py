@@ -23,8 +23,7 @@ import torch
 import tasks
 import workers
 from common import RewardsFailed, UserError, quoted
-from tasks import mathematics
-from tasks.countdown import last_answer
+from tasks import last_answer, mathematics
 from workers import Failure
 
 # What measure() writes where a function failed: what a function returns is finite. NaN stands where

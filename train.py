@@ -51,7 +51,7 @@ import infoseed
 import learner
 import loss as L
 import rollout
-from checks import entries, warn_config
+from checks import entries, learns_from_equal_rewards, warn_config
 from common import (
     RewardsFailed,
     RolloutsLost,
@@ -353,12 +353,11 @@ def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.S
     The shares of clipped tokens are those of the last update, because in the first none are
     clipped. Seconds add up."""
     c, engine = run.config, run.engine
+    learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
-        parameters["lr"] = learning_rate_at(run.step, c)
+        parameters["lr"] = learning_rate
     local_targets = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
-    metrics, applied = {}, True
-    of_last = ("clip_ratio/low", "clip_ratio/high")
-    summed = ("time/learn_slowest", "time/learn_mean")
+    updates, applied = [], True
     for i in range(c["num_iterations"]):
         new = learner.accumulate_gradients(
             engine, batch, local_targets, run.state["beta"], c, counts
@@ -366,16 +365,18 @@ def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.S
         new |= seeds.accumulate_gradients(update=i)
         # the Timer takes it off "learn", the phase around it
         run.timer.add("wait", new.pop("time/wait"))
-        if i > 0:
-            later = {name: new[name] for name in of_last}
-            new = later | {name: new[name] + metrics[name] for name in summed}
-        metrics |= new
+        updates.append(new)
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
     run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
+    metrics = updates[0]
+    for name in ("clip_ratio/low", "clip_ratio/high"):
+        metrics[name] = updates[-1][name]
+    for name in ("time/learn_slowest", "time/learn_mean"):
+        metrics[name] = sum(new[name] for new in updates)
     metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["skipped_steps"] = run.skipped
-    metrics["learning_rate"] = learning_rate_at(run.step, c)
+    metrics["learning_rate"] = learning_rate
     return metrics
 
 
@@ -546,12 +547,14 @@ def check_folder(run: Run) -> None:
 def check_rewards(run: Run, metrics: dict) -> None:
     """Warns when for EQUAL_STEPS steps in a row the rewards of every group were all equal."""
     run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
-    seeds = run.config["info_seed_num_seeds"]  # their rows have rewards and a loss of their own
-    if run.equal == EQUAL_STEPS and not seeds:
+    c = run.config
+    # rows with a seed have rewards and a loss of their own
+    learns = c["info_seed_num_seeds"] > 0 or learns_from_equal_rewards(c)
+    if run.equal == EQUAL_STEPS and not learns and not learner.acts_on_all(run.state["beta"], c):
         run.say(
             f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
             f"(mean {metrics['reward']:.3g}), from which nothing is learnt: look at a few with "
-            f"--log_rollouts_steps=1, and at reward_funcs={run.config['reward_funcs']}"
+            f"--log_rollouts_steps=1, and at reward_funcs={c['reward_funcs']}"
         )
 
 

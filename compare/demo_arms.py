@@ -1,4 +1,4 @@
-# The arms of `make demo` and `make demo-real`: the method, and the one that it should improve on.
-# The first one is the baseline.
+# The arms of `make demo` and `make demo-real`: the baseline, and the method that should improve on
+# it.
 dr_grpo = {"objective": "dr_grpo"}
 maxent = {"objective": "maxent"}

@@ -16,8 +16,8 @@ One row, rows("test", 1, seed=0). Its prompt is a conversation, three examples a
 Problems: all pairs of two-digit numbers that are 6 to 20 apart. A hash chooses the 256 that are
 held out, so they have the same distribution as those for training. A mode is the number.
 
-reward() covers: a whole number in the digits 0 to 9 and nothing else, strictly between the two. It
-does not cover: words ("thirty"), fractions, signs, a sentence around the number: 0.
+reward() covers: a whole number of nine digits at most and nothing else, strictly between the two.
+It does not cover: words ("thirty"), fractions, signs, a sentence around the number: 0.
 """
 
 import re
@@ -54,11 +54,13 @@ def mode(completion: str, answer: dict) -> str | None:
 
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
-    ValueError for an answer that is not {"low": an int, "high": an int}."""
+    ValueError for an answer that is not {"low": an int, "high": an int} with a number between."""
     known = isinstance(answer, dict) and {"low", "high"} <= answer.keys()
-    if not known or any(type(answer[end]) is not int for end in ("low", "high")):
+    known = known and all(type(answer[end]) is int for end in ("low", "high"))
+    if not known or max(answer["low"], -1) + 1 >= min(answer["high"], 10**9):
         raise ValueError(
-            f'between: the answer must be {{"low": an int, "high": an int}}, not {answer!r:.100}'
+            'between: the answer must be {"low": an int, "high": an int} with a number of nine '
+            f"digits or less between them, not {answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 

@@ -216,14 +216,20 @@ def mode(completion: str, answer: dict) -> str | None:
     return key if value == answer["target"] else None
 
 
+def is_whole(value) -> bool:
+    """Whether a completion can write this number: its digits have no sign and no point."""
+    return type(value) in (int, float) and value >= 0 and value % 1 == 0
+
+
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that no completion could match, such as numbers given as text."""
     numbers = answer["numbers"]
-    known = isinstance(numbers, (list, tuple))
-    if not known or any(type(value) not in (int, float) for value in (*numbers, answer["target"])):
+    known = isinstance(numbers, (list, tuple)) and len(numbers) > 0
+    if not known or type(answer["target"]) not in (int, float) or not all(map(is_whole, numbers)):
         raise ValueError(
-            f"countdown: the answer must be a list of numbers and a target, not {answer!r:.100}"
+            "countdown: the answer must be a list of whole numbers from 0 up and a target, not "
+            f"{answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 

@@ -102,11 +102,13 @@ def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that is not a graph."""
     n = answer["n"]
-    named = {vertex for edge in answer["edges"] for vertex in edge}
-    if type(n) not in (int, float) or not named <= set(range(int(n))):
+    vertices = set(range(int(n))) if type(n) in (int, float) and n % 1 == 0 else set()
+    edges = answer["edges"]
+    known = len(answer["partial"]) == len(vertices) > 0 and all(len(edge) == 2 for edge in edges)
+    if not known or not all(set(edge) <= vertices for edge in edges):
         raise ValueError(
-            "graph_coloring: the answer must have a whole n and edges of vertices from 0 to n - 1, "
-            f"not {answer!r:.100}"
+            "graph_coloring: the answer must have a whole n, a partial of n characters and edges "
+            f"of two vertices from 0 to n - 1, not {answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 

@@ -228,6 +228,8 @@ def judge(completion: str, answer) -> dict:
         )
     text = given.get("board")
     board = read_board(text, given.get("size") or math.isqrt(len(text))) if text else None
+    # "moves" first: the known solution of a user's row may not be a shortest one
+    fewest = int(given.get("moves") or len(gold))
     moves = read_moves(last_answer(completion))
     verdict = {
         "moves": moves or [],
@@ -245,8 +247,6 @@ def judge(completion: str, answer) -> dict:
         # max(1, ...): a user's board may be solved at the start
         verdict["progress"] = max(0.0, 1 - left / max(1, at_first))
         if legal and left == 0:
-            # "moves" first: the known solution of a user's row may not be a shortest one
-            fewest = int(given.get("moves") or len(gold))
             verdict["exact"] = moves == gold or len(moves) <= fewest
             verdict["solve"] = min(1.0, fewest / len(moves))
     return verdict

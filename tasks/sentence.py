@@ -28,6 +28,7 @@ DEFAULT = "nouns"
 HELD_OUT = 256  # pairs
 SHORTEST = 5  # words of a sentence
 LONGEST = 14
+WORD = r"[a-z'-]*[a-z][a-z'-]*"  # in lower case; a lone hyphen is not a word
 LONGEST_TEXT = 200  # characters; a longer text scores 0 unread
 NOUNS = """
 apple bird boat book bread bridge car cat chair child city clock cloud coat coffee cow dog door
@@ -48,7 +49,7 @@ def mode(completion: str, answer: list) -> str | None:
     text = last_answer(completion)
     if len(text) > LONGEST_TEXT or not re.fullmatch(r"[A-Z][A-Za-z ,'-]*\.", text):
         return None
-    words = re.findall(r"[a-z'-]*[a-z][a-z'-]*", text.lower())  # a lone hyphen is not a word
+    words = re.findall(WORD, text.lower())
     if not SHORTEST <= len(words) <= LONGEST or not set(answer) <= set(words):
         return None
     return " ".join(words)
@@ -58,7 +59,7 @@ def reward(completion: str, answer: list, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that is not a list of words in lower case."""
     known = isinstance(answer, list) and all(isinstance(word, str) for word in answer)
-    if not known or any(word != word.lower() for word in answer):
+    if not known or not answer or not all(re.fullmatch(WORD, word) for word in answer):
         raise ValueError(
             f"sentence: the answer must be a list of words in lower case, not {answer!r:.100}"
         )

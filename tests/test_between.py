@@ -42,7 +42,19 @@ def test_these_are_wrong_without_an_exception_and_soon(text):
     assert between.reward(text, ENDS) == 0.0
 
 
-@pytest.mark.parametrize("answer", [[28, 38], {"low": 28}, {"low": "28", "high": 38}, None])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [28, 38],
+        {"low": 28},
+        {"low": "28", "high": 38},
+        None,
+        {"low": 5, "high": 6},
+        {"low": 9, "high": 5},
+        {"low": -9, "high": 0},
+        {"low": 10**12, "high": 10**12 + 5},
+    ],
+)
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
     with pytest.raises(ValueError, match=r"^between: the answer must"):
         between.reward("30", answer)

@@ -153,6 +153,8 @@ BAD = [
     "reward_weights=[]",
     "reward_weights=[1.0, 2.0]",
     "reward_weights=[1e999]",
+    "reward_weights=[1e+07]",
+    "maxent_q_temperature=1e-07",
     "reward_weights=['1']",
     "reward_weights=[True]",
     "output_dir=",
@@ -280,6 +282,11 @@ def test_a_config_file_without_an_end_is_not_read_to_it():
         ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
         ("eval_command=a:{checkpoint} save_steps=-1", ["eval_command='a:", "save_steps=-1"]),
         ("rollout_server=http://a:1", ["rollout_server='http://a:1'", "rollout_engine=server"]),
+        ("objective=flow maxent_tau=1e-7", ["maxent_tau=1e-07", "at least 1e-6"]),
+        (
+            "reward_funcs=['rewards:soft_overlong'] soft_overlong_buffer=999",
+            ["soft_overlong_buffer=999", "max_completion_length=512"],
+        ),
         ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
         (
             "reward_funcs=['math','countdown'] reward_weights=[1.0]",

@@ -265,6 +265,12 @@ READERS = {
     "xdr_utility": ("surrogate", "xdr"),
     "mode_entropy_score_norm": ("length", ""),  # without the coefficient
     "kl_loss_type": ("k2", ""),  # without beta
+    "reference_placement": ("cpu", ""),
+    "info_seed_reward": (0.5, ""),  # without seeds
+    "maxent_tau_lr": (0.1, ""),  # without a target
+    "maxent_tau_warmup_steps": (5, ""),
+    "kl_horizon": (50, " ".join(SHIPPED)),
+    "controller_meta_lr": (0.1, ""),  # without a method
 }
 
 
@@ -377,15 +383,19 @@ def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
 
 def test_settings_that_work_against_each_other_are_warned_about():
     seeds = ["--info_seed_num_seeds=4", "--info_seed_reward=0.3"]
+    excess = "--maxent_target_excess_entropy=0.1"
     for flags in (["--maxent_skip_equal_groups=wrong"], seeds):
-        assert "maxent_target_excess_entropy" in warnings_of(
-            100, "--maxent_target_weight_entropy=1.0", *flags
-        )
-        assert (
-            warnings_of(100, *flags)
-            == warnings_of(100, "--maxent_target_excess_entropy=0.1", *flags)
-            == ""
-        )
+        said = warnings_of(100, "--maxent_target_weight_entropy=1.0", *flags)
+        assert "the target may be out of reach" in said
+        assert ("use maxent_target_excess_entropy" in said) == (flags != seeds)
+        assert warnings_of(100, *flags) == ""
+    assert warnings_of(100, excess, "--maxent_skip_equal_groups=wrong") == ""
+    assert "takes the excess entropy below 0" in warnings_of(100, excess, *seeds)
+    again = "--resample_equal_groups=2"
+    assert "would learn from them" in warnings_of(100, again, "--maxent_skip_equal_groups=none")
+    shaped = ["--objective=dr_grpo", "--unlikeliness_coef=0.25"]
+    assert "would learn from them" in warnings_of(100, again, *shaped)
+    assert warnings_of(100, again) == warnings_of(100, *shaped) == ""
     assert (
         warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0")
         == ""

@@ -1,5 +1,6 @@
 """tasks/countdown.py: the pinned counts, modes against a naive search, hostile text."""
 
+import math
 import operator
 import random
 from fractions import Fraction
@@ -283,6 +284,11 @@ def test_a_hundred_characters_of_parentheses_are_the_limit():
         {"numbers": ["2", "3", "4"], "target": 10},
         {"numbers": [2, 3, 4], "target": "10"},
         {"numbers": "2,3,4", "target": 10},
+        {"numbers": [], "target": 10},
+        {"numbers": [-1, 2], "target": 1},
+        {"numbers": [1.5, 2], "target": 3},
+        {"numbers": [math.nan, 2], "target": 3},
+        {"numbers": [math.inf, 2], "target": 3},
     ],
 )
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):

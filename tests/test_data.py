@@ -251,9 +251,12 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
     ((row,),), _ = mixture({"name": path, "more": ["level"]})
     assert row["level"] == 7
     assert "no column 'depth'" in refusal(load, path, more=["depth"])
-    lines = jsonl(tmp_path, {"prompt": "a", "answer": "1", "level": 7})
+    lines = jsonl(
+        tmp_path, {"prompt": "a", "answer": "1", "level": 7}, {"prompt": "b", "answer": math.nan}
+    )
     assert "no row has the column 'depth'" in refusal(load, lines, more=["depth"])
-    assert load(lines, more=["level"])[0]["level"] == 7
+    (row,) = load(lines, more=["level"])  # NaN is no answer
+    assert row["level"] == 7
     assert "must be a list of names" in refusal(load_config, ["--dataset.more=[1]"])
 
 

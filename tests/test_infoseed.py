@@ -232,6 +232,7 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_or_
     "flags, sentence",
     [
         (["--info_seed_prompt_template=again"], "must hold {seed}"),
+        (["--info_seed_prompt_template={prompt} {prompt} {seed}"], "may hold {prompt} once"),
         (["--prompts_per_step=1"], "at least 2"),
         (["--info_seed_num_seeds=1"], "at least 2"),
         (["--info_seed_temperature=0"], "greater than 0"),

@@ -472,6 +472,7 @@ def test_random_text_never_raises():
         ({**ONE, "board": "..B.AAB.B..B.B.."}, "car B of the board .* is not one straight piece"),
         ({**ONE, "board": "..B.AA.C.....CC."}, "car B .* 2 or more cells"),
         ({**ONE, "board": "...AA..........."}, "car A of the board"),
+        ({**ONE, "moves": "many"}, "many"),
     ],
     ids=repr,
 )

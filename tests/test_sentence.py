@@ -141,7 +141,7 @@ def test_errors_name_the_value_and_the_choices():
 
 @pytest.mark.parametrize(
     "answer",
-    [["Dog", "river"], "dog river", [1, 2]],
+    [["Dog", "river"], "dog river", [1, 2], [], [""], ["ice cream"], ["moon!"], ["stra\xdfe"]],
 )
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
     with pytest.raises(ValueError, match=r"^sentence: the answer must"):

@@ -274,8 +274,8 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     said = []
-    config = {"reward_funcs": ["countdown"], "info_seed_num_seeds": 0}
-    run = SimpleNamespace(equal=0, say=said.append, config=config)
+    config = common.load_config(["--objective=dr_grpo", "--reward_funcs=countdown"])
+    run = SimpleNamespace(equal=0, say=said.append, config=config, state={"beta": 0.0})
     equal = [1.0] * (train.EQUAL_STEPS - 1) + [0.9] + [1.0] * (train.EQUAL_STEPS - 1)
     for share in equal:
         train.check_rewards(run, {"frac_reward_zero_std": share, "reward": 0.0})
@@ -284,6 +284,12 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
         train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
     (warning,) = said
     assert "equal rewards (mean 0), from which nothing is learnt" in warning
+    # where such groups do teach something, the sentence would be false
+    for learns in ({"unlikeliness_coef": 0.5}, {"mode_entropy_coef": 0.1}):
+        run.config = config | learns
+        run.equal = train.EQUAL_STEPS - 1
+        train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
+    assert len(said) == 1
 
 
 def warm_start(folder: Path, ranks: int, *flags: str) -> float:
