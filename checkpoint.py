@@ -40,10 +40,9 @@ from typing import NamedTuple
 
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
-from tqdm import tqdm
 
 import controllers
-from checks import OPTIMIZERS
+from checks import state_bytes
 from common import (
     RunStopped,
     UserError,
@@ -54,6 +53,7 @@ from common import (
     quoted,
     say_once,
     script,
+    tell,
 )
 
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
@@ -378,18 +378,14 @@ def report(config: dict, parameters) -> str:
 
 
 def checkpoint_bytes(config: dict, parameters) -> int:
-    """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and for
-    each trained parameter its optimizer state and, beside 16-bit weights or under ZeRO, a float32
-    copy.
-    parameters: policy.Parameters."""
+    """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and the
+    optimizer's state. parameters: policy.Parameters."""
     from policy import dtype_of
 
     itemsize = dtype_of(config).itemsize
     files = 1 if config["checkpoint_mode"] == "shallow" else 2  # DeepSpeed's, Hugging Face's
-    state = OPTIMIZERS[config["optimizer"]].state_bytes
-    if itemsize == 2 or config["zero_stage"] > 0:
-        state += 4
-    return parameters.all * itemsize * files + parameters.trained * state
+    state = parameters.trained * state_bytes(config, itemsize)
+    return parameters.all * itemsize * files + state
 
 
 def free_gib(folder: Path) -> float:
@@ -911,7 +907,7 @@ class Hub:
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors*")):
             return  # "shallow": it holds no model
         if self.upload and not self.upload.future.done() and not last:
-            tqdm.write(f"not pushed: {path}, {self.upload.path.name} is still on its way")
+            tell(f"not pushed: {path}, {self.upload.path.name} is still on its way")
             return
         self.finish(stop=False)  # report the upload before this one, and delete its copy
         copy = self.folder / f"push_{path.name}.tmp"
@@ -937,14 +933,14 @@ class Hub:
         self.upload = None
         try:
             commit = future.result(UPLOAD_SECONDS)
-            tqdm.write(f"pushed {path} to {in_one_line(commit.commit_url)}")
+            tell(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
                 f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"
             )
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
-            tqdm.write(f"warning: {sentence}")
+            tell(f"warning: {sentence}")
         finally:
             shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
@@ -952,7 +948,7 @@ class Hub:
         """Ends the process if an upload is still under way, instead of waiting for it. Otherwise
         reports how the last upload ended, and returns."""
         if self.upload and not self.upload.future.done():
-            tqdm.write(f"not pushed: {self.upload.path}, the run ends before it has arrived")
+            tell(f"not pushed: {self.upload.path}, the run ends before it has arrived")
             sys.stdout.flush()
             os._exit(0)
         self.finish(stop=False)

@@ -125,6 +125,18 @@ def adds_kl(c: dict) -> bool:
     return not c["xdr_ref_tilt"]
 
 
+def longest_row(c: dict) -> int:
+    """Tokens that a prompt and its completion have at most."""
+    return c["max_prompt_length"] + c["max_completion_length"]
+
+
+def state_bytes(c: dict, itemsize: int) -> int:
+    """Bytes of optimizer state for each trained parameter. itemsize: bytes of its weight. Beside
+    16-bit weights, and under ZeRO also beside float32 ones, DeepSpeed keeps a float32 copy."""
+    copy = 4 if itemsize == 2 or c["zero_stage"] > 0 else 0
+    return OPTIMIZERS[c["optimizer"]].state_bytes + copy
+
+
 def learns_from_equal_rewards(c: dict) -> bool:
     """Whether groups in which all rewards are equal may teach something by their rewards."""
     if OBJECTIVES[c["objective"]].group_loss:

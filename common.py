@@ -734,6 +734,17 @@ def progress(**settings):
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
+def tell(sentence: str, file=None) -> None:
+    """Prints a line above the progress bar, if there is one."""
+    # in a file a bar is plain lines: tqdm would "clear" the last one with blanks and write it again
+    if sys.stderr.isatty():
+        from tqdm import tqdm  # late, as in progress()
+
+        tqdm.write(sentence, file)
+    else:
+        print(sentence, file=file, flush=True)
+
+
 def scheduled(value, step: int) -> float:
     """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
     these points, flat before the first and after the last."""

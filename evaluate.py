@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import rewards
 import rollout
@@ -40,7 +39,14 @@ import scoring
 from common import UserError, check_writable
 from journal import read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
-from ranks import World, across_ranks, leave_together, start_distributed, start_sampler
+from ranks import (
+    World,
+    across_ranks,
+    gather_objects,
+    leave_together,
+    start_distributed,
+    start_sampler,
+)
 
 
 class Exam(NamedTuple):
@@ -244,8 +250,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)
     metrics = summarize(records, c["eval_num_generations"])
-    shares = [None] * world.size
-    dist.all_gather_object(shares, records)
+    shares = gather_objects(records)
     if world.rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
     if world.rank == 0 and own["output"]:

@@ -13,7 +13,6 @@ the step, 0..P-1.
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 import infoseed
 import learner
@@ -21,7 +20,7 @@ import loss as L
 import rollout
 import scoring
 from checks import entries
-from common import scheduled
+from common import scheduled, tell
 from data import all_rows
 from preflight import Inputs
 from ranks import World, gather_groups, gather_objects, wait_for_ranks
@@ -123,7 +122,7 @@ class Experience:
             resampled += int(stale.sum())
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if own.failed:
-            tqdm.write(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
+            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
         scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
         if c["resample_equal_groups"]:
             metrics["resampled_groups"] = resampled

@@ -27,7 +27,6 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 import data
 import rewards
@@ -41,6 +40,7 @@ from common import (
     progress,
     read_settings,
     scheduled,
+    tell,
 )
 from journal import hold_folder
 from preflight import check_context, load_model_files
@@ -150,7 +150,7 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
     rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
     values, failed = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
     if failed:
-        tqdm.write(
+        tell(
             f"warning: {len(failed)} reward(s) failed, their lines have null; the first: "
             f"{scoring.describe_failure(failed[0])}"
         )

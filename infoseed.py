@@ -35,10 +35,6 @@ from ranks import across_ranks, gather_groups
 # --- completions
 
 
-def number_of_seeds(c: dict) -> int:
-    return c["info_seed_num_seeds"]
-
-
 def add_completions(
     sampler, tokenizer, rows: list[dict], rollouts: list[dict], sampling: dict, c: dict
 ) -> list[dict]:
@@ -46,7 +42,7 @@ def add_completions(
     seeded ones, sampled here, with a "seed_id". The "prompt_ids" of the seeded ones decide under
     which prompt they are trained: the base prompt, or with a seed reward the prompt that they were
     asked with."""
-    S = number_of_seeds(c)
+    S = c["info_seed_num_seeds"]
     if S == 0:
         return rollouts
     asked = []  # p * S prompts
@@ -154,7 +150,7 @@ class Seeds:
     def __init__(self, engine, collected, config: dict, device):
         self.engine = engine
         self.config = config
-        self.count = number_of_seeds(config)
+        self.count = config["info_seed_num_seeds"]
         self.task_rewards = collected.rewards  # (P, G + S)
         self.rewards = collected.rewards
         if self.count == 0:

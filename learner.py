@@ -333,7 +333,7 @@ def resting_rows(targets: dict, beta: float, c: dict):
 
 
 @torch.no_grad()
-def keep_step(model, batch: dict, forwards: int) -> None:
+def idle_forwards(model, batch: dict, forwards: int) -> None:
     """Runs `forwards` forwards of one row, whose results are dropped: ZeRO-3 gathers parameters in
     every forward, so all ranks need as many."""
     part = rollout.take(batch, torch.tensor([0]))
@@ -346,7 +346,7 @@ def score_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
     distributions instead. 0 outside completions."""
     scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
-    keep_step(model, batch, plan.missing)
+    idle_forwards(model, batch, plan.missing)
     for rows in plan.micro_batches:
         part = rollout.take(batch, rows)
         logps, entropies = model(
@@ -421,7 +421,7 @@ def accumulate_gradients(
     first_update = "old_logps" not in batch
     old_logps = torch.zeros_like(batch["sampler_logps"])
     finite = True
-    keep_step(engine, batch, plan.missing)
+    idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
         part = rollout.take(batch, rows)
         part["advantages"] = advantages[rows]

@@ -27,11 +27,12 @@ import scoring
 import tasks
 from checks import (
     OBJECTIVES,
-    OPTIMIZERS,
     entries,
     eval_source,
     is_evaluated,
+    longest_row,
     rows_of_a_group,
+    state_bytes,
     warn_config,
 )
 from common import (
@@ -415,11 +416,6 @@ def check_context(model_config, c: dict) -> None:
         )
 
 
-def longest_row(c: dict) -> int:
-    """Tokens that a prompt and its completion have at most."""
-    return c["max_prompt_length"] + c["max_completion_length"]
-
-
 # --- what a run reads
 
 
@@ -642,9 +638,7 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
     """{what: bytes} of memory on each of `world` ranks during the backward of a micro-batch. model:
     the Hugging Face config; parameters: policy.Parameters; itemsize: bytes of a weight."""
     weights = parameters.all * itemsize
-    optimizer = parameters.trained * OPTIMIZERS[c["optimizer"]].state_bytes
-    if itemsize == 2 or c["zero_stage"] > 0:  # ZeRO makes the copy even if weights are float32
-        optimizer += parameters.trained * 4  # a float32 copy of the weights
+    optimizer = parameters.trained * state_bytes(c, itemsize)
     place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
     # with adapters the reference is the policy with adapters off
     reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights

@@ -41,7 +41,6 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import checkpoint
@@ -63,6 +62,7 @@ from common import (
     progress,
     say_once,
     scheduled,
+    tell,
     with_tau,
 )
 from experience import Experience, deal
@@ -140,7 +140,7 @@ class Run:
     def say(self, sentence: str) -> None:
         """Prints a line above the progress bar, on rank 0 only."""
         if self.world.rank == 0:
-            tqdm.write(sentence)
+            tell(sentence)
 
 
 # --- set-up

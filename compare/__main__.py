@@ -27,8 +27,6 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 import checkpoint
 from checks import eval_source
 from common import (
@@ -47,6 +45,7 @@ from common import (
     read_settings,
     refuse_missing_folder,
     script,
+    tell,
     with_tau,
 )
 from compare.results import LAST, SET_HERE, draw, evaluation_seeds, settled_at, write_results
@@ -270,7 +269,7 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
         )
 
 
-def steps_of(run: dict) -> int:
+def steps_done(run: dict) -> int:
     """The last training step in the run's metrics.jsonl, for the progress bar."""
     try:
         with open(run["folder"] / "metrics.jsonl", "rb") as file:
@@ -315,7 +314,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
     )
     total = sum(run["config"]["max_steps"] for run in waiting)
     bar = progress(total=total, unit="step", disable=not waiting)
-    steps = {run["folder"]: steps_of(run) for run in waiting}
+    steps = {run["folder"]: steps_done(run) for run in waiting}
     # the handler only takes a note: if it raised, a run just started might be forgotten
     listen(lambda number, frame: stop.append(signal.Signals(number).name))
     try:
@@ -325,7 +324,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
             for run, process in list(live):
-                before, steps[run["folder"]] = steps[run["folder"]], steps_of(run)
+                before, steps[run["folder"]] = steps[run["folder"]], steps_done(run)
                 end_if_settled(run, before, steps[run["folder"]])
                 if process.poll() is None:
                     continue
@@ -338,7 +337,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                     continue
                 if process.returncode:
                     log = run["folder"].with_suffix(".log")
-                    tqdm.write(f"failed: {run['folder']}, see {log}", file=sys.stderr)
+                    tell(f"failed: {run['folder']}, see {log}", file=sys.stderr)
             bar.set_postfix_str(f"{len(waiting) + len(live)} runs to do", refresh=False)
             bar.update(sum(steps.values()) - bar.n)
     finally:

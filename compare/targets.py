@@ -26,7 +26,7 @@ HEAD = ["arm", "seed", "steps", "entropy", "target", "distance", "KL", "target",
 HEAD += ["tau", "at a bound", "beta", "at a bound"]
 
 
-def steps_of(run: Path) -> pd.DataFrame:
+def metrics_by_step(run: Path) -> pd.DataFrame:
     """The metrics of a run's finished steps: a line per step, in order, and a column per metric;
     NaN if it was not measured."""
     # an evaluation's own line has no tau; if a step was repeated, the later line counts
@@ -52,7 +52,7 @@ def bounded(values: pd.Series, low: float, high: float) -> list[str]:
 
 
 def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> list[str]:
-    """steps: steps_of(run), at least one."""
+    """steps: metrics_by_step(run), at least one."""
     c = load_config([str(run / "config.json")])
     count = len(steps)
     steps = steps.tail(last or (count + 1) // 2)
@@ -84,7 +84,7 @@ def main(argv) -> None:
         raise UserError(f"--last={own['last']} must be at least 1, or 0 for half of the steps")
     rows = []
     for arm, seed, run in runs_in(folder):
-        steps = steps_of(run)
+        steps = metrics_by_step(run)
         if len(steps):  # it has not only begun
             rows.append(row_of(arm, seed, run, steps, own["last"]))
     if not rows:

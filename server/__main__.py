@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-from checks import entries
+from checks import entries, longest_row
 from common import UserError, load_config, own_flags, script
 
 OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
@@ -41,7 +41,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         "port": own["port"],
         "dtype": str(dtype_of(c)).removeprefix("torch."),
         "seed": c["seed"],
-        "max_model_len": rollout.longest_sequence(c),
+        "max_model_len": longest_row(c),
         "tensor_parallel_size": own["tp"],
         "data_parallel_size": own["dp"],
         # ignore the model's own top_p and repetition penalty

@@ -30,7 +30,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from checks import longest_row
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
+from ranks import gather_objects
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
@@ -76,7 +78,7 @@ class ServerEngine:
         """Waits until all servers answer, and checks their settings. Returns the name of this run's
         weights, and each server's name for the model. Runs on rank 0."""
         self.wait_for_servers()
-        longest = config["max_prompt_length"] + config["max_completion_length"]
+        longest = longest_row(config)
         transfers = config["weight_sync"] == "nccl"
         # all servers at once: each takes seconds to list its settings
         on_each(self.servers, lambda server: server.check(longest, transfers))
@@ -325,8 +327,7 @@ class ServerEngine:
         with self.lock:
             local = self.counts | {"servers": len(self.live)}
             self.counts = dict.fromkeys(COUNTS, 0)
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, local)
+        shares = gather_objects(local)
         metrics = {}
         for what in COUNTS:
             metrics[f"rollout/{what}"] = sum(share[what] for share in shares)
@@ -387,9 +388,7 @@ def all_or_none(work) -> list[dict]:
     except RolloutsLost as error:
         lost = str(error)
     # every rank must know: one that went on alone would hang in the next collective
-    sentences = [None] * dist.get_world_size()
-    dist.all_gather_object(sentences, lost)
-    for sentence in sentences:
+    for sentence in gather_objects(lost):
         if sentence:
             raise RolloutsLost(sentence)
     return rollouts

@@ -334,21 +334,21 @@ def test_an_evaluation_counts_when_the_line_of_its_step_is_followed_by_another(t
 
 def test_the_bar_counts_the_steps_that_runs_have_written(tmp_path, launched, capsys):
     (run,), argv = plan(tmp_path, "a = {}")
-    assert compare.steps_of(run) == 0
+    assert compare.steps_done(run) == 0
     write_run(run)
     metrics = run["folder"] / "metrics.jsonl"
     all_lines = metrics.read_text()
     metrics.write_text('{"step": 1}\n')
-    assert compare.steps_of(run) == 1
+    assert compare.steps_done(run) == 1
     metrics.write_text(all_lines)
-    assert compare.steps_of(run) == 20
+    assert compare.steps_done(run) == 20
     with open(metrics, "a") as file:
         file.write('\0\0 \n{"step": 21, "rew')  # damage, and a line that is being written
-    assert compare.steps_of(run) == 20
+    assert compare.steps_done(run) == 20
     # only the end is read
     padded = [{"step": step, "text": "x" * 2000} for step in range(100)]
     write_lines(metrics, padded)
-    assert compare.steps_of(run) == 99
+    assert compare.steps_done(run) == 99
     shutil.rmtree(run["folder"])
     compare.main(argv)
     assert "100% 20/20 " in capsys.readouterr().err

@@ -348,6 +348,19 @@ def test_progress_in_a_log_file_is_a_few_lines(capsys):
     assert len(lines) <= 3 and "300/300" in lines[-1] and "reward 299" in lines[-1]
 
 
+def test_a_sentence_beside_the_bar_is_one_plain_line_of_a_log_file(tmp_path):
+    """`train.py > log 2>&1`: no blanks over the bar's last line, and no second copy of it."""
+    code = (
+        "from common import progress, tell; bar = progress(total=9); "
+        "[(bar.update(), tell(f'sentence {i}')) for i in range(3)]"
+    )
+    with open(tmp_path / "log", "wb") as log:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=log, check=True)
+    lines = (tmp_path / "log").read_bytes().decode().splitlines()
+    assert [line for line in lines if "sentence" in line] == [f"sentence {i}" for i in range(3)]
+    assert sum("/9" in line for line in lines) <= 2  # the first and the last
+
+
 def test_curves_are_drawn_of_a_run_whose_tau_is_infinite(tmp_path):
     lines = [{"step": i, "tau": None, "reward": 0.5, "entropy": 1.0} for i in range(3)]
     evaluate.draw_curves(lines, tmp_path / "curves.png")
