@@ -923,6 +923,31 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
             "does not save"
         )
+    # 0.3 is ten times the default; from about 30 on the control loop is unstable
+    if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
+        warnings.append(
+            f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
+        )
+    if steers_tau(c) and OBJECTIVES[c["objective"]].weights == "rows":
+        warnings.append(
+            "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
+            "the wrong way"
+        )
+    by_likelihood = c["unlikeliness_coef"] > 0 or objective.term == "answer_entropy"
+    if c["info_seed_num_seeds"] > 0 and by_likelihood:
+        warnings.append(
+            "info_seed_num_seeds > 0 with unlikeliness_coef > 0 or objective='seed_grpo': these "
+            "compare the likelihoods of a group's rows, and rows with a seed answered another "
+            "prompt"
+        )
+    return warnings + reward_warnings(c) + meta_warnings(c)
+
+
+def reward_warnings(c: dict) -> list[str]:
+    """Sentences about rewards that are made unequal, or equal, where another key expects the
+    opposite."""
+    objective = OBJECTIVES[c["objective"]]
+    warnings = []
     seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0 or seed_reward
     if shaped and is_on(c["maxent_target_excess_entropy"]):
@@ -935,16 +960,6 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings.append(
             "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0 or "
             f"maxent_skip_equal_groups={c['maxent_skip_equal_groups']!r} would learn from them"
-        )
-    # 0.3 is ten times the default; from about 30 on the control loop is unstable
-    if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
-        warnings.append(
-            f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
-        )
-    if steers_tau(c) and OBJECTIVES[c["objective"]].weights == "rows":
-        warnings.append(
-            "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
-            "the wrong way"
         )
     if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
@@ -961,14 +976,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "the small seed rewards are blown up to standard deviation 1; "
             "use scale_rewards='none'"
         )
-    by_likelihood = c["unlikeliness_coef"] > 0 or objective.term == "answer_entropy"
-    if c["info_seed_num_seeds"] > 0 and by_likelihood:
-        warnings.append(
-            "info_seed_num_seeds > 0 with unlikeliness_coef > 0 or objective='seed_grpo': these "
-            "compare the likelihoods of a group's rows, and rows with a seed answered another "
-            "prompt"
-        )
-    return warnings + meta_warnings(c)
+    return warnings
 
 
 def meta_warnings(c: dict) -> list[str]:

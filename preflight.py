@@ -469,11 +469,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     rows = data.all_rows([*sources, easy])  # all training rows that rewards will see
     columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(columns, rows, data.names(c), c)
-    if c["xdr_mode_adaptive_tau"] and not any(tasks.with_modes(row["task"]) for row in rows):
-        say_once(
-            "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
-            "same for all groups"
-        )
+    warn_without_modes(rows, c)
 
     eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
     *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
@@ -487,6 +483,14 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
         columns=columns,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
     )
+
+
+def warn_without_modes(rows: list[dict], c: dict) -> None:
+    if c["xdr_mode_adaptive_tau"] and not any(tasks.with_modes(row["task"]) for row in rows):
+        say_once(
+            "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
+            "same for all groups"
+        )
 
 
 def load_eval_rows(c: dict, tokenizer) -> list[dict]:

@@ -514,3 +514,14 @@ def test_a_model_with_more_on_its_logits_than_a_head_is_refused_without_weights(
     for config in (PhiConfig(**small), Gemma2Config(**small, num_key_value_heads=2, head_dim=16)):
         words = refusal(preflight.refuse_unsupported, "mine", config)
         check_words(words, "model='mine'", "a bias, a cap or a scale on the logits")
+
+
+def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, capsys):
+    rows = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    flags = [f"--model={folder}", "--reward_workers=0", "--objective=xdr"]
+    flags += ["--xdr_mode_adaptive_tau=True"]
+    preflight.load_inputs(load_config([*flags, "--dataset.name=countdown"]), 1)
+    assert "xdr_mode_adaptive_tau" not in capsys.readouterr().out
+    named = [f"--dataset.name={rows}", "--reward_funcs=['math']"]
+    preflight.load_inputs(load_config([*flags, *named, "--eval_steps=0"]), 1)
+    assert "xdr_mode_adaptive_tau=True: no row is of a task with modes" in capsys.readouterr().out
