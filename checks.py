@@ -8,7 +8,7 @@ for sentence in warn_config(config, vocabulary, default_config()): ...
 import math
 import operator
 import shlex
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
@@ -16,14 +16,18 @@ class Objective(NamedTuple):
     """Everything about an objective except its formula, which is in loss.py. The defaults are those
     of dr_grpo."""
 
-    tokens: str = "constant"  # how token terms are summed: "constant", "row_mean", "token_mean"
+    # how token terms are summed
+    tokens: Literal["constant", "row_mean", "token_mean"] = "constant"
     advantage: str = "centred"  # how a row compares with its group: a name in loss.ADVANTAGES
-    scale: str = "none"  # its default of scale_rewards: the divisor of "centred" advantages
-    ratio: str = "token"  # "token" and "sequence" ratios are clipped, "cispo" ratios capped
-    group_loss: str = ""  # a loss over a group's scores: "listwise", "balance"; "" none
-    weights: str = ""  # the policy is trained towards w ("target"), or w factors of "rows"; "" none
-    beta: str = "loss"  # where the reference acts: a KL in the "loss", or it tilts the "weights"
-    term: str = ""  # what it adds to dr_grpo: "answer_entropy", "token_entropy"; "" nothing
+    # its default of scale_rewards: the divisor of "centred" advantages
+    scale: Literal["group", "batch", "mean", "none"] = "none"
+    # "token" and "sequence" ratios are clipped, "cispo" ratios capped
+    ratio: Literal["token", "sequence", "cispo"] = "token"
+    group_loss: Literal["", "listwise", "balance"] = ""  # a loss over a group's scores; "" none
+    # the policy is trained towards w, the "target", or w are factors of "rows"; "" none
+    weights: Literal["", "target", "rows"] = ""
+    beta: Literal["loss", "weights"] = "loss"  # the reference: a KL in the loss, or it tilts w
+    term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 
 
 OBJECTIVES = {
@@ -44,13 +48,7 @@ OBJECTIVES = {
 
 # field of Objective -> what it may say; its advantage is checked by preflight, which knows loss.py
 FIELDS = {
-    "tokens": ("constant", "row_mean", "token_mean"),
-    "scale": ("group", "batch", "mean", "none"),
-    "ratio": ("token", "sequence", "cispo"),
-    "group_loss": ("", "listwise", "balance"),
-    "weights": ("", "target", "rows"),
-    "beta": ("loss", "weights"),
-    "term": ("", "answer_entropy", "token_entropy"),
+    field: get_args(hint) for field, hint in get_type_hints(Objective).items() if get_args(hint)
 }
 
 
