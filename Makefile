@@ -47,7 +47,7 @@ runs/smollm2/model.safetensors: | $(STAMP)
 # a real model has work for two threads: one rank takes both cores
 demo-real: export OMP_NUM_THREADS = 2
 demo-real: $(STAMP) runs/smollm2/model.safetensors
-	$(BIN)/python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_real
+	$(BIN)/python -m compare config/smollm2_between.py --arms=compare/demo_arms.py --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_smollm2
 
 $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt

@@ -989,14 +989,13 @@ def meta_warnings(c: dict) -> list[str]:
     if c["maxent_tau"] + c["beta"] < 0.05 * reach:
         warnings.append(
             f"maxent_tau={c['maxent_tau']} + beta={c['beta']} is below 0.05 * the range of "
-            f"log q = {0.05 * reach:.3f}: the weights are "
-            f"saturated and controller_meta_method={c['controller_meta_method']!r} has no "
-            "gradient to follow; start both higher"
+            f"log q = {0.05 * reach:.3f}: the weights are saturated and "
+            f"controller_meta_method={c['controller_meta_method']!r} has no gradient to follow; "
+            "start both higher"
         )
     if c["controller_meta_optimizer"] == "sgd":
         warnings.append(
-            f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where "
-            "its gradient is small: use "
-            f"controller_meta_optimizer='adam'"
+            f"controller_meta_method={c['controller_meta_method']!r} with 'sgd' crawls where its "
+            "gradient is small: use controller_meta_optimizer='adam'"
         )
     return warnings

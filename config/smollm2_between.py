@@ -3,7 +3,7 @@
 # does to these shows in distinct@8. Once, then both arms of make demo-real, or one of them:
 #   python -m bench.smollm2 runs/smollm2
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_between.py --arms=compare/demo_arms.py \
-#     --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_real
+#     --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_smollm2
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_between.py
 model = "runs/smollm2"
 output_dir = "runs/smollm2_between"

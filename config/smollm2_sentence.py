@@ -1,8 +1,8 @@
 # SmolLM2-135M-Instruct, a real pretrained model, learns on two CPU cores to use two given words in
-# a short sentence. Once, then both arms of make demo-real, or one of them:
+# a short sentence. Once, then two objectives, or one:
 #   python -m bench.smollm2 runs/smollm2
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
-#     --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_real
+#     --seeds=3 --eval_seeds=1 --ranks=1
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_sentence.py
 model = "runs/smollm2"
 output_dir = "runs/smollm2_sentence"
