@@ -51,7 +51,7 @@ from common import RunStopped, UserError, quoted
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
 END_SECONDS = 10  # for a keeper to kill its worker's descendants; it takes milliseconds
 CHUNK = 64  # most jobs that a worker is given at a time
-BIGGEST = 1e38  # numbers must be smaller, so that they are finite in float32 too
+BIGGEST = 1e12  # rewards must be smaller: their weighted squares are finite in float32 then
 LONGEST_TEXT = 1000  # characters that a function may answer
 LONGEST_REASON = 200  # characters of an error message, without its file and line
 LONGEST_REFUSAL = 300  # characters of the reason why a function can't be imported
@@ -544,7 +544,7 @@ def answer(function: str, text: str, row: dict):
         return {"error": reason + place_of(error, function)}
     if abs(number) < BIGGEST:
         return number
-    return {"error": f"gave {number}; a reward must be finite, in float32 too"}
+    return {"error": f"gave {number}; a reward must be finite and below {BIGGEST:g}"}
 
 
 def place_of(error: BaseException, function: str) -> str:

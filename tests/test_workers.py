@@ -318,6 +318,8 @@ def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):
         (math.nan, Failure),
         (math.inf, Failure),
         (1e39, Failure),
+        (-1e12, Failure),
+        (9e11, 9e11),
         (True, Failure),
         ([1.0], Failure),
         ({"a": 1}, Failure),
