@@ -1,7 +1,10 @@
 # The arms for a pretrained model; the first one is the baseline. Run, in one line:
-#   OMP_NUM_THREADS=2 python -m compare config/smollm2_between.py --arms=compare/real_arms.py
-#   --seeds=3 --eval_seeds=3 --ranks=1
+#   OMP_NUM_THREADS=1 python -m compare config/smollm2_between.py --arms=compare/real_arms.py
+#   --seeds=3 --eval_seeds=3 --ranks=1 --jobs=2
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 2.5e-6}
 maxent = {"objective": "maxent"}
 maxrl = {"objective": "maxrl"}
+maxrl_slow = {"objective": "maxrl", "learning_rate": 2.5e-6}
+# maxent's weights without p, the policy's own share of the group
+maxent_pg = {"objective": "maxent", "maxent_loss": "policy_gradient"}
