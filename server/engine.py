@@ -32,7 +32,6 @@ from transformers import AutoConfig
 
 from checks import longest_row
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
-from ranks import gather_objects
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
@@ -327,7 +326,8 @@ class ServerEngine:
         with self.lock:
             local = self.counts | {"servers": len(self.live)}
             self.counts = dict.fromkeys(COUNTS, 0)
-        shares = gather_objects(local)
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, local)
         metrics = {}
         for what in COUNTS:
             metrics[f"rollout/{what}"] = sum(share[what] for share in shares)
@@ -388,7 +388,9 @@ def all_or_none(work) -> list[dict]:
     except RolloutsLost as error:
         lost = str(error)
     # every rank must know: one that went on alone would hang in the next collective
-    for sentence in gather_objects(lost):
+    sentences = [None] * dist.get_world_size()
+    dist.all_gather_object(sentences, lost)
+    for sentence in sentences:
         if sentence:
             raise RolloutsLost(sentence)
     return rollouts
