@@ -22,10 +22,22 @@ maxent_double = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 4e-4
 maxent_half = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 1e-4}
 maxent_slow = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 5e-5}
 maxent_scale8 = {"objective": "maxent", "maxent_score_scale": 8.0, "maxent_tau": 0.025}
+maxent_soft_half = {
+    "objective": "maxent",
+    "maxent_score_scale": 0.25,
+    "maxent_tau": 0.2,
+    "learning_rate": 1e-4,
+}
 maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}
 # the control: maxent's weighting of groups, without its pull, temperature and scores
 maxent_pg_tau0 = {"objective": "maxent", "maxent_loss": "policy_gradient", "maxent_tau": 0.0}
+maxent_pg_half = {
+    "objective": "maxent",
+    "maxent_loss": "policy_gradient",
+    "maxent_tau": 0.2,
+    "learning_rate": 1e-4,
+}
 xdr_05 = {"objective": "xdr", "maxent_tau": 0.05}
 xdr_80 = {"objective": "xdr", "maxent_tau": 0.8}
 token_entropy_01 = {"objective": "token_entropy", "token_entropy_coef": 0.01}
