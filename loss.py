@@ -31,7 +31,8 @@ maxent and maxrl are relatives. With rewards of 0 and 1, tau -> 0 and beta = 0, 
 the K right rows. As long as p is near 1/G, maxent's gradient, sum_i (p_i - w_i) * ds_i, then has
 the coefficients -(1/K) * (1 - K/G) on right and 1/G on wrong rows: maxrl's advantages divided by
 -G, on scores instead of log-probs. What maxent adds is p as a baseline that knows what the policy
-has learnt, a temperature, and a reference.
+has learnt, a temperature, and a reference. Of the right rows, which have the same w, p pushes the
+likely ones less: where answers are short, and p far from 1/G, that keeps many of them.
 
 Two more exist for comparison: seed_grpo (dr_grpo, advantages shrunk where the answers of a group
 differ, Chen et al. 2025, arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the
