@@ -1,6 +1,6 @@
 # The arms for a pretrained model; the first one is the baseline. Run, in one line:
 #   OMP_NUM_THREADS=1 python -m compare config/smollm2_between.py --arms=compare/real_arms.py
-#   --seeds=3 --eval_seeds=3 --ranks=1 --jobs=2
+#   --seeds=3 --eval_seeds=3 --ranks=1 --jobs=2 --max_steps=48
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 2.5e-6}
 maxent = {"objective": "maxent"}
