@@ -616,8 +616,12 @@ def read_table(file: Path) -> dict:
     except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):
-        raise UserError(f"{file} is damaged: it is not what a run saves")
+        raise damaged(file)
     return table
+
+
+def damaged(file: Path) -> UserError:
+    return UserError(f"{file} is damaged: it is not what a run saves")
 
 
 def ranks_of(path: Path) -> int:
@@ -654,16 +658,16 @@ def check_memory(path: Path, config: dict) -> None:
     file = path / "controller_state.json"
     example = {"step": 0, "controllers": controllers.init_state(config), "streaks": NO_STREAKS}
     try:
-        saved = {"streaks": NO_STREAKS} | json.loads(file.read_text())
+        saved = {"streaks": NO_STREAKS} | read_table(file)
         saved["controllers"].setdefault("steering", "")  # older checkpoints lack these two
         replay = saved.get("replay")
         if replay:
             prompts = {key: [1, 0.0, 0.0] for key in replay["prompts"]}  # at least one visit
             example["replay"] = {"total": 1, "prompts": prompts}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError):
         saved = None
     if not alike(saved, example):
-        raise UserError(f"{file} is damaged: it is not what a run saves")
+        raise damaged(file)
 
 
 def alike(value, example) -> bool:

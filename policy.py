@@ -221,9 +221,8 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     """The optimizer that the config names. UserError for options that it does not take."""
     cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
     arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
-    # fused: one kernel, where the default takes a dozen passes. torch refuses it beside these.
-    others = arguments.get("foreach") or arguments.get("differentiable")
-    if "fused" in inspect.signature(cls).parameters and not others:
+    # fused: one kernel, where the default takes a dozen passes. torch refuses it beside foreach.
+    if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
         arguments.setdefault("fused", device.type == "cuda")
     kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
     try:

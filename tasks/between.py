@@ -89,13 +89,14 @@ def question(pair: tuple) -> dict:
 
 def to_row(config: str, pair: tuple) -> dict:
     """The row of a problem. Its prompt is a conversation: the examples, then the question."""
-    answer = dict(zip(("low", "high"), pair, strict=True))
+    low, high = pair
+    answer = {"low": low, "high": high}
     right = modes(answer)
     messages = []
     for example, number in EXAMPLES:
         messages += [question(example), {"role": "assistant", "content": number}]
     return {
-        "id": f"between-{config}-{pair[0]}-{pair[1]}",
+        "id": f"between-{config}-{low}-{high}",
         "task": "between",
         "prompt": [*messages, question(pair)],
         "answer": answer,

@@ -10,6 +10,7 @@ from row_files import jsonl
 from test_bad_input import script
 from transformers import Qwen2Config
 
+import checkpoint
 import controllers
 import preflight
 import rollout
@@ -235,9 +236,7 @@ def save_files(path: Path, files: dict) -> None:
         (path / name).write_text(json.dumps(content))
     for name in ("rng_0.pt", "engine/a.pt"):
         (path / name).write_bytes(b"tensors")
-    listed = ["rng_0.pt", "engine/a.pt", *files]
-    manifest = {name: [(path / name).stat().st_size, ""] for name in listed}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest_of(path)))
 
 
 def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(

@@ -129,7 +129,7 @@ def test_deepspeed_shows_adafactor_whole_matrices_at_stage_0(dtype, tiny_model_d
 
 
 def test_a_gpu_gets_one_kernel_unless_another_way_is_asked_for():
-    """torch takes one of fused, foreach and differentiable; on a CPU none is set by us."""
+    """torch takes one of fused and foreach; on a CPU none is set by us."""
     gpu = torch.device("cuda")
     for options, fused in (({}, True), ({"foreach": True}, None), ({"fused": False}, False)):
         c = load_config([f"--optimizer_options={options}"])
