@@ -73,13 +73,13 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
         # workers score this group while the others are still being sampled
         scoring.begin(group, rows[i], columns, c)
 
-    sampling = {
-        "temperature": c["eval_temperature"],
-        "max_tokens": c["max_completion_length"],
-        "stop_token_ids": exam.stop_ids,
+    sampling = rollout.Sampling(
+        temperature=c["eval_temperature"],
+        max_tokens=c["max_completion_length"],
+        stop_token_ids=exam.stop_ids,
         # i is the place among all rows, so seeds don't depend on the number of ranks
-        "seeds": [rollout.prompt_seed("eval", seed, i) for i in places],
-    }
+        seeds=[rollout.prompt_seed("eval", seed, i) for i in places],
+    )
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, k, sampling, group_done)
     values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, k, F)

@@ -162,13 +162,13 @@ class Experience:
             parts = (c["seed"], step, place, attempt) if attempt else (c["seed"], step, place)
             seeds.append(rollout.prompt_seed(*parts))
             names.append(f"s{step + 1}-p{place}{suffix}")
-        sampling = {
-            "temperature": self.temperature(step),
-            "max_tokens": c["max_completion_length"],
-            "stop_token_ids": self.inputs.stop_ids,
-            "seeds": seeds,
-            "names": names,  # what a server's log calls the requests
-        }
+        sampling = rollout.Sampling(
+            temperature=self.temperature(step),
+            max_tokens=c["max_completion_length"],
+            stop_token_ids=self.inputs.stop_ids,
+            seeds=seeds,
+            names=names,
+        )
 
         def group_done(i: int, group: list[dict]) -> None:
             # rewards are computed while other groups are still being sampled

@@ -139,13 +139,13 @@ def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, lis
     def group_done(i: int, group: list[dict]) -> None:
         scoring.begin(group, rows[i], columns, c)
 
-    sampling = {
-        "temperature": scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
-        "max_tokens": c["max_completion_length"],
-        "stop_token_ids": stop_ids,
+    sampling = rollout.Sampling(
+        temperature=scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
+        max_tokens=c["max_completion_length"],
+        stop_token_ids=stop_ids,
         # by the place in the dataset: a continued file gets the same lines, on any number of ranks
-        "seeds": [rollout.prompt_seed("generate", c["seed"], i) for i in places],
-    }
+        seeds=[rollout.prompt_seed("generate", c["seed"], i) for i in places],
+    )
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
     values, failed = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)

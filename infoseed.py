@@ -36,7 +36,7 @@ from ranks import across_ranks, gather_groups
 
 
 def add_completions(
-    sampler, tokenizer, rows: list[dict], rollouts: list[dict], sampling: dict, c: dict
+    sampler, tokenizer, rows: list[dict], rollouts: list[dict], sampling: rollout.Sampling, c: dict
 ) -> list[dict]:
     """Groups of G + S, prompt-major: each row's G ordinary completions from `rollouts`, then S
     seeded ones, sampled here, with a "seed_id". The "prompt_ids" of the seeded ones decide under
@@ -50,10 +50,10 @@ def add_completions(
         asked += seed_prompts(row, tokenizer, c)
     seeds = []
     names = []
-    for seed, name in zip(sampling["seeds"], sampling["names"]):
+    for seed, name in zip(sampling.seeds, sampling.names):
         seeds += [rollout.prompt_seed(seed, "seed", z) for z in range(S)]
         names += [f"{name}-z{z}" for z in range(S)]
-    seed_sampling = {**sampling, "seeds": seeds, "names": names}
+    seed_sampling = sampling._replace(seeds=seeds, names=names)
     seeded = rollout.generate(sampler, tokenizer, asked, 1, seed_sampling)
     for i, r in enumerate(seeded):
         r["seed_id"] = i % S

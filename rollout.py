@@ -2,8 +2,7 @@
 
     engine = start_engine(config, device)
     engine.sync(named_weights(lm, zero_stage))      # after every update of the policy
-    sampling = {"temperature": 1.0, "max_tokens": L, "stop_token_ids": ids, "seeds": [one a prompt]}
-    # optional: "names", what a server's log calls the requests
+    sampling = Sampling(temperature=1.0, max_tokens=L, stop_token_ids=ids, seeds=[one a prompt])
     rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
@@ -61,6 +60,17 @@ VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
 SMALL = 0.1  # weights below this share of a GPU's memory stay there while vLLM sleeps
+
+
+class Sampling(NamedTuple):
+    """How an engine is to sample completions; `seeds` and `names` have an entry per prompt."""
+
+    temperature: float
+    max_tokens: int  # of a completion
+    stop_token_ids: list[int]
+    seeds: list[int]
+    names: list[str] | None = None  # what a server's log calls the requests
+
 
 # --- vLLM in this process
 
@@ -292,8 +302,10 @@ class VllmEngine:
                 raise
             raise UserError(start_refused(settings, error)) from None
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
-        own_requests = list(zip(prompts_ids, sampling["seeds"]))
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+    ) -> list:
+        own_requests = list(zip(prompts_ids, sampling.seeds))
         requests, first = self.pool(own_requests)
         prompts = []
         params = []
@@ -316,12 +328,12 @@ class VllmEngine:
                     finished(i, groups[i])
         return [r for i in sorted(groups) for r in groups[i]]
 
-    def sampling_params(self, n: int, seed: int, sampling: dict):
+    def sampling_params(self, n: int, seed: int, sampling: Sampling):
         return self.vllm.SamplingParams(
             n=n,
-            temperature=sampling["temperature"],
-            max_tokens=sampling["max_tokens"],
-            stop_token_ids=sampling["stop_token_ids"],
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sampling.stop_token_ids,
             seed=seed,
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,  # plain lists instead of one object per token
@@ -439,9 +451,11 @@ class HfEngine:
         # the model's own config may have a repetition penalty, which the loss knows nothing about
         self.model.generation_config = GenerationConfig()
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+    ) -> list:
         rollouts = []
-        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling["seeds"])):
+        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling.seeds)):
             group = self.group(prompt_ids, n, seed, sampling)
             rollouts += group
             if finished:
@@ -449,20 +463,20 @@ class HfEngine:
         return rollouts
 
     @torch.no_grad()
-    def group(self, prompt_ids: list[int], n: int, seed: int, sampling: dict) -> list[dict]:
+    def group(self, prompt_ids: list[int], n: int, seed: int, sampling: Sampling) -> list[dict]:
         """The n rollouts of a prompt."""
-        stop_ids = sampling["stop_token_ids"]
+        stop_ids = sampling.stop_token_ids
         device = self.model.device
         plain = GenerationConfig(
             do_sample=True,
-            temperature=sampling["temperature"],
+            temperature=sampling.temperature,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=sampling["max_tokens"],
+            max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
         )
-        recorder = SampledLogps(sampling["temperature"])
+        recorder = SampledLogps(sampling.temperature)
         # fork_rng: seeding a prompt must not move the process's own generator
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -566,7 +580,7 @@ def with_text(tokenizer, group_done):
 
 
 def generate(
-    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done=None
+    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
     RuntimeError unless each prompt has n rollouts and each token has a log-prob: a missing log-prob
@@ -596,7 +610,7 @@ def generate(
 
 
 def begin(
-    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: dict, group_done
+    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
 ) -> None:
     """Starts a generate() in the background. The engine keeps the rollouts until generate() is
     called with the same arguments."""

@@ -433,13 +433,13 @@ def prove_sync(run: Run) -> None:
     flip_signs(lm, c["zero_stage"])
     sync_weights(run)
     prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
-    sampling = {
-        "temperature": 1.0,
-        "max_tokens": min(TRIAL_TOKENS, c["max_completion_length"]),
-        "stop_token_ids": run.inputs.stop_ids,
-        "seeds": list(range(len(prompts))),
-        "names": [f"trial-{i}" for i in range(len(prompts))],
-    }
+    sampling = rollout.Sampling(
+        temperature=1.0,
+        max_tokens=min(TRIAL_TOKENS, c["max_completion_length"]),
+        stop_token_ids=run.inputs.stop_ids,
+        seeds=list(range(len(prompts))),
+        names=[f"trial-{i}" for i in range(len(prompts))],
+    )
     rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
     run.sampler.take_counts()  # dropped: the trial is no part of a step
     run.sampler.sleep()

@@ -461,12 +461,12 @@ def rollouts_and_limit(sampler, scenario: str) -> tuple:
     seeds = list(range(size["P"]))
 
     def roll():
-        sampling = {
-            "temperature": 1.0,
-            "max_tokens": size["T"],
-            "stop_token_ids": [END],
-            "seeds": seeds,
-        }
+        sampling = rollout.Sampling(
+            temperature=1.0,
+            max_tokens=size["T"],
+            stop_token_ids=[END],
+            seeds=seeds,
+        )
         return rollout.generate(sampler, tokenizer, prompts, size["G"], sampling)
 
     def vllm():

@@ -49,12 +49,12 @@ class Case:
         self.engine.sync(named_weights(self.policy.lm, 0))
 
     def generate(self, temperature: float = 1.0) -> list[dict]:
-        sampling = {
-            "temperature": temperature,
-            "max_tokens": TOKENS,
-            "stop_token_ids": [0],
-            "seeds": list(range(PROMPTS)),  # the same each time: the same weights, the same tokens
-        }
+        sampling = rollout.Sampling(
+            temperature=temperature,
+            max_tokens=TOKENS,
+            stop_token_ids=[0],
+            seeds=list(range(PROMPTS)),  # the same each time: the same weights, the same tokens
+        )
         return self.engine.generate(self.prompts, 2, sampling)
 
     @torch.no_grad()

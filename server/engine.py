@@ -32,6 +32,7 @@ from transformers import AutoConfig
 
 from checks import longest_row
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
+from rollout import Sampling
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
@@ -140,7 +141,9 @@ class ServerEngine:
 
     # --- completions
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished=None) -> list:
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+    ) -> list:
         """The same as in other engines (rollout.py). RolloutsLost on all ranks, if on any of them
         no server is left or a prompt does not get its completions."""
         request = (prompts_ids, n, sampling)
@@ -152,11 +155,11 @@ class ServerEngine:
             work = partial(self.ask, *request, finished)
         return all_or_none(work)
 
-    def begin(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> None:
+    def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> None:
         request = (prompts_ids, n, sampling)
         self.ahead = (request, self.background.submit(self.ask, *request, finished))
 
-    def ask(self, prompts_ids: list[list[int]], n: int, sampling: dict, finished) -> list[dict]:
+    def ask(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> list[dict]:
         """This rank's part of generate()."""
         longest = max(map(len, prompts_ids), default=0)
         if longest > self.longest_prompt:
@@ -166,7 +169,7 @@ class ServerEngine:
             )
         self.leave_out_changed()
         # a training step gives names, made of its number and the place of the prompt
-        names = sampling.get("names")
+        names = sampling.names
         if not names:  # an evaluation: names with the number of syncs
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
         groups = {}
@@ -174,7 +177,7 @@ class ServerEngine:
         pool = ThreadPoolExecutor(min(CONCURRENCY, max(1, len(prompts_ids))))
         try:
             asked = {}  # future: index of its prompt
-            prompts = zip(prompts_ids, sampling["seeds"], names, strict=True)
+            prompts = zip(prompts_ids, sampling.seeds, names, strict=True)
             for i, (prompt_ids, seed, name) in enumerate(prompts):
                 body = request_body(prompt_ids, n, seed, sampling)
                 asked[pool.submit(self.group, i, body, f"{self.tag}-{name}")] = i
@@ -356,15 +359,15 @@ def client_tag() -> str:
     return tag
 
 
-def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> dict:
+def request_body(prompt_ids: list[int], n: int, seed: int, sampling: Sampling) -> dict:
     """A request for n completions from the policy's own distribution, whatever the server's
     defaults are."""
     return {
         "prompt": prompt_ids,
         "n": n,
-        "max_tokens": sampling["max_tokens"],
+        "max_tokens": sampling.max_tokens,
         "seed": seed,
-        "temperature": sampling["temperature"],
+        "temperature": sampling.temperature,
         # all of them, because for a missing one the server may use generation_config.json
         "top_p": 1.0,
         "top_k": 0,
@@ -372,7 +375,7 @@ def request_body(prompt_ids: list[int], n: int, seed: int, sampling: dict) -> di
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "stop_token_ids": sampling["stop_token_ids"],
+        "stop_token_ids": sampling.stop_token_ids,
         "logprobs": 0,  # the sampled token's only
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # instead of their texts, which may be of any length

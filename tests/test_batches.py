@@ -123,12 +123,12 @@ def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are
     assert told == [(1, ["c", "d"]), (0, ["a", "b"])]
     told.clear()
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
-    sampling = {"temperature": 1.0, "max_tokens": 3, "stop_token_ids": [0], "seeds": [1, 2]}
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=3, stop_token_ids=[0], seeds=[1, 2])
     rollouts = rollout.generate(engine, tokenizer, [[5], [6, 7]], 2, sampling, group_done)
     texts = [r["text"] for r in rollouts]
     assert told == [(0, texts[:2]), (1, texts[2:])]
     # a rank with nothing to sample again
-    assert rollout.generate(engine, tokenizer, [], 2, sampling | {"seeds": []}) == []
+    assert rollout.generate(engine, tokenizer, [], 2, sampling._replace(seeds=[])) == []
 
 
 @pytest.mark.parametrize(

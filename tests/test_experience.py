@@ -70,9 +70,9 @@ class FakeEngine:
         self.naps = 0
 
     def generate(self, prompts_ids, n, sampling, finished=None):
-        self.calls.append({"prompts_ids": prompts_ids, "n": n, **sampling})
+        self.calls.append({"prompts_ids": prompts_ids, "n": n, **sampling._asdict()})
         groups = []
-        for ids, seed in zip(prompts_ids, sampling["seeds"], strict=True):
+        for ids, seed in zip(prompts_ids, sampling.seeds, strict=True):
             rng = random.Random(seed)
             group = []
             for j in range(n):

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import infoseed
 import prompts
+import rollout
 import sft
 from common import UserError, load_config
 
@@ -184,7 +185,7 @@ class Sampler:
     """Stands in for an engine: answers every prompt with its own last token."""
 
     def generate(self, prompts_ids, n, sampling):
-        self.seeds = sampling["seeds"]
+        self.seeds = sampling.seeds
         rollouts = []
         for ids in prompts_ids:
             answer = {
@@ -214,7 +215,7 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_or_
     for p in "ab":
         prompt_ids = tokenizer.encode(f"<|user|>{p}<|assistant|>")
         rows.append({"id": p, "prompt": p, "prompt_ids": prompt_ids})
-    sampling = {"seeds": [1, 2], "names": ["x", "y"], "temperature": 1.0}
+    sampling = rollout.Sampling(1.0, 8, [0], seeds=[1, 2], names=["x", "y"])
     base = [{"n": i} for i in range(6)]
     groups = infoseed.add_completions(sampler, tokenizer, rows, base, sampling, c)
     assert groups[:3] + groups[5:8] == base  # prompt by prompt, ordinary rows first

@@ -294,7 +294,7 @@ def test_transformers_sample_without_the_penalties_of_the_models_own_generation_
     penalties = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "min_p": 0.2}
     text = json.dumps({"eos_token_id": 0} | penalties)
     (folder / "generation_config.json").write_text(text)
-    sampling = {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": [0], "seeds": [3]}
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=12, stop_token_ids=[0], seeds=[3])
 
     def samples(path: Path) -> list[dict]:
         engine = rollout.HfEngine(str(path), {}, torch.float32, torch.device("cpu"))
@@ -310,6 +310,6 @@ def test_a_policy_of_nans_is_a_sentence_where_transformers_sample(tiny_model_dir
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         engine.model.lm_head.weight.fill_(math.nan)
-    sampling = {"temperature": 1.0, "max_tokens": 2, "stop_token_ids": [0], "seeds": [3]}
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[3])
     with pytest.raises(RunStopped, match="logits are not finite"):
         engine.generate([[5, 6, 7]], 2, sampling)

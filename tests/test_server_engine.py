@@ -35,7 +35,7 @@ def test_what_is_asked_for(world, make, stand_in, monkeypatch):
     """Token ids and the policy's own distribution, nothing of the server's defaults; the tag of the
     launcher, or of the rank."""
     one = stand_in()
-    sampling = request(3) | {"names": ["s7-p4", "s7-p5", "s7-p6"]}
+    sampling = request(3)._replace(names=["s7-p4", "s7-p5", "s7-p6"])
     make(one).generate(PROMPTS, 2, sampling)
     monkeypatch.setenv("VLLM_CLIENT_TAG", "job-9")
     make(one).generate(PROMPTS, 2, sampling)
@@ -50,7 +50,7 @@ def test_what_is_asked_for(world, make, stand_in, monkeypatch):
             "prompt": PROMPTS[i],
             "n": 2,
             "max_tokens": 12,
-            "seed": sampling["seeds"][i],
+            "seed": sampling.seeds[i],
             "temperature": 0.8,
             "top_p": 1.0,
             "top_k": 0,
@@ -110,7 +110,7 @@ def test_seed_rows_of_infoseed_are_all_asked_for_with_ids_of_their_own(
         {"prompt": "2 2 = 4", "prompt_ids": [3, 4], "system_prompt": ""},
     ]
     engine = make(one, max_prompt_length=48)
-    sampling = request(2) | {"names": ["x", "y"]}
+    sampling = request(2)._replace(names=["x", "y"])
     rollouts = infoseed.add_completions(engine, tokenizer, rows, [], sampling, c)
     assert [r["seed_id"] for r in rollouts] == [0, 1, 2] * 2
     assert len(set(one.request_ids())) == 6

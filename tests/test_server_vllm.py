@@ -130,7 +130,7 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
     killed."""
     survivor.sync(named_weights(lm, 0))
     prompts = [[7, 20 + i] for i in range(8)]
-    sampling = request(8) | {"max_tokens": 40}
+    sampling = request(8)._replace(max_tokens=40)
     before = survivor.generate(prompts, 4, sampling)
     dying = survivor.servers[0]
     call = dying.call

@@ -27,13 +27,13 @@ from ranks import across_ranks, start_distributed
 PROMPTS = [[7, 20, 33, 41], [50, 51], [9, 8, 7, 6, 5, 90]]
 
 
-def sampling(seed: int, prompts: int, max_tokens: int = 12, temperature: float = 0.8) -> dict:
-    return {
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-        "stop_token_ids": [0],
-        "seeds": [rollout.prompt_seed(seed, i) for i in range(prompts)],
-    }
+def sampling(seed: int, prompts: int, max_tokens: int = 12, temperature: float = 0.8):
+    return rollout.Sampling(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=[0],
+        seeds=[rollout.prompt_seed(seed, i) for i in range(prompts)],
+    )
 
 
 def start(name: str, model: str, *flags):

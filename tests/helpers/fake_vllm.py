@@ -48,11 +48,12 @@ class FakeLLM:
     def step(self) -> list:
         self.refuse_asleep("step", EVERYTHING)
         number, prompt_ids, asked = self.waiting.pop(0)
-        sampling = {
-            "temperature": asked.temperature,
-            "max_tokens": asked.max_tokens,
-            "stop_token_ids": asked.stop_token_ids,
-        }
+        sampling = rollout.Sampling(
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens,
+            stop_token_ids=asked.stop_token_ids,
+            seeds=[asked.seed],
+        )
         completions = []
         for r in self.sampler.group(prompt_ids, asked.n, asked.seed % 2**62, sampling):
             logps = SimpleNamespace(logprobs=r["logprobs"])

@@ -42,9 +42,9 @@ def any_weights():
     yield "lm_head.weight", head
 
 
-def request(prompts: int, seed: int = 0) -> dict:
+def request(prompts: int, seed: int = 0):
     """What a training step asks an engine for."""
-    return sampling(seed, prompts) | {"names": [f"s1-p{i}" for i in range(prompts)]}
+    return sampling(seed, prompts)._replace(names=[f"s1-p{i}" for i in range(prompts)])
 
 
 def bare(rollouts: list[dict]) -> list[tuple]:
@@ -54,7 +54,7 @@ def bare(rollouts: list[dict]) -> list[tuple]:
 def expected(prompts=PROMPTS, n: int = 2) -> list[tuple]:
     """What healthy stand-ins answer to prompts with the seeds of request(...), as bare() has it."""
     rollouts = []
-    for prompt, seed in zip(prompts, sampling(0, len(prompts))["seeds"]):
+    for prompt, seed in zip(prompts, sampling(0, len(prompts)).seeds):
         body = {"prompt": prompt, "seed": seed, "max_tokens": 12}
         for i in range(n):
             rollouts.append((prompt, choice(body, i)["token_ids"], "stop"))
