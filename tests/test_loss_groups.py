@@ -54,6 +54,23 @@ def test_listwise_gradient_is_p_minus_w_and_exactly_zero_in_inactive_groups(seed
     close(value, slow)
 
 
+@examples
+@given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=10, max_size=10))
+def test_rows_that_were_cut_off_are_pushed_down_by_1_over_g_at_least(seed, cut_off):
+    s = randn(2, 5, seed=seed, scale=2.0)
+    w = randn(2, 5, seed=seed + 1, scale=2.0).softmax(1)
+    cut_off = torch.tensor(cut_off).view(2, 5)
+    active = torch.tensor([True, False])
+    whole = value_and_grad(loss.listwise_loss, s, w, active)
+    value, grad = value_and_grad(loss.listwise_loss, s, w, active, cut_off=cut_off)
+    assert value == whole[0]
+    p = s.softmax(1)
+    pushed = torch.where(cut_off, p.clamp(min=1 / 5), p)
+    close(grad, (pushed - w) * active[:, None])
+    same = ~cut_off | (p >= 1 / 5)
+    assert torch.equal(grad[same], whole[1][same])
+
+
 def test_listwise_gradient_vanishes_where_the_policy_matches_the_weights():
     s = randn(3, 6, scale=3.0)
     _, grad = value_and_grad(loss.listwise_loss, s, s.softmax(1), torch.ones(3, dtype=torch.bool))
@@ -110,6 +127,7 @@ def test_mle_has_no_baseline_and_listwise_has():
     """A group of equal rewards that is not skipped: mle pushes up all of its rows, a token of a
     short row more; listwise only balances them."""
     step = make_step(torch.tensor([[1.0] * 4]), [1, 2, 4, 5], 3)
+    step.cut_off[:] = False
     case = dict(objective="maxent", maxent_skip_equal_groups="none")
     mle = ours(step, case | {"maxent_loss": "mle"}).grad[0]
     listwise = ours(step, case | {"maxent_loss": "listwise"}).grad[0]

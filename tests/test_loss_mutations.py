@@ -252,7 +252,12 @@ MUTATIONS = {
     ),
     "mean over all groups": (
         "listwise_loss",
-        lambda f, s, w, active, norm, share: f(s, w, active, len(s), share),
+        lambda f, s, w, active, norm, *a: f(s, w, active, len(s), *a),
+        LISTWISE,
+    ),
+    "rows that were cut off like others": (
+        "listwise_loss",
+        lambda f, s, w, active, norm, share, cut_off: f(s, w, active, norm, share),
         LISTWISE,
     ),
     "scores averaged over padding": (

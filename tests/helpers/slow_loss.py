@@ -153,6 +153,7 @@ class Numbers(NamedTuple):
     ref: list
     sampler: list
     clusters: list  # [x][i]
+    cut_off: list  # [x][i]
     modes: list  # [x]
 
 
@@ -169,6 +170,7 @@ def numbers_of(logps, entropy, step):
         ref=step.ref.double().tolist(),
         sampler=step.sampler.double().tolist(),
         clusters=step.clusters.tolist(),
+        cut_off=step.cut_off.tolist(),
         modes=step.modes.tolist(),
     )
 
@@ -274,8 +276,14 @@ def maxent_weights(s, x, shaped_group, c):
 
 
 def listwise_term(s, x, shaped_group, c):
-    log_p = slow_log_softmax(target_scores(s.policy, s, x, c))
-    return -sum(v * p for v, p in zip(maxent_weights(s, x, shaped_group, c), log_p))
+    scores = target_scores(s.policy, s, x, c)
+    log_p = slow_log_softmax(scores)
+    term = -sum(v * p for v, p in zip(maxent_weights(s, x, shaped_group, c), log_p))
+    for i, score in enumerate(scores):
+        if s.cut_off[x][i]:
+            lacking = max(0.0, 1 / len(scores) - math.exp(log_p[i].item()))
+            term = term + lacking * (score - score.item())  # 0, but with a gradient
+    return term
 
 
 def mle_term(s, x, shaped_group, c):
