@@ -73,10 +73,12 @@ OPTIMIZERS = {
 # are set in vain.
 USED = {
     "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
-    "delta": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
-    "cispo_epsilon_max": lambda o, c: o.ratio == "cispo",
+    "epsilon": lambda o, c: o.ratio != "cispo" and has_ratios(c),
+    "epsilon_high": lambda o, c: o.ratio != "cispo" and has_ratios(c),
+    "delta": lambda o, c: o.ratio != "cispo" and has_ratios(c),
+    "cispo_epsilon_max": lambda o, c: (
+        o.ratio == "cispo" and (has_ratios(c) or c["cispo_epsilon_max"] < 1)
+    ),
     "importance_sampling": lambda o, c: policy_gradient(c),
     "importance_sampling_cap": lambda o, c: policy_gradient(c),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
@@ -147,6 +149,12 @@ def policy_gradient(c: dict) -> bool:
     a loss over the scores of groups."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
     return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
+
+
+def has_ratios(c: dict) -> bool:
+    """Whether ratios of new to old probabilities differ from 1, so that they can be clipped. In the
+    first update of a batch the old policy is the current one."""
+    return policy_gradient(c) and c["num_iterations"] > 1
 
 
 def names(wanted) -> str:

@@ -510,7 +510,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return {name: True}
-    key, _, entry = REPLACED.get(name, name).partition(".")
+    key, _, entry = (REPLACED | FOREIGN).get(name, name).partition(".")
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)

@@ -98,10 +98,11 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
 
 def summarize(records: list[dict], k: int) -> dict:
     """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"}: means
-    over the records of all ranks. The last two are over the problems whose number of correct
-    answers is known. "eval/reward_failures" is the number of answers on which a reward failed, if
-    there are any; they count as wrong."""
-    names = ("problems", "mean", "pass", "with_modes", "distinct", "coverage", "failures")
+    over the records of all ranks; distinct over the problems whose task tells answers apart,
+    coverage over those whose number of correct answers is known. "eval/reward_failures" is the
+    number of answers on which a reward failed, if there are any; they count as wrong."""
+    names = ("problems", "mean", "pass", "failures")
+    names += ("with_modes", "distinct", "countable", "coverage")
     # sums, not means: ranks have different numbers of problems
     sums = dict.fromkeys(names, 0.0)
     for record in records:
@@ -109,10 +110,12 @@ def summarize(records: list[dict], k: int) -> dict:
         sums["mean"] += record["correct"] / k
         sums["pass"] += record["correct"] > 0
         sums["failures"] += record["failures"]
-        # None or 0: the number of correct answers is unknown
-        if record["num_modes"]:
+        if record["distinct"] is not None:
             sums["with_modes"] += 1
             sums["distinct"] += record["distinct"]
+        # None or 0: the number of correct answers is unknown
+        if record["num_modes"]:
+            sums["countable"] += 1
             sums["coverage"] += record["distinct"] / record["num_modes"]
     # float64: sums over thousands of problems
     totals = across_ranks(torch.tensor(list(sums.values()), dtype=torch.float64))
@@ -125,7 +128,8 @@ def summarize(records: list[dict], k: int) -> dict:
     }
     if total["with_modes"]:
         metrics[f"eval/distinct@{k}"] = total["distinct"] / total["with_modes"]
-        metrics[f"eval/coverage@{k}"] = total["coverage"] / total["with_modes"]
+    if total["countable"]:
+        metrics[f"eval/coverage@{k}"] = total["coverage"] / total["countable"]
     # only if there are any, so that the key draws attention
     if total["failures"]:
         metrics["eval/reward_failures"] = total["failures"]

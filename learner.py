@@ -308,8 +308,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -
 def acts_on_all(beta: float, c: dict) -> bool:
     """Whether the loss has a term that may act on any group, whatever its rewards: then none may
     rest."""
-    entropy_term = OBJECTIVES[c["objective"]].term == "token_entropy"
-    return c["mode_entropy_coef"] > 0 or entropy_term or (adds_kl(c) and beta > 0)
+    return OBJECTIVES[c["objective"]].term == "token_entropy" or (adds_kl(c) and beta > 0)
 
 
 def resting_groups(rewards, c: dict):
@@ -319,11 +318,11 @@ def resting_groups(rewards, c: dict):
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     shaped = c["policy_entropy_bonus_coef"] > 0 or c["unlikeliness_coef"] > 0
-    if acts_on_all(c["beta"], c) or seeds_earn or (shaped and not couples_rows(c)):
+    if acts_on_all(c["beta"], c) or seeds_earn or (shaped and policy_gradient(c)):
         return torch.zeros(len(rewards), dtype=torch.bool)
-    if couples_rows(c):
-        return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
-    return L.equal_groups(rewards)
+    if policy_gradient(c):
+        return L.equal_groups(rewards)
+    return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
 
 
 def resting_rows(targets: dict, beta: float, c: dict):
@@ -331,7 +330,11 @@ def resting_rows(targets: dict, beta: float, c: dict):
     are equal. They need no backward."""
     if acts_on_all(beta, c):
         return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
-    rests = ~targets["active"] if couples_rows(c) else (targets["advantages"] == 0).all(1)  # (p,)
+    rests = ~targets["active"]  # (p,)
+    if policy_gradient(c):
+        rests = (targets["advantages"] == 0).all(1)
+        if c["mode_entropy_coef"] > 0:
+            rests &= L.equal_groups(targets["rewards"])
     return rests.repeat_interleave(targets["rewards"].shape[1])
 
 
@@ -532,7 +535,8 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
             f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on "
             f"average (at most {largest:.1f}), over max_logp_difference={limit}: the rollout "
             f"engine does not hold the policy's weights, or the limit is too low for this dtype "
-            f"(bfloat16 alone makes 0.01 to 0.05, and more at low temperatures)"
+            f"(bfloat16 alone makes 0.01 to 0.05, and more at low temperatures, which want "
+            f"--max_logp_difference=0.1)"
         )
     return {
         "sampling/sampling_logp_difference/mean": mean,

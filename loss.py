@@ -571,6 +571,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def on_gpu(x: Tensor) -> bool:
+    """Whether the functions for a GPU are used; tests say so without one."""
     return x.is_cuda
 
 

@@ -3,7 +3,7 @@
     python train.py config/countdown_tiny.py                                    one process
     torchrun --standalone --nproc_per_node 2 train.py config/countdown_tiny.py --maxent_tau=0.1
     torchrun --standalone --nproc_per_node 8 train.py config/math_maxent.py     eight GPUs
-    python train.py config/math_maxent.py --dry_run          check everything, run nothing
+    torchrun ... train.py config/math_maxent.py --dry_run    check everything, run nothing
 
 A step: prompts -> G rollouts each (vLLM) -> rewards -> weights or advantages over the group ->
 loss -> DeepSpeed -> controllers. The function `train` below is that step: read it first.

@@ -278,7 +278,8 @@ READERS = {
 def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
     value, readers = READERS[key]
     for objective in SHIPPED:
-        said = warnings_of(100, f"--{key}={value}", f"--objective={objective}")
+        flags = [f"--{key}={value}", f"--objective={objective}", "--num_iterations=2"]
+        said = warnings_of(100, *flags)
         words = f"{key}={value!r}: not used by objective={objective!r} as it is set"
         assert (words in said) == (objective not in readers.split()), objective
 
@@ -286,9 +287,18 @@ def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
 def test_settings_of_policy_gradients_are_used_by_maxent_as_one():
     assert "epsilon=0.1, delta=5.0: not used" in warnings_of(100, "--epsilon=0.1", "--delta=5")
     gradient = ["--maxent_loss=policy_gradient", "--epsilon=0.1", "--delta=5"]
-    assert warnings_of(100, *gradient) == ""
+    assert warnings_of(100, *gradient, "--num_iterations=2") == ""
     tilted = ["--objective=xdr", "--xdr_ref_tilt=True", "--beta=0.1", "--maxent_score_norm=sum"]
     assert warnings_of(100, *tilted) == ""
+
+
+def test_clips_are_warned_about_where_each_batch_has_one_update():
+    """The ratio is 1 there, whatever the clip."""
+    dapo = ["--objective=dapo", "--epsilon_high=0.28"]
+    assert "epsilon_high=0.28: not used" in warnings_of(100, *dapo)
+    cispo = ["--objective=cispo", "--cispo_epsilon_max=3"]
+    assert "cispo_epsilon_max=3.0: not used" in warnings_of(100, *cispo)
+    assert warnings_of(100, "--objective=cispo", "--cispo_epsilon_max=0.5") == ""
 
 
 def test_a_setting_is_used_where_another_one_turns_it_on():

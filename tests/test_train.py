@@ -272,6 +272,24 @@ def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_pat
     assert "3 steps in a row had a non-finite loss" in words  # a resumed run counts on
 
 
+def test_different_answers_are_counted_where_their_number_is_unknown(monkeypatch):
+    """Such a task has no coverage."""
+    monkeypatch.setattr(evaluate, "across_ranks", lambda sums: sums)  # one rank
+    record = {"correct": 2, "failures": 0, "distinct": 2, "num_modes": None}
+    unknown = evaluate.summarize([record, record | {"distinct": 1}], 4)
+    assert unknown == {
+        "eval/mean@4": 0.5,
+        "eval/pass@4": 1.0,
+        "eval/pass@1": 0.5,
+        "eval/distinct@4": 1.5,
+    }
+    both = evaluate.summarize([record, record | {"num_modes": 8}], 4)
+    assert both["eval/distinct@4"] == 2.0
+    assert both["eval/coverage@4"] == 0.25
+    no_modes = evaluate.summarize([record | {"distinct": None}], 4)
+    assert "eval/distinct@4" not in no_modes
+
+
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     said = []
     config = common.load_config(["--objective=dr_grpo", "--reward_funcs=countdown"])
@@ -285,7 +303,7 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     (warning,) = said
     assert "equal rewards (mean 0), from which nothing is learnt" in warning
     # where such groups do teach something, the sentence would be false
-    for learns in ({"unlikeliness_coef": 0.5}, {"mode_entropy_coef": 0.1}):
+    for learns in ({"unlikeliness_coef": 0.5}, {"objective": "token_entropy"}):
         run.config = config | learns
         run.equal = train.EQUAL_STEPS - 1
         train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
