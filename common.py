@@ -101,6 +101,7 @@ REPLACED = {
 FOREIGN = {
     "lr": "learning_rate",
     "kl_coef": "beta",
+    "max_new_tokens": "max_completion_length",
     "model_name_or_path": "model",
     "run_name": "wandb_options.name",
     "log_completions": "--log_rollouts_steps=N writes them every N steps",
@@ -116,6 +117,25 @@ FOREIGN = {
     "bf16": "the type of the model is --dtype=bfloat16",
     "top_p": "completions are sampled from the whole distribution, which the loss assumes",
     "top_k": "completions are sampled from the whole distribution, which the loss assumes",
+    "min_p": "completions are sampled from the whole distribution, which the loss assumes",
+    "vllm_mode": '--rollout_engine="vllm" runs in this process, "server" talks to others',
+    "sync_ref_model": "the reference stays the model that the run began with",
+    "mask_truncated_completions": "completions that were cut off count like others; the reward "
+    "soft_overlong makes long ones worth less",
+    "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "--num_iterations updates are made on the whole "
+    "batch",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.rollout.n": "num_generations",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "algorithm.adv_estimator": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
+    "data.train_batch_size": "prompts_per_step",
+    "data.train_files": "dataset.name",
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_completion_length",
+    "trainer.total_epochs": "a run has a number of steps: --max_steps",
+    "trainer.total_training_steps": "max_steps",
 }
 
 

@@ -10,6 +10,7 @@ with an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a
 the step, 0..P-1.
 """
 
+import json
 from typing import NamedTuple
 
 import torch
@@ -203,6 +204,36 @@ class Experience:
         local_rows = [rows[place] for place in self.places]
         request = self.request(local_rows, self.places, step, 0)
         rollout.begin(self.sampler, self.inputs.tokenizer, *request)
+
+
+# --- for a person to read
+
+
+def log_rollouts(folder, collected: Collected, rewards, columns: list, step: int, rank: int):
+    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl. rewards (p, G + S)."""
+    path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    size = rewards.shape[1]  # G + S
+    values = collected.values.flatten(0, 1)  # (p * (G + S), F)
+    right = collected.right.flatten().tolist()
+    with open(path, "w", encoding="utf-8") as file:
+        for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
+            row = collected.rows[i // size]
+            line = {
+                "step": step,
+                "id": row["id"],
+                "prompt": row["prompt"],
+                "completion": r["text"],
+                "reward": reward,
+                "rewards": scoring.by_name(columns, values[i]),
+                "correct": right[i],
+                "finish_reason": r["finish_reason"],
+                "tokens": len(r["completion_ids"]),
+                "logprob": sum(r["logprobs"]),
+            }
+            if "seed_id" in r:  # InfoSeed's
+                line["seed_id"] = r["seed_id"]
+            file.write(json.dumps(line) + "\n")
 
 
 # --- which rank learns from which groups

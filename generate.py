@@ -22,7 +22,6 @@ if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["generate"]))
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -106,10 +105,6 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
     a function failed on the completion."""
     lines = []
     for i, r in enumerate(group):
-        each = {}
-        for column, value in zip(columns, values[i].tolist()):
-            # null for NaN (does not apply) and infinity (failed), which are not JSON
-            each[column.name] = value if math.isfinite(value) else None
         line = {
             "id": row["id"],
             "task": row["task"],
@@ -118,7 +113,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
             "sample": i,
             "completion": r["text"],
             "reward": None if values[i].isinf().any() else rewards[i].item(),
-            "rewards": each,
+            "rewards": scoring.by_name(columns, values[i]),
             "finish_reason": r["finish_reason"],
             "prompt_ids": list(r["prompt_ids"]),
             "completion_ids": r["completion_ids"],

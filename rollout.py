@@ -27,7 +27,6 @@ EOS.
 """
 
 import gc
-import json
 import logging
 import math
 import os
@@ -723,26 +722,3 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
         what = f"reward {score:.3f}, {len(ids)} tokens ({r['finish_reason']})"
         lines.append(f"  {what}: {tokenizer.decode(ids)!r}")
     return "\n".join(lines)
-
-
-def log_rollouts(folder, collected, rewards: torch.Tensor, step: int, rank: int) -> None:
-    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl. rewards (p, G)."""
-    path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    group_size = rewards.shape[1]
-    with open(path, "w", encoding="utf-8") as file:
-        for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
-            row = collected.rows[i // group_size]
-            line = {
-                "step": step,
-                "id": row["id"],
-                "prompt": row["prompt"],
-                "completion": r["text"],
-                "reward": reward,
-                "finish_reason": r["finish_reason"],
-                "tokens": len(r["completion_ids"]),
-                "logprob": sum(r["logprobs"]),
-            }
-            if "seed_id" in r:  # InfoSeed's
-                line["seed_id"] = r["seed_id"]
-            file.write(json.dumps(line) + "\n")

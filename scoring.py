@@ -50,6 +50,15 @@ class Column(NamedTuple):
         return self.task is None or self.task == row["task"]
 
 
+def by_name(columns: list[Column], values) -> dict:
+    """{name: value} of the values (F,) of one completion, for JSON: None for NaN (does not apply)
+    and infinity (failed)."""
+    named = {}
+    for column, value in zip(columns, values.tolist()):
+        named[column.name] = value if math.isfinite(value) else None
+    return named
+
+
 # --- asking the workers
 
 POOLS = {}  # (processes, timeout, memory): workers.Pool; one in a run

@@ -67,7 +67,7 @@ from common import (
     tell,
     with_tau,
 )
-from experience import Experience, deal
+from experience import Experience, deal, log_rollouts
 from journal import (
     MetricsLog,
     Timer,
@@ -533,7 +533,8 @@ def show(run: Run, collected, metrics: dict, bar) -> None:
     own_rewards = collected.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
-            rollout.log_rollouts(run.folder, collected, own_rewards, run.step, run.world.rank)
+            columns = run.inputs.columns
+            log_rollouts(run.folder, collected, own_rewards, columns, run.step, run.world.rank)
         except FileNotFoundError:  # deleted since check_folder()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):

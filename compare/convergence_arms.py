@@ -8,7 +8,9 @@ dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 5e-5}
 # flow divides by a row's length and dr_grpo does not; this is dr_grpo divided by it too
 dr_grpo_rowmean = {"objective": "grpo", "scale_rewards": "none"}
 grpo = {"objective": "grpo"}
-dapo_high = {"objective": "dapo", "epsilon_high": 0.28}
+dapo = {"objective": "dapo"}
+# with one update per batch nothing is clipped
+dapo_high = {"objective": "dapo", "epsilon_high": 0.28, "num_iterations": 2}
 maxrl = {"objective": "maxrl"}
 maxrl_half = {"objective": "maxrl", "learning_rate": 1e-4}
 pkpo_anneal = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4, 600: 2, 900: 1}}

@@ -77,6 +77,13 @@ def test_older_names_are_taken_and_said(tmp_path, capsys):
     )
 
 
+def test_a_key_of_another_trainer_has_the_type_of_ours(capsys):
+    assert load_config(["--run_name=17"])["wandb_options"]["name"] == "17"
+    c = load_config(["--actor_rollout_ref.rollout.n=8", "--data.train_files=1e5"])
+    assert c["num_generations"] == 8
+    assert c["dataset"] == {"name": "1e5"}
+
+
 def test_every_older_key_is_taken_or_told_what_has_replaced_it():
     for name, replacement in (REPLACED | FOREIGN).items():
         assert name not in DEFAULTS

@@ -166,7 +166,10 @@ def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
     for path in (two_ranks[0] / "rollouts").glob("step_000002*"):
         rows += [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 16
-    assert {"prompt", "completion", "reward", "finish_reason"} <= set(rows[0])
+    assert {"prompt", "completion", "finish_reason"} <= set(rows[0])
+    for row in rows:
+        (value,) = row["rewards"].values()
+        assert value == row["reward"] and row["correct"] == (value >= 1)
 
 
 def test_wandb_offline_holds_the_run(two_ranks):
