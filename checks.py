@@ -108,7 +108,7 @@ def scores_count(objective: Objective, c: dict) -> bool:
     """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
     them."""
     if objective.group_loss == "listwise":
-        return c["maxent_loss"] == "listwise"
+        return c["maxent_loss"] in ("listwise", "floored")
     return objective.group_loss != ""
 
 
@@ -325,7 +325,7 @@ CHOICES = {
     "kl_loss_type": ("k3", "k2"),
     "maxent_score_norm": ("length", "constant", "sum"),
     "mode_entropy_score_norm": ("length", "constant", "sum"),
-    "maxent_loss": ("listwise", "policy_gradient", "mle"),
+    "maxent_loss": ("listwise", "floored", "policy_gradient", "mle"),
     "xdr_utility": ("advantage", "surrogate"),
     "maxent_skip_equal_groups": ("all", "wrong", "none"),
     "controller_meta_method": ("", "analytic", "first_order", "truncated_backprop"),  # "" off

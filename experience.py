@@ -137,11 +137,11 @@ class Experience:
         asked = [rows[place] for place in places]
         tokenizer = self.inputs.tokenizer
         with timer("rollout"):
-            request = self.request(asked, places, step, attempt)
-            rollouts = rollout.generate(self.sampler, tokenizer, *request)
+            prompts, G, sampling, group_done = self.request(asked, places, step, attempt)
+            rollouts = rollout.generate(self.sampler, tokenizer, prompts, G, sampling, group_done)
             # even without rows: ranks that share an engine ask it together
             rollouts = infoseed.add_completions(
-                self.sampler, tokenizer, asked, rollouts, request[2], self.config
+                self.sampler, tokenizer, asked, rollouts, sampling, self.config
             )
         with timer("reward"):
             values, failed = scoring.measure(rollouts, asked, self.inputs.columns, self.config)

@@ -74,8 +74,6 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
         group["entropies"] = gather(entropies.sum(1) / batch["lengths"])
-    if OBJECTIVES[c["objective"]].group_loss == "listwise":
-        group["cut_off"] = gather(batch["cut_off"]).bool()
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
         group["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
         group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
@@ -113,7 +111,7 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
     InfoSeed added to them, which decide which rows are best or correct. Where the config needs
     them: "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters" and
-    "mean_logps" (P, G), "cut_off" (P, G) bool, "correct_modes" (P,), "pass_k"."""
+    "mean_logps" (P, G), "correct_modes" (P,), "pass_k"."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return score_targets(group, tau, beta, c)
@@ -154,8 +152,6 @@ def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
     if OBJECTIVES[c["objective"]].group_loss == "listwise":
         G = rewards.shape[1]
         targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
-        if "cut_off" in group:
-            targets["cut_off"] = group["cut_off"]
         # The loss averages over rows; times G that is the sum of w - 1/G over the group, averaged
         # over prompts. Not G * w - 1, which would not be exactly 0 at w = 1/G.
         advantages = G * (targets["weights"] - 1 / G)
@@ -249,10 +245,13 @@ def group_loss(scores, targets: dict, c: dict, counts: dict):
     if kind == "balance":
         return L.balance_loss(scores, targets["goals"], active, counts["active"], group_weight)
     if kind == "listwise":
-        common = (scores, targets["weights"], active, counts["active"], group_weight)
+        given = (scores, targets["weights"], active, counts["active"], group_weight)
         if c["maxent_loss"] == "mle":
-            return L.mle_loss(*common)
-        return L.listwise_loss(*common, targets.get("cut_off"))
+            return L.mle_loss(*given)
+        below = None
+        if c["maxent_loss"] == "floored":
+            below = L.group_advantages(targets["rewards"], "none") < 0  # (p, G)
+        return L.listwise_loss(*given, below)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets["rewards"], counts["prompts"] * longest)

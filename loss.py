@@ -308,7 +308,7 @@ def listwise_loss(
     active: Tensor,
     norm: float | None = None,
     group_weight: Tensor | None = None,
-    cut_off: Tensor | None = None,
+    below: Tensor | None = None,
 ) -> Tensor:
     """L = -sum_active sum_i w_i * log p_i / norm, p = softmax(s). scores s, weights w (P, G),
     active (P,). norm None: max(1, number of active groups).
@@ -320,15 +320,15 @@ def listwise_loss(
     |p - 1/G| / |w - 1/G| falls as 1/sqrt(T). With rewards 0 and 1, tau -> 0, beta = 0 and
     p = 1/G, the gradient is maxrl's on s (see the top of this file).
 
-    cut_off (P, G) bool: rows that ended without an EOS. Their coefficient is max(p_i, 1/G) - w_i;
-    the value of the loss does not change. An endless row of improbable tokens has a p near 0
-    however often such rows are sampled, so p_i - w_i would leave it alone, and a policy can drift
-    into completions without an end, which are no answers."""
+    below (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the value of the loss
+    stays. p is the share in a softmax of mean log-probs and not how often a row is sampled: a long
+    row of improbable tokens has a p near 0 even if every third row is such a one, and p - w lets it
+    be. With below, wrong rows are pushed down at least as hard as by a policy gradient."""
     G = scores.shape[1]
     log_p = scores.log_softmax(1)  # (P, G)
     losses = -(weights * log_p).sum(1)  # (P,)
-    if cut_off is not None:
-        lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * cut_off  # (P, G)
+    if below is not None:
+        lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * below  # (P, G)
         losses = losses + (lacking * (scores - scores.detach())).sum(1)  # 0, but with a gradient
     norm = max(1, int(active.sum())) if norm is None else norm
     return over_groups(losses, active, norm, group_weight)

@@ -627,25 +627,22 @@ def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
 
 def to_batch(rollouts: list[dict], device) -> dict:
     """Tensors of N rows: ids (N, S), prompt and completion, right-padded; prompt_lengths and
-    lengths (N,), in tokens, EOS included; cut_off (N,), rows without an EOS; sampler_logps (N, T),
-    where column 0 is the completion's first token. Padding on the right needs no attention mask:
-    attention is causal, so no real token sees it."""
+    lengths (N,), in tokens, EOS included; sampler_logps (N, T), where column 0 is the completion's
+    first token. Padding on the right needs no attention mask: attention is causal, so no real token
+    sees it."""
     ids = []
     logps = []
     prompt_lengths = []
     lengths = []
-    cut_off = []
     for r in rollouts:
         ids.append(r["prompt_ids"] + r["completion_ids"])
         logps.append(r["logprobs"])
         prompt_lengths.append(len(r["prompt_ids"]))
         lengths.append(len(r["completion_ids"]))
-        cut_off.append(r.get("finish_reason") == "length")  # a demonstration has none
     return {
         "ids": pad(ids, torch.long).to(device),  # (N, S)
         "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
         "lengths": torch.tensor(lengths).to(device),  # (N,)
-        "cut_off": torch.tensor(cut_off).to(device),  # (N,) bool
         "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
     }
 

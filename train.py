@@ -22,8 +22,6 @@ Where this departs from the papers:
    xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
 6. InfoSeed judges a row by the mean hidden state of each seed. These means leave out all rows of
    the row's own prompt; otherwise chance would not be 1 / seeds.
-7. maxent pushes a completion that was cut off down by at least 1/G, even where its share p of the
-   group is less: see loss.listwise_loss.
 """
 
 from checks import FLAGS

@@ -77,7 +77,6 @@ def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
         "ids": ids,
         "prompt_lengths": torch.full((rows,), PROMPT),
         "lengths": lengths,
-        "cut_off": torch.zeros(rows, dtype=torch.bool),  # (N,)
         "sampler_logps": torch.zeros(rows, longest),  # (N, T)
     }
     return {key: value.to(device) for key, value in batch.items()}

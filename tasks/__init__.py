@@ -1,7 +1,9 @@
 """Tasks, one per file. A file here is a task if it defines
 
-    rows(split, n, seed, config)        its problems: dicts with id, task, prompt, answer, num_modes
-                                        and solutions (right completions, to warm a model up)
+    rows(split, n, seed, config)        its problems: dicts with id, task, prompt, answer; optional
+                                        num_modes (how many right answers there are) and solutions
+                                        (right completions, to warm a model up). `config` may be
+                                        left out of the arguments
     reward(completion, answer, **row)   0.0 to 1.0
     mode(completion, answer)            a text that is the same for right completions that say the
                                         same; None for a wrong completion. Optional
@@ -40,17 +42,22 @@ def check_choice(what: str, value: str, choices) -> None:
         raise ValueError(f"{what} {value!r} does not exist: choose one of {', '.join(choices)}")
 
 
-def last_answer(text: str) -> str:
-    """The content of the last complete <answer>...</answer>, or all of the text if there is none;
-    stripped."""
+def answer_block(text: str) -> tuple[int, int] | None:
+    """(begin, end) of the content of the last complete <answer>...</answer>."""
     last_close = text.rfind("</answer>")
     # the last opening tag with a closing tag after it
     start = text.rfind("<answer>", 0, max(last_close, 0))
     if start < 0:
-        return text.strip()
+        return None
     # not last_close: more closing tags may follow the one that belongs to this opening tag
-    close = text.find("</answer>", start)
-    return text[start + len("<answer>") : close].strip()
+    return start + len("<answer>"), text.find("</answer>", start)
+
+
+def last_answer(text: str) -> str:
+    """The content of the last complete <answer>...</answer>, or all of the text if there is none;
+    stripped."""
+    block = answer_block(text)
+    return (text[slice(*block)] if block else text).strip()
 
 
 def worked_solution(reasoning: str, answer: str) -> str:

@@ -14,6 +14,8 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
+from tasks import answer_block
+
 # the `task` of rows that these rewards score; for both, text outside box and tags is no answer
 NAMES = ("math", "math_exact")
 
@@ -71,16 +73,6 @@ def last_boxed(text: str) -> str | None:
     r"""The content of the last complete \boxed{...}; None without one."""
     span = last_box(text)
     return text[slice(*span)] if span else None
-
-
-def answer_block(text: str) -> tuple[int, int] | None:
-    """(begin, end) of the content of the last complete <answer>...</answer>."""
-    last_close = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(last_close, 0))
-    if start < 0:
-        return None
-    # not last_close: more closing tags may follow the one that belongs to this opening tag
-    return start + len("<answer>"), text.find("</answer>", start)
 
 
 def stated_answer(text: str) -> str | None:

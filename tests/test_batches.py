@@ -26,7 +26,6 @@ def rollout_of(prompt_ids: list, completion_ids: list) -> dict:
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
         "logprobs": [-0.1 * (i + 1) for i in range(len(completion_ids))],
-        "finish_reason": "stop" if completion_ids[-1:] == [EOS] else "length",
     }
 
 
@@ -56,7 +55,6 @@ def test_a_batch_holds_prompt_and_completion_side_by_side_and_counts_the_eos():
     batch = rollout.to_batch(RAGGED, "cpu")
     assert batch["prompt_lengths"].tolist() == [2, 5, 1, 3]
     assert batch["lengths"].tolist() == [2, 6, 1, 1]
-    assert batch["cut_off"].tolist() == [False, False, True, False]
     for row, r in enumerate(RAGGED):
         whole = r["prompt_ids"] + r["completion_ids"]
         assert batch["ids"][row].tolist() == whole + [0] * (11 - len(whole))
@@ -72,7 +70,7 @@ def test_masks_come_from_lengths_and_keep_a_completion_of_zeros():
 
 
 def test_building_a_batch_leaves_the_rollouts_as_they_are():
-    before = copy.deepcopy(RAGGED)
+    before = [{key: list(value) for key, value in r.items()} for r in RAGGED]
     rollout.to_batch(RAGGED, "cpu")
     assert before == RAGGED
 

@@ -56,19 +56,18 @@ def test_listwise_gradient_is_p_minus_w_and_exactly_zero_in_inactive_groups(seed
 
 @examples
 @given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=10, max_size=10))
-def test_rows_that_were_cut_off_are_pushed_down_by_1_over_g_at_least(seed, cut_off):
+def test_floored_rows_are_pushed_down_by_1_over_g_at_least_and_others_as_before(seed, below):
     s = randn(2, 5, seed=seed, scale=2.0)
     w = randn(2, 5, seed=seed + 1, scale=2.0).softmax(1)
-    cut_off = torch.tensor(cut_off).view(2, 5)
+    below = torch.tensor(below).view(2, 5)
     active = torch.tensor([True, False])
-    whole = value_and_grad(loss.listwise_loss, s, w, active)
-    value, grad = value_and_grad(loss.listwise_loss, s, w, active, cut_off=cut_off)
-    assert value == whole[0]
+    plain, plain_grad = value_and_grad(loss.listwise_loss, s, w, active)
+    value, grad = value_and_grad(loss.listwise_loss, s, w, active, below=below)
+    assert value == plain
     p = s.softmax(1)
-    pushed = torch.where(cut_off, p.clamp(min=1 / 5), p)
-    close(grad, (pushed - w) * active[:, None])
-    same = ~cut_off | (p >= 1 / 5)
-    assert torch.equal(grad[same], whole[1][same])
+    close(grad, (torch.where(below, p.clamp(min=1 / 5), p) - w) * active[:, None])
+    same = ~below | (p >= 1 / 5 + 1e-6)
+    assert torch.equal(grad[same], plain_grad[same])
 
 
 def test_listwise_gradient_vanishes_where_the_policy_matches_the_weights():
@@ -127,7 +126,6 @@ def test_mle_has_no_baseline_and_listwise_has():
     """A group of equal rewards that is not skipped: mle pushes up all of its rows, a token of a
     short row more; listwise only balances them."""
     step = make_step(torch.tensor([[1.0] * 4]), [1, 2, 4, 5], 3)
-    step.cut_off[:] = False
     case = dict(objective="maxent", maxent_skip_equal_groups="none")
     mle = ours(step, case | {"maxent_loss": "mle"}).grad[0]
     listwise = ours(step, case | {"maxent_loss": "listwise"}).grad[0]

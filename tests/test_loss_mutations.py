@@ -31,6 +31,7 @@ MODES = dict(objective="dr_grpo", mode_entropy_coef=0.3)
 SURROGATE = dict(objective="xdr", xdr_utility="surrogate")
 ADAPTIVE = dict(objective="xdr", xdr_mode_adaptive_tau=True)
 LISTWISE = dict(objective="maxent", maxent_tau=0.5, beta=0.3, maxent_q_epsilon=0.02)
+FLOORED = dict(objective="maxent", maxent_loss="floored")
 MLE = dict(objective="maxent", maxent_loss="mle", maxent_score_norm="sum")
 FLOW = dict(objective="flow", beta=0.3)
 
@@ -255,10 +256,15 @@ MUTATIONS = {
         lambda f, s, w, active, norm, *a: f(s, w, active, len(s), *a),
         LISTWISE,
     ),
-    "rows that were cut off like others": (
+    "no floor under the share of wrong rows": (
         "listwise_loss",
-        lambda f, s, w, active, norm, share, cut_off: f(s, w, active, norm, share),
-        LISTWISE,
+        lambda f, s, w, active, norm, share, below: f(s, w, active, norm, share),
+        FLOORED,
+    ),
+    "a floor under the share of all rows": (
+        "listwise_loss",
+        lambda f, s, w, active, norm, share, below: f(s, w, active, norm, share, below | True),
+        FLOORED,
     ),
     "scores averaged over padding": (
         "sequence_scores",

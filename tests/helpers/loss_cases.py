@@ -96,6 +96,8 @@ CASES = [
         kl_loss_type="k2",
         maxent_skip_equal_groups="none",
     ),
+    dict(objective="maxent", maxent_loss="floored"),
+    dict(objective="maxent", maxent_loss="floored", beta=0.3, maxent_score_norm="sum"),
     dict(objective="maxent", maxent_loss="mle"),
     dict(
         objective="maxent",

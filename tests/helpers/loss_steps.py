@@ -100,7 +100,7 @@ def decided(rewards):
 def make_step(rewards, lengths, seed):
     """rewards (P, G); log-probs (N, T) of policy, old policy, reference and sampler and the
     policy's entropies, 0 outside the completions; the answers: clusters (P, G), correct modes
-    (P,); which rows were cut off, (P, G)."""
+    (P,)."""
     lengths = torch.tensor(lengths)
     N = len(lengths)
     T = int(lengths.max())
@@ -122,7 +122,6 @@ def make_step(rewards, lengths, seed):
         sampler=old + randn(N, T, seed=seed + 3, scale=0.4) * mask,
         clusters=torch.randint(3, (P, G), generator=generator),
         modes=torch.randint(4, (P,), generator=generator),
-        cut_off=torch.rand(P, G, generator=generator) < 0.4,
     )
 
 
@@ -180,8 +179,6 @@ def group_of(step, c):
         group["mean_logps"] = mean(step.sampler)
     if c["xdr_mode_adaptive_tau"]:
         group["correct_modes"] = step.modes
-    if c["objective"] == "maxent":
-        group["cut_off"] = step.cut_off
     return group
 
 
@@ -272,7 +269,6 @@ def batch_of(step, pad, first):
         "ids": torch.arange(N)[:, None].expand(N, 1 + T + pad),
         "prompt_lengths": torch.ones(N, dtype=torch.long),
         "lengths": step.lengths,
-        "cut_off": step.cut_off.flatten(),
         "sampler_logps": torch.cat([step.sampler, wide], 1),
     }
     if not first:

@@ -153,7 +153,6 @@ class Numbers(NamedTuple):
     ref: list
     sampler: list
     clusters: list  # [x][i]
-    cut_off: list  # [x][i]
     modes: list  # [x]
 
 
@@ -170,7 +169,6 @@ def numbers_of(logps, entropy, step):
         ref=step.ref.double().tolist(),
         sampler=step.sampler.double().tolist(),
         clusters=step.clusters.tolist(),
-        cut_off=step.cut_off.tolist(),
         modes=step.modes.tolist(),
     )
 
@@ -279,10 +277,13 @@ def listwise_term(s, x, shaped_group, c):
     scores = target_scores(s.policy, s, x, c)
     log_p = slow_log_softmax(scores)
     term = -sum(v * p for v, p in zip(maxent_weights(s, x, shaped_group, c), log_p))
-    for i, score in enumerate(scores):
-        if s.cut_off[x][i]:
-            lacking = max(0.0, 1 / len(scores) - math.exp(log_p[i].item()))
-            term = term + lacking * (score - score.item())  # 0, but with a gradient
+    if c["maxent_loss"] == "floored":
+        G = len(scores)
+        mean = sum(s.rewards[x]) / G
+        for reward, score, log_share in zip(s.rewards[x], scores, log_p):
+            if reward < mean and min(s.rewards[x]) < max(s.rewards[x]):
+                lacking = max(0.0, 1 / G - math.exp(log_share.item()))
+                term = term + lacking * (score - score.item())  # 0, but with a gradient
     return term
 
 
@@ -305,7 +306,8 @@ def slow_group_term(c):
     if c["objective"] == "flow":
         return flow_term
     if c["objective"] == "maxent":
-        return {"listwise": listwise_term, "mle": mle_term}.get(c["maxent_loss"])
+        terms = {"listwise": listwise_term, "floored": listwise_term, "mle": mle_term}
+        return terms.get(c["maxent_loss"])
     return None
 
 
