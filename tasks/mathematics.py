@@ -22,8 +22,8 @@ NAMES = ("math", "math_exact")
 MAX_CHARACTERS = 1000  # a longer answer counts as none, which bounds all the work below
 TAIL = 10_000  # stated_answer() looks at so many last characters
 
-# the minus sign of typography, the en dash, the full-width hyphen
-MINUS = dict.fromkeys((0x2212, 0x2013, 0xFF0D), "-")
+# the minus sign of typography, two hyphens, the en dash, the full-width hyphen
+MINUS = dict.fromkeys((0x2212, 0x2010, 0x2011, 0x2013, 0xFF0D), "-")
 SYMBOLS = MINUS | str.maketrans(
     {
         "π": "\\pi",
@@ -40,6 +40,10 @@ SYMBOLS = MINUS | str.maketrans(
         "θ": "\\theta",
         "α": "\\alpha",
         "β": "\\beta",
+        "∅": "\\emptyset",
+        "½": "\\frac{1}{2}",
+        "¼": "\\frac{1}{4}",
+        "¾": "\\frac{3}{4}",
         "€": "",
         "£": "",
     }
@@ -127,9 +131,30 @@ GUESS = re.compile(
     IN_WORDS + r"\s*\{[^{}]*"
     r"(?:(?<![\^_A-Za-z])(?<!mod )(?<!base )[0-9]|\bor\s+[^\s}]|\(\s*or\b)"
 )
-# signs that make another answer of the one behind them: not 5, at least 5, 7 or 5, 13 mod 8
-OTHER = re.compile(r"\\(?:neq?|not|neg|lor|vee|cup|mid|bmod)(?![a-z])|\?")
+# signs that make another answer of what stands beside them: not 5, 7 or 5, 13 mod 8, 6 to 5, 1, ...
+OTHER = re.compile(
+    r"\\(?:neq?|not|neg|lor|vee|cup|mid|bmod|[lc]?dots|to|(?:long)?rightarrow|Rightarrow|implies)"
+    r"(?![a-z])|\?"
+)
 RELATION = re.compile(r"\\[gl]eq?(?![a-z])|[<>]")
+# groups: hour, minutes, half of the day; of 3:30\\text{ PM} and 3 p.m.
+TIME_OF_DAY = re.compile(
+    rf"([0-9]{{1,2}})(?::([0-9]{{2}}))?\s*(?:{IN_WORDS}\{{)?\s*([ap])\.?\s?m\.?\s*\}}?", re.I
+)
+MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3}
+MAGNITUDES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
+# groups: number, \\text{, word, the brace that closes behind it; of 5\\text{ million}
+MAGNITUDE = re.compile(
+    rf"(?<![0-9.,])([0-9]{{1,18}}(?:\.[0-9]{{1,18}})?)\s*({IN_WORDS}\{{)?\s*"
+    rf"({'|'.join(MAGNITUDES)})(?![a-z])\s*(\}})?"
+)
+# 5\\text{ feet }7\\text{ inches}, of which math-verify reads the 5 only
+TWO_UNITS = re.compile(
+    rf"[0-9]\s*{IN_WORDS}\{{\s*(?!and\b|or\b|if\b|for\b|to\b)[a-z.]+\s*\}}\s*[0-9]"
+)
+ANGLE = re.compile(r"\\angle\s*\{?([A-Z])([A-Z])([A-Z])\}?")
+ASSIGNMENT = re.compile(r"([A-Za-z])=(.+)")
+CHOICE = re.compile(r"\(([A-Z])\)|[Oo]ption\s+([A-Z])(?![A-Za-z])")  # (A), Option A
 CLOCK_OR_DATE = re.compile(r"[0-9]{1,2}:[0-9]{2}|[0-9]+(?:-[0-9]+)+")  # no ratio, no difference
 # white space of LaTeX at the ends of an answer
 MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\{\}|\s)+|(?:\\[ ,;:!]|~|\{\}|\s)+$")
@@ -192,6 +217,9 @@ def same_answer(gold: str, given: str) -> bool:
             return True
         if not is_product(gold_word):
             return False
+    told_apart = differ_in_kind(gold, given)
+    if told_apart is not None:
+        return told_apart
     if hedges(given) and not hedges(gold):
         return False
     if OTHER.search(given) and not OTHER.search(gold):
@@ -202,9 +230,100 @@ def same_answer(gold: str, given: str) -> bool:
         return canonical_math(gold) == canonical_math(given)
     import math_verify
 
-    if not parse_math(gold):
+    right, answer = parse_math(gold), parse_math(given)
+    if not right:
         return False
-    return math_verify.verify(parse_math(gold), parse_math(given), timeout_seconds=None)
+    if math_verify.verify(right, answer, timeout_seconds=None):
+        return True
+    # 1<x<2 is the interval (1,2), but math-verify sees it only with the inequality first
+    return is_ordered(gold) and math_verify.verify(answer, right, timeout_seconds=None)
+
+
+def differ_in_kind(gold: str, given: str) -> bool | None:
+    """Whether two answers are equal, for the kinds that math-verify would mix up: times of day, two
+    units, angles, letters of choices, values by name, sets beside pairs. Otherwise None."""
+    time = TIME_OF_DAY.fullmatch(gold)
+    if time and re.search(r"[\\.:\s]", gold):  # 3am alone is a product
+        if other := TIME_OF_DAY.fullmatch(given):
+            return time_of(time) == time_of(other)
+        return time[2] is not None and given == f"{time[1]}:{time[2]}"
+    if TWO_UNITS.search(gold):
+        return without_text(gold) == without_text(given)
+    angle, other = ANGLE.fullmatch(gold), ANGLE.fullmatch(given)
+    if angle and other:
+        return angle[2] == other[2] and {angle[1], angle[3]} == {other[1], other[3]}
+    letters = {a or b for a, b in CHOICE.findall(given)}
+    if letters and re.fullmatch("[A-Z]", gold):
+        return letters == {gold}
+    values = assignments(gold)
+    if len(values) > 1:
+        return same_values(values, given)
+    if (is_set(gold) and is_ordered(given)) or (is_ordered(gold) and is_set(given)):
+        return False
+    return None
+
+
+def time_of(found: re.Match) -> tuple:
+    return int(found[1]), int(found[2] or 0), found[3].lower()
+
+
+def without_text(text: str) -> str:
+    r"""canonical_math() without the \text{} around words, in small letters."""
+    return canonical_math(re.sub(IN_WORDS + r"\{([^{}]*)\}", r"\1", text)).lower()
+
+
+def parts_of(text: str) -> list[str]:
+    """What commas, semicolons and "and" separate, outside braces and parentheses."""
+    text = re.sub(rf"{IN_WORDS}\{{\s*and\s*\}}|(?<![A-Za-z])and(?![A-Za-z])", ",", text)
+    text = re.sub(r"\s|\\[,;:! ]|\\quad", "", text).replace(";", ",")
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += (character in "({[") - (character in ")}]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def assignments(text: str) -> dict[str, str]:
+    """{name: value} of x=1, y=2, and of (x,y)=(1,2); {} for anything else, such as x=1, x=2."""
+    names, _, values = text.replace(" ", "").partition("=")
+    if is_one_pair(names) and is_one_pair(values):
+        names, values = parts_of(names[1:-1]), parts_of(values[1:-1])
+        return dict(zip(names, values)) if len(names) == len(values) else {}
+    found = [ASSIGNMENT.fullmatch(part) for part in parts_of(text)]
+    if not all(found):
+        return {}
+    named = {each[1]: each[2] for each in found}
+    return named if len(named) == len(found) else {}
+
+
+def same_values(values: dict[str, str], given: str) -> bool:
+    """Whether an answer has these values, under the same names or, without names, in this order."""
+    named = assignments(given)
+    if named:
+        return named.keys() == values.keys() and all(
+            same_answer(values[name], named[name]) for name in values
+        )
+    given = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\s", "", given)
+    if given.startswith("\\{"):  # a set has no order
+        return False
+    parts = parts_of(given[1:-1] if is_one_pair(given) else given)
+    return len(parts) == len(values) and all(map(same_answer, values.values(), parts))
+
+
+def is_set(text: str) -> bool:
+    """Whether the text lists values: \\{1,2\\}, \\pm 2, x=1 or x=2."""
+    names = re.findall(r"([A-Za-z])\s*=", text)
+    return text.startswith(("\\{", "\\pm")) or (len(names) > 1 and len(set(names)) == 1)
+
+
+def is_ordered(text: str) -> bool:
+    """Whether the text is a pair, which may also be an open interval: (1,2), or a chain 1<x<2."""
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\s", "", text)
+    return (is_one_pair(text) and text[0] == "(") or len(RELATION.findall(text)) == 2
 
 
 def is_product(word: str) -> bool:
@@ -243,7 +362,17 @@ def cleaned(text: str) -> str:
     """An answer without full stop, without what separates thousands, with LaTeX for symbols."""
     text = MARGIN.sub("", FULL_STOP.sub("", MARGIN.sub("", text.translate(SYMBOLS))))
     text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = MAGNITUDE.sub(in_digits, text.replace("\\varnothing", "\\emptyset"))
     return THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
+
+
+def in_digits(found: re.Match) -> str:
+    """5000000 for 5\\text{ million}, 5000000\\text{ dollars} for 5\\text{ million dollars}."""
+    number, opening, word, closing = found.groups()
+    value = Decimal(number) * MAGNITUDES[word]
+    if opening and not closing:
+        return f"{value.normalize():f}{opening} "
+    return f"{value.normalize():f}{'' if opening else closing or ''}"
 
 
 def canonical_base(text: str) -> str:

@@ -328,6 +328,98 @@ def test_a_number_may_be_gold():
     assert math_reward("\\boxed{10000000000000000}", 1e16) == 1.0
 
 
+@pytest.mark.parametrize(
+    "given, gold",
+    [
+        ("\\{-1,5\\}", "(-1,5)"),
+        ("x=-1\\text{ or }x=5", "(-1,5)"),
+        ("x=-1 \\text{ or } x=5", "-1<x<5"),
+        ("\\pm 2", "-2<x<2"),
+        ("(0,1)", "\\{0,1\\}"),
+        ("(0,1)", "x=0\\text{ or }x=1"),
+        ("(-2,2)", "\\pm 2"),
+        ("(4,3)", "x=3,y=4"),
+        ("4,3", "x=3,y=4"),
+        ("\\{4,3\\}", "x=3,y=4"),
+        ("(3,2,1)", "a=1,b=2,c=3"),
+        ("(3,-2)", "x=-2, y=3"),
+        ("(4,3)", "x=3 \\text{ and } y=4"),
+        ("(x,y)=(4,3)", "x=3,y=4"),
+        ("x=4,y=3", "x=3,y=4"),
+        ("0.1", "3:30\\text{ PM}"),
+        ("3:30\\text{ AM}", "3:30\\text{ PM}"),
+        ("3\\text{ p.m.}", "3\\text{ a.m.}"),
+        ("5\\text{ million}", "5"),
+        ("5\\text{ billion}", "5\\text{ million}"),
+        ("5\\text{ thousand}", "5"),
+        ("5\\text{ dozen}", "5"),
+        ("5\\text{ feet }6\\text{ inches}", "5\\text{ feet }7\\text{ inches}"),
+        ("5\\text{ h }30\\text{ min}", "5\\text{ h }40\\text{ min}"),
+        ("1,2,3,\\ldots", "1,2,3"),
+        ("1,2,\\ldots,10", "1,2,10"),
+        ("5\\ldots", "5"),
+        ("6 \\to 5", "5"),
+        ("6 \\rightarrow 5", "5"),
+        ("6 \\longrightarrow 5", "5"),
+        ("6\\Rightarrow 5", "5"),
+        ("x=5 \\implies y=6", "6"),
+        ("\\angle BAC", "\\angle ABC"),
+        ("(A) or (B)", "A"),
+    ],
+)
+def test_answers_of_another_kind_or_order_are_wrong(given, gold):
+    assert math_reward(f"\\boxed{{{given}}}", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "given, gold",
+    [
+        ("(3,4)", "x=3,y=4"),
+        ("3,4", "x=3,y=4"),
+        ("y=4, x=3", "x=3,y=4"),
+        ("(x,y)=(3,4)", "x=3,y=4"),
+        ("x=3\\text{ and }y=4", "x=3,y=4"),
+        ("x=3,\\quad y=4", "x=3,y=4"),
+        ("x=3,\\;y=4", "x=3,y=4"),
+        ("(x,y)=(3,4)", "(x,y)=(3,4)"),
+        ("(3,4)", "(x,y)=(3,4)"),
+        ("x=\\frac{1}{2}, y=4", "x=0.5,y=4"),
+        ("3:30\\text{ p.m.}", "3:30\\text{ PM}"),
+        ("3:30", "3:30\\text{ PM}"),
+        ("5\\text{ million}", "5000000"),
+        ("2.5\\text{ million dollars}", "2500000"),
+        ("5,000,000", "5\\text{ million}"),
+        ("5\\text{ ft }7\\text{ in}", "5\\text{ ft }7\\text{ in}"),
+        ("5 ft 7 in", "5\\text{ ft }7\\text{ in}"),
+        ("1,2,3,\\ldots", "1,2,3,\\ldots"),
+        ("\\angle CBA", "\\angle ABC"),
+        ("\\text{(A) } 5", "A"),
+        ("\\textbf{(A)}\\ 5", "A"),
+        ("\\text{Option A}", "A"),
+        ("(A)", "A"),
+        ("A", "A"),
+        ("\\varnothing", "\\emptyset"),
+        ("½", "1/2"),
+        ("1/2", "½"),
+        ("\\{1,2\\}", "\\{2,1\\}"),
+        ("(1,2)", "(1,2)"),
+        ("1<x<2", "(1,2)"),
+        ("(1,2)", "1<x<2"),
+        ("3,4", "(3,4)"),
+        ("x=1,x=2", "\\{1,2\\}"),
+        ("1,2", "\\{1,2\\}"),
+        ("x=1\\text{ or }x=2", "1,2"),
+        ("5", "5 "),
+        ("\\left(1,2\\right)", "(1,2)"),
+        ("‑12", "-12"),
+        ("x=2", "2"),
+        ("\\pm 2", "\\{-2,2\\}"),
+    ],
+)
+def test_times_names_magnitudes_and_choices_are_read(given, gold):
+    assert math_reward(f"\\boxed{{{given}}}", gold) == 1.0
+
+
 @pytest.mark.parametrize("gold", [math.nan, math.inf])
 def test_no_number_is_no_gold(gold):
     for reward in (math_reward, math_exact):
