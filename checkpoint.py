@@ -606,7 +606,13 @@ def check_config(path: Path, config: dict) -> None:
 
 def settings_of(path: Path) -> dict:
     """The config that a checkpoint was made with."""
-    return modern(read_table(path / "train_config.json"))
+    file = path / "train_config.json"
+    try:
+        return modern(read_table(file))
+    except UserError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):  # not of the form of older versions
+        raise damaged(file) from None
 
 
 def read_table(file: Path) -> dict:
@@ -640,6 +646,7 @@ def check_fit(path: Path, config: dict) -> None:
     pairs = {
         "zero_stage": (saved["zero_stage"], config["zero_stage"]),
         "optimizer": (saved["optimizer"], config["optimizer"]),
+        "optimizer_options.amsgrad": (amsgrad(saved), amsgrad(config)),
         "dtype": (model.get("dtype", dtype), dtype),
         "lora_rank": (saved["lora_rank"], config["lora_rank"]),
         "seeds of a trained head": (seed_classes(saved), seed_classes(config)),
@@ -651,6 +658,11 @@ def check_fit(path: Path, config: dict) -> None:
                 f"this run has {now!r}: go on with the same, or start a new run from its weights: "
                 f"--model={path} --output_dir=..."
             )
+
+
+def amsgrad(config: dict) -> bool:
+    """Whether AdamW keeps a third number for each weight."""
+    return bool(config["optimizer_options"].get("amsgrad"))
 
 
 def check_memory(path: Path, config: dict) -> None:
@@ -666,7 +678,7 @@ def check_memory(path: Path, config: dict) -> None:
             example["replay"] = {"total": 1, "prompts": prompts}
     except (AttributeError, KeyError, TypeError):
         saved = None
-    if not alike(saved, example):
+    if not alike(saved, example) or min(saved["controllers"][key] for key in ("tau", "beta")) < 0:
         raise damaged(file)
 
 

@@ -496,6 +496,18 @@ def check_bound(value, bound: str) -> tuple[bool, str]:
     return holds(value, float(number)), f"{words} {number}"
 
 
+def numbers_in(value):
+    """The floats in a value of lists and dicts."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict):
+        for content in value.values():
+            yield from numbers_in(content)
+    elif isinstance(value, (list, tuple)):
+        for content in value:
+            yield from numbers_in(content)
+
+
 def value_claims(c: dict):
     """Claims about one key each."""
     for key, choices in CHOICES.items():
@@ -612,6 +624,22 @@ def group_claims(c: dict):
         "lr" not in c["optimizer_options"],
         "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
     )
+    yield (
+        not c["optimizer_options"].get("maximize"),
+        "optimizer_options.maximize=True would make the loss larger: to flip the sign of a reward, "
+        "there is reward_weights",
+    )
+    for key in OPEN:
+        yield (
+            all(math.isfinite(value) for value in numbers_in(c[key])),
+            f"{key}={c[key]} must hold finite numbers",
+        )
+    for option in ("block_size", "max_num_seqs"):
+        value = c["vllm_options"].get(option, 1)
+        yield (
+            type(value) is int and value > 0,
+            f"vllm_options.{option}={value!r} must be a whole number above 0",
+        )
     for option in ("capturable", "differentiable"):
         yield (
             not c["optimizer_options"].get(option),
@@ -666,8 +694,9 @@ def data_claims(c: dict):
         for i, source in enumerate(sources(c)):
             yield (source["name"] != "", f"dataset: source {i} has no name: {c['dataset'][i]!r}")
             yield (
-                0 < source["weight"] < math.inf,
-                f"dataset: source {i}: weight={source['weight']} must be a number above 0",
+                0 < source["weight"] <= 1e30,
+                f"dataset: source {i}: weight={source['weight']} must be a number above 0, at most "
+                "1e30",
             )
     yield (
         not c["push_to_hub"] or c["save_steps"] >= 0,

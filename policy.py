@@ -188,6 +188,10 @@ def turn_off_dropout(lm) -> float:
     return largest
 
 
+# what an optimizer raises for options that it can't take
+REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
+
+
 class Checked:
     """Mixed into an optimizer for ZeRO stage 0 in float32, where DeepSpeed neither measures the
     gradient nor refuses a NaN, as it does at its other stages. DeepSpeed's
@@ -227,13 +231,28 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
     kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
     try:
         optimizer = kind(parameters, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"optimizer_options={c['optimizer_options']}: torch.optim.{cls.__name__} refuses them: "
-            f"{in_one_line(error, 300)}"
-        ) from None
+    except REFUSALS as error:
+        raise options_refused(c, error) from None
     optimizer.max_grad_norm = c["max_grad_norm"]
     return optimizer
+
+
+def try_optimizer(c: dict) -> None:
+    """UserError for optimizer options that fail, some only in the first step."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = make_optimizer([weight], c, weight.device)
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer.step()
+    except REFUSALS as error:
+        raise options_refused(c, error) from None
+
+
+def options_refused(c: dict, error: Exception) -> UserError:
+    return UserError(
+        f"optimizer_options={c['optimizer_options']}: torch.optim."
+        f"{OPTIMIZERS[c['optimizer']].cls} refuses them: {in_one_line(error, 300)}"
+    )
 
 
 def seed_classes(c: dict) -> int:

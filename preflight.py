@@ -55,7 +55,7 @@ from policy import (
     count_parameters,
     dtype_of,
     has_plain_head,
-    make_optimizer,
+    try_optimizer,
 )
 from prompts import (
     check_chat_template,
@@ -461,7 +461,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     refuse_unsupported(c["model"], files.config)
     if c["pack_sequences"]:
         packing.check_window(files.config, longest_row(c))
-    make_optimizer([torch.zeros(2, 2)], c, torch.device("cpu"))  # raises if optimizer_options fail
+    try_optimizer(c)
 
     # rows and the rewards that judge them
     sources, weights = data.training_sources(c, files.tokenizer)

@@ -34,7 +34,7 @@ from tasks import (
 # matches 12, 1,234,567, 3.50, .5, -4, and "- 4" behind =, :, ( or {. The minus in 7-5 is no sign.
 # ASCII digits only
 LAST_NUMBER = re.compile(
-    r"(?P<minus>(?<![\w.)\]}%])-|(?<=[=:({] )- |(?<=[=:({])- )?(?:\\?\$)?"
+    r"(?P<minus>(?<![\w.)\]}%])-|(?<=[=:({] )- |(?<=[=:({])- )?(?:\\?\$|[€£¥₹])?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
@@ -61,7 +61,9 @@ def last_number(completion: str, answer, **row) -> float:
 
 
 def plain_number(text: str) -> str:
-    return THOUSANDS.sub(",", text.translate(mathematics.MINUS).replace("{,}", ","))
+    text = text.translate(mathematics.MINUS).replace("{,}", ",")
+    text = re.sub(r"\\[a-zA-Z]+(?=-)", " ", text)  # \approx-12: its last letter is no operand
+    return THOUSANDS.sub(",", text)
 
 
 def digits_of(number: re.Match) -> tuple[bool, str, str]:

@@ -43,13 +43,16 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
     lines = []
     for record in records:
         try:
-            line = {"arm": record["arm"], "seed": record["seed"], "step": int(record["step"])}
-            line["cpu"] = record.get("cpu", nan)
+            line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
+            line |= {"step": int(record["step"]), "cpu": float(record.get("cpu", nan))}
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
-        except (KeyError, TypeError, ValueError):
+            if not all(0 <= line[metric] <= 1 for metric in ("mean", "pass")):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
                 f"{source}: {json.dumps(record)[:200]} lacks arm, seed, step or one of "
-                f"{', '.join(f'{metric}@{k}' for metric in METRICS)}: another --k?"
+                f"{', '.join(f'{metric}@{k}' for metric in METRICS)}, or has no shares from 0 to 1 "
+                f"there: another --k?"
             ) from None
         lines.append(line)
     # files that somebody put together may have a step twice

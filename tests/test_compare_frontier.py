@@ -2,6 +2,7 @@
 that what can not be read is named."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -87,6 +88,10 @@ def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
         ("[1, 2]", "a line is no object"),
         ("[" * 100_000, "nested too deep"),
         (json.dumps({"arm": "a", "seed": 1, "step": 0, "mean@4": 0.5}), "another --k"),
+        (json.dumps(line(0, 0.5, 50)), "no shares from 0 to 1"),
+        (json.dumps(line(0, 0.5, math.nan)), "no shares from 0 to 1"),
+        (json.dumps(line(math.inf, 0.5, 0.5)), "another --k"),
+        (json.dumps(line(0, 0.5, 0.5) | {"seed": [1]}), "another --k"),
     ],
 )
 def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words):

@@ -289,11 +289,14 @@ def test_what_can_not_be_is_refused_with_a_sentence(flags, words):
         load_config(flags)
 
 
-def test_a_checkpoint_does_not_go_on_with_another_rank(saved):
+def test_a_checkpoint_does_not_go_on_with_another_rank_or_optimizer_state(saved):
     checkpoint.check_fit(saved.path, saved.c)
     for rank in (0, 8):
         with pytest.raises(UserError, match=f"lora_rank=4.*this run has {rank}"):
             checkpoint.check_fit(saved.path, saved.c | {"lora_rank": rank})
+    other = saved.c | {"optimizer_options": {"amsgrad": True}}
+    with pytest.raises(UserError, match=r"amsgrad=False.*this run has True"):
+        checkpoint.check_fit(saved.path, other)
 
 
 def test_a_warm_start_does_not_pretend_to_train_adapters(tmp_path):

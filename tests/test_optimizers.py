@@ -8,7 +8,7 @@ import train
 from checkpoint import checkpoint_bytes
 from checks import OPTIMIZERS
 from common import UserError, load_config
-from policy import Parameters, make_optimizer
+from policy import Parameters, make_optimizer, try_optimizer
 from preflight import memory_estimate
 
 CPU = torch.device("cpu")
@@ -70,6 +70,22 @@ def test_an_option_that_the_optimizer_does_not_take_is_one_sentence(options, wor
     sentence = f"optimizer_options=.*torch.optim.SGD refuses them: .*{words}"
     with pytest.raises(UserError, match=sentence):
         make_optimizer([torch.zeros(2, 2)], c, CPU)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer_options.betas=[0.9]"],
+        ["--optimizer_options={'betas': {}}"],
+        ["--optimizer_options.betas=[0.9,0.95,0.99]"],
+        ["--optimizer=adafactor", "--optimizer_options.eps=[1]", "--zero_stage=0"],
+        ["--optimizer=adafactor", "--optimizer_options.eps=[None,0.001,3]", "--zero_stage=0"],
+    ],
+)
+def test_options_that_fail_at_once_or_in_the_first_step_are_one_sentence(flags):
+    with pytest.raises(UserError, match=r"optimizer_options=.* refuses them: "):
+        try_optimizer(load_config(flags))
+    try_optimizer(load_config(["--optimizer_options.amsgrad=True"]))
 
 
 def test_an_optimizer_is_refused_at_a_stage_where_it_is_shown_no_matrices():
