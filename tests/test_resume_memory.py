@@ -23,7 +23,6 @@ CONFIG = load_config([])
         {"tau": "0.3"},
         {"tau": math.nan},
         {"entropy": "x"},
-        {"tau": -1.0},
         {"meta": {"updates": 1, "m": [0.0], "v": [0.0, 0.0]}},
         {"replay": {"total": 3, "prompts": {"a": [0, 0.5, 0.0]}}},
         {"replay": {"total": 3, "prompts": {"a": [1, "0.5", 0.0]}}},
