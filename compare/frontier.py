@@ -44,7 +44,8 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
     for record in records:
         try:
             line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
-            line |= {"step": int(record["step"]), "cpu": float(record.get("cpu", nan))}
+            cpu = record.get("cpu")
+            line |= {"step": int(record["step"]), "cpu": nan if cpu is None else float(cpu)}
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
             if not all(0 <= line[metric] <= 1 for metric in ("mean", "pass")):
                 raise ValueError

@@ -4,12 +4,15 @@ that what can not be read is named."""
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 from compare_runs import plan, write_lines, write_run
 
 from common import UserError
 from compare import frontier
+
+EVIDENCE = Path(__file__).resolve().parent.parent / "compare" / "evidence"
 
 
 def line(step, mean, passed, arm="a", seed=1, **more):
@@ -127,3 +130,13 @@ def test_a_flag_that_can_not_work_is_refused_before_the_table(tmp_path, flag, ca
     with pytest.raises(UserError, match=flag.partition("=")[0]):
         frontier.main([str(tmp_path / "rows.jsonl"), flag])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(EVIDENCE.glob("*[!4].jsonl")),  # pass_at_k reads those to k = 64
+    ids=lambda file: file.stem,
+)
+def test_the_evaluations_in_the_repository_are_read(file):
+    table = frontier.read_evaluations(file, k=8)
+    assert len(table) == len(file.read_text().splitlines())
