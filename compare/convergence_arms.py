@@ -30,6 +30,8 @@ maxent_soft_half = {
     "maxent_tau": 0.2,
     "learning_rate": 1e-4,
 }
+# twice the bound of tau, which the plain loss does not survive
+maxent_floored_40 = {"objective": "maxent", "maxent_loss": "floored", "maxent_tau": 0.4}
 maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}
 # the control: maxent's weighting of groups, without its pull, temperature and scores

@@ -340,12 +340,13 @@ def math_reward(completion: str, answer: str, **row) -> float:
     r"""1.0 if the last \boxed{} or <answer> content equals `answer` by math-verify, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
-    0.5; 10\,000 and 10 000 are 10000; words of four letters or more are compared as words; a full
+    0.5; 10\,000 and 10 000 are 10000, 5\text{ million} is 5000000; x=1, y=2 is (1,2) but not (2,1);
+    a pair or open interval is no set; words of four letters or more are compared as words; a full
     stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside \boxed{}
     and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold **12**, 52
     for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a number in
-    \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not read:
-    3\text{ hours }40\text{ minutes} is 3."""
+    \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not read,
+    unless the right answer has two: 3\text{ hours }40\text{ minutes} is 3."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
