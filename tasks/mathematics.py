@@ -137,18 +137,18 @@ OTHER = re.compile(
     r"(?![a-z])|\?"
 )
 RELATION = re.compile(r"\\[gl]eq?(?![a-z])|[<>]")
-# groups: hour, minutes, half of the day; of 3:30\\text{ PM} and 3 p.m.
+# groups: hour, minutes, half of the day; of 3:30\text{ PM} and 3 p.m.
 TIME_OF_DAY = re.compile(
     rf"([0-9]{{1,2}})(?::([0-9]{{2}}))?\s*(?:{IN_WORDS}\{{)?\s*([ap])\.?\s?m\.?\s*\}}?", re.I
 )
 MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3}
 MAGNITUDES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
-# groups: number, \\text{, word, the brace that closes behind it; of 5\\text{ million}
+# groups: number, \text{, word, the brace that closes behind it; of 5\text{ million}
 MAGNITUDE = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,18}}(?:\.[0-9]{{1,18}})?)\s*({IN_WORDS}\{{)?\s*"
     rf"({'|'.join(MAGNITUDES)})(?![a-z])\s*(\}})?"
 )
-# 5\\text{ feet }7\\text{ inches}, of which math-verify reads the 5 only
+# 5\text{ feet }7\text{ inches}, of which math-verify reads the 5 only
 TWO_UNITS = re.compile(
     rf"[0-9]\s*{IN_WORDS}\{{\s*(?!and\b|or\b|if\b|for\b|to\b)[a-z.]+\s*\}}\s*[0-9]"
 )
@@ -272,6 +272,11 @@ def without_text(text: str) -> str:
     return canonical_math(re.sub(IN_WORDS + r"\{([^{}]*)\}", r"\1", text)).lower()
 
 
+def without_sizes(text: str) -> str:
+    r"""The text without spaces, \left and \right."""
+    return re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\s", "", text)
+
+
 def parts_of(text: str) -> list[str]:
     """What commas, semicolons and "and" separate, outside braces and parentheses."""
     text = re.sub(rf"{IN_WORDS}\{{\s*and\s*\}}|(?<![A-Za-z])and(?![A-Za-z])", ",", text)
@@ -307,7 +312,7 @@ def same_values(values: dict[str, str], given: str) -> bool:
         return named.keys() == values.keys() and all(
             same_answer(values[name], named[name]) for name in values
         )
-    given = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\s", "", given)
+    given = without_sizes(given)
     if given.startswith("\\{"):  # a set has no order
         return False
     parts = parts_of(given[1:-1] if is_one_pair(given) else given)
@@ -322,7 +327,7 @@ def is_set(text: str) -> bool:
 
 def is_ordered(text: str) -> bool:
     """Whether the text is a pair, which may also be an open interval: (1,2), or a chain 1<x<2."""
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\s", "", text)
+    text = without_sizes(text)
     return (is_one_pair(text) and text[0] == "(") or len(RELATION.findall(text)) == 2
 
 
