@@ -457,6 +457,8 @@ def claims(c: dict):
     """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A claim may rely
     on the ones before it, so a caller stops at the first that fails."""
     yield from value_claims(c)
+    yield from library_claims(c)
+    yield from info_seed_claims(c)
     yield from group_claims(c)
     yield from data_claims(c)
     yield from objective_claims(c)
@@ -550,16 +552,6 @@ def value_claims(c: dict):
         c["weight_sync"] in ("disk", "nccl") or "/" in c["weight_sync"],
         f"weight_sync={c['weight_sync']!r} must be 'disk', 'nccl', or a folder with a / in it",
     )
-    mode = entries(c, "wandb_options")["mode"]
-    yield (
-        mode in ("online", "offline"),
-        f"wandb_options.mode={mode!r} must be one of 'online', 'offline'; report_to='' is without",
-    )
-    for option in c["vllm_options"]:
-        yield (
-            option not in VLLM_SET_HERE,
-            f"vllm_options: {option} is set by the trainer itself, and can't be set there",
-        )
 
 
 def paths(c: dict):
@@ -572,38 +564,89 @@ def paths(c: dict):
         yield f"{key}.name", entries(c, key)["name"]
 
 
+def library_claims(c: dict):
+    """Claims about the entries that a library reads: vLLM, an optimizer, a chat template, W&B."""
+    for key in OPEN:
+        yield (
+            all(math.isfinite(value) for value in numbers_in(c[key])),
+            f"{key}={c[key]} must hold finite numbers",
+        )
+    for option in c["vllm_options"]:
+        yield (
+            option not in VLLM_SET_HERE,
+            f"vllm_options: {option} is set by the trainer itself, and can't be set there",
+        )
+    for option in ("block_size", "max_num_seqs"):
+        value = c["vllm_options"].get(option, 1)
+        yield (
+            type(value) is int and value > 0,
+            f"vllm_options.{option}={value!r} must be a whole number above 0",
+        )
+    yield (
+        "lr" not in c["optimizer_options"],
+        "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
+    )
+    yield (
+        not c["optimizer_options"].get("maximize"),
+        "optimizer_options.maximize=True would make the loss larger: to flip the sign of a reward, "
+        "there is reward_weights",
+    )
+    for option in ("capturable", "differentiable"):
+        yield (
+            not c["optimizer_options"].get(option),
+            f"optimizer_options.{option} would fail in the first step or do nothing: it is for "
+            "CUDA graphs or gradients through a step, and nothing here uses these",
+        )
+    for name in c["chat_template_kwargs"]:
+        yield (
+            type(name) is str and name.isidentifier() and name not in TEMPLATE_SET_HERE,
+            f"chat_template_kwargs: {name!r} is not for the template to read, or is set by the "
+            "trainer itself",
+        )
+    mode = entries(c, "wandb_options")["mode"]
+    yield (
+        mode in ("online", "offline"),
+        f"wandb_options.mode={mode!r} must be one of 'online', 'offline'; report_to='' is without",
+    )
+
+
 def rows_of_a_group(c: dict) -> int:
     """G + S: completions of a prompt, InfoSeed's included."""
     return c["num_generations"] + c["info_seed_num_seeds"]
 
 
+def info_seed_claims(c: dict):
+    """Claims about InfoSeed. Without seeds it is off, and its other keys mean nothing."""
+    if c["info_seed_num_seeds"] == 0:
+        return
+    yield (
+        "{seed}" in c["info_seed_prompt_template"],
+        f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
+    )
+    yield (
+        c["info_seed_prompt_template"].count("{prompt}") <= 1,
+        f"info_seed_prompt_template={c['info_seed_prompt_template']!r} may hold {{prompt}} "
+        "once: the other would reach the model as it stands there",
+    )
+    yield (
+        c["info_seed_loss_type"] != "ce" or c["info_seed_lambda"] > 0,
+        "info_seed_loss_type='ce' needs info_seed_lambda > 0: its head would never be "
+        "trained and stay random; 'infonce' has none",
+    )
+    yield (
+        c["info_seed_num_seeds"] >= 2,
+        f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't "
+        "be told from another",
+    )
+    yield (
+        c["prompts_per_step"] >= 2,
+        f"info_seed_num_seeds={c['info_seed_num_seeds']} needs prompts_per_step of at least "
+        "2: a seed's completions are compared over prompts",
+    )
+
+
 def group_claims(c: dict):
-    """Claims about InfoSeed, the size of groups, the rollout engine and the optimizer."""
-    if c["info_seed_num_seeds"] > 0:  # with 0 InfoSeed is off, and its other keys mean nothing
-        yield (
-            "{seed}" in c["info_seed_prompt_template"],
-            f"info_seed_prompt_template={c['info_seed_prompt_template']!r} must hold {{seed}}",
-        )
-        yield (
-            c["info_seed_prompt_template"].count("{prompt}") <= 1,
-            f"info_seed_prompt_template={c['info_seed_prompt_template']!r} may hold {{prompt}} "
-            "once: the other would reach the model as it stands there",
-        )
-        yield (
-            c["info_seed_loss_type"] != "ce" or c["info_seed_lambda"] > 0,
-            "info_seed_loss_type='ce' needs info_seed_lambda > 0: its head would never be "
-            "trained and stay random; 'infonce' has none",
-        )
-        yield (
-            c["info_seed_num_seeds"] >= 2,
-            f"info_seed_num_seeds={c['info_seed_num_seeds']} must be at least 2: one seed can't "
-            "be told from another",
-        )
-        yield (
-            c["prompts_per_step"] >= 2,
-            f"info_seed_num_seeds={c['info_seed_num_seeds']} needs prompts_per_step of at least "
-            "2: a seed's completions are compared over prompts",
-        )
+    """Claims about groups and what samples and trains them: the engine, the optimizer, ZeRO."""
     G = rows_of_a_group(c)
     yield (
         c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
@@ -620,32 +663,6 @@ def group_claims(c: dict):
         "rollout_ahead=1 does not go with info_seed_num_seeds > 0: only the completions without a "
         "seed would be sampled ahead, by weights a step older than those of the others",
     )
-    yield (
-        "lr" not in c["optimizer_options"],
-        "optimizer_options.lr would not be used: the rate of every step comes from learning_rate",
-    )
-    yield (
-        not c["optimizer_options"].get("maximize"),
-        "optimizer_options.maximize=True would make the loss larger: to flip the sign of a reward, "
-        "there is reward_weights",
-    )
-    for key in OPEN:
-        yield (
-            all(math.isfinite(value) for value in numbers_in(c[key])),
-            f"{key}={c[key]} must hold finite numbers",
-        )
-    for option in ("block_size", "max_num_seqs"):
-        value = c["vllm_options"].get(option, 1)
-        yield (
-            type(value) is int and value > 0,
-            f"vllm_options.{option}={value!r} must be a whole number above 0",
-        )
-    for option in ("capturable", "differentiable"):
-        yield (
-            not c["optimizer_options"].get(option),
-            f"optimizer_options.{option} would fail in the first step or do nothing: it is for "
-            "CUDA graphs or gradients through a step, and nothing here uses these",
-        )
     yield (
         # offloading is a feature of ZeRO's stages 1 to 3
         not (c["offload_optimizer"] and c["zero_stage"] == 0),
@@ -684,12 +701,6 @@ def data_claims(c: dict):
             f"{key}.more={source['more']} must be a list of names",
         )
     yield (c["dataset"] != [], "dataset=[] names no source of rows")
-    for name in c["chat_template_kwargs"]:
-        yield (
-            type(name) is str and name.isidentifier() and name not in TEMPLATE_SET_HERE,
-            f"chat_template_kwargs: {name!r} is not for the template to read, or is set by the "
-            "trainer itself",
-        )
     if isinstance(c["dataset"], list):
         for i, source in enumerate(sources(c)):
             yield (source["name"] != "", f"dataset: source {i} has no name: {c['dataset'][i]!r}")

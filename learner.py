@@ -23,10 +23,13 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, policy_gradient
+from checks import OBJECTIVES, adds_kl, learns_from_equal_rewards, policy_gradient
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_groups
+
+# what a micro-batch adds to the sums of an update: its loss, then sums over completion tokens
+SUMS = ("loss", "log-prob", "entropy", "KL", "clipped below", "clipped above")
 
 
 class MicroBatchPlan(NamedTuple):
@@ -67,7 +70,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
-        group["ref_scores"] = gather(group_scores(batch["ref_logps"], batch, c))
+        group["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
     # below, the sampler's log-probs stand for the policy's, which takes its first forward later
     if c["unlikeliness_coef"] > 0:
         group["seq_logps"] = gather(batch["sampler_logps"].sum(1))
@@ -93,8 +96,9 @@ def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
     return logps
 
 
-def group_scores(logps, batch: dict, c: dict):
-    """The sequence scores (N,) that maxent compares within a group."""
+def tilt_scores(logps, batch: dict, c: dict):
+    """The sequence scores (N,) of the reference that tilt weights or goals, and of the policy that
+    the meta-controller reads."""
     return L.sequence_scores(
         logps,
         batch["lengths"],
@@ -105,8 +109,8 @@ def group_scores(logps, batch: dict, c: dict):
 
 
 def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
-    """What the whole step asks of the policy: "rewards", "advantages" and, by objective, "weights"
-    or "goals" (P, G); "active" and perhaps "group_weight" (P,).
+    """What the whole step asks of the policy: "rewards" and, by objective, "advantages",
+    "weights" or "goals" (P, G); "active" and perhaps "group_weight" (P,).
 
     group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
     InfoSeed added to them, which decide which rows are best or correct. Where the config needs
@@ -134,35 +138,40 @@ def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
 
 
 def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
-    """group_targets for an objective whose loss is over the scores of a group (maxent, flow). Here
-    "advantages" say how far each row is to rise or fall; the loss uses them only under
-    maxent_loss="policy_gradient"."""
+    """group_targets for an objective whose loss is over the scores of a group (maxent, flow).
+    Under maxent_loss="policy_gradient" the weights become advantages."""
     rewards = group["rewards"]
     ref_scores = group.get("ref_scores")
     utilities = L.log_reward_targets(
         shaped_rewards(group, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
-    # from the rewards before shaping: a bonus would make equal rewards differ
-    active = L.active_groups(rewards, c["maxent_skip_equal_groups"])
     targets = {
         "rewards": group.get("task_rewards", rewards),
-        "active": active,
+        # from the rewards before shaping: a bonus would make equal rewards differ
+        "active": L.active_groups(rewards, c["maxent_skip_equal_groups"]),
         "utilities": utilities,
     }
     if OBJECTIVES[c["objective"]].group_loss == "listwise":
-        G = rewards.shape[1]
         targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
-        # The loss averages over rows; times G that is the sum of w - 1/G over the group, averaged
-        # over prompts. Not G * w - 1, which would not be exactly 0 at w = 1/G.
-        advantages = G * (targets["weights"] - 1 / G)
     else:
         targets["goals"] = L.balance_goals(utilities, ref_scores, tau, beta)
-        advantages = targets["goals"] - targets["goals"].mean(1, keepdim=True)
     if c["maxent_group_weight"] == "spread":
         targets["group_weight"] = L.reward_spread(rewards)
-        advantages = advantages * targets["group_weight"][:, None]
-    targets["advantages"] = advantages.masked_fill(~active[:, None], 0.0)
+    if policy_gradient(c):
+        targets["advantages"] = weight_advantages(targets)
     return targets
+
+
+def weight_advantages(targets: dict):
+    """(P, G): G * (w - 1/G), how far each row is to rise or fall; 0 in groups that are left out."""
+    weights = targets["weights"]
+    G = weights.shape[1]
+    # The loss averages over rows; times G that is the sum of w - 1/G over the group, averaged over
+    # prompts. Not G * w - 1, which would not be exactly 0 at w = 1/G.
+    advantages = G * (weights - 1 / G)
+    if "group_weight" in targets:
+        advantages = advantages * targets["group_weight"][:, None]
+    return advantages.masked_fill(~targets["active"][:, None], 0.0)
 
 
 def row_advantages(group: dict, c: dict):
@@ -208,11 +217,13 @@ def step_counts(targets: dict, lengths) -> dict:
 
 def own_targets(targets: dict, world) -> dict:
     """This rank's groups (p, G) of the whole step's (P, G)."""
-    own = {}
-    for name, value in targets.items():
-        count = len(value) // world.size  # groups of a rank
-        own[name] = value[world.rank * count : (world.rank + 1) * count]
-    return own
+    p = len(targets["active"]) // world.size
+    return taken(targets, slice(world.rank * p, (world.rank + 1) * p))
+
+
+def taken(targets: dict, groups) -> dict:
+    """The targets of some groups, given by index, slice or mask."""
+    return {name: value[groups] for name, value in targets.items()}
 
 
 # --- the loss of a micro-batch
@@ -223,8 +234,9 @@ def couples_rows(c: dict) -> bool:
     return not policy_gradient(c) or c["mode_entropy_coef"] > 0
 
 
-def scores_of(logps, lengths, c: dict):
-    """Sequence scores (n,) for group_loss, normalised as the loss in use wants them."""
+def loss_scores(logps, lengths, c: dict):
+    """The sequence scores (n,) that group_loss compares, normalised as the loss in use wants
+    them."""
     kind = OBJECTIVES[c["objective"]].group_loss
     scale = 1.0  # for mle, a likelihood, and for the mode-entropy term, which counts nats
     if kind == "listwise" and c["maxent_loss"] == "mle":
@@ -316,12 +328,11 @@ def resting_groups(rewards, c: dict):
     that come after that."""
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
-    shaped = c["policy_entropy_bonus_coef"] > 0 or c["unlikeliness_coef"] > 0
-    if acts_on_all(c["beta"], c) or seeds_earn or (shaped and policy_gradient(c)):
+    if acts_on_all(c["beta"], c) or seeds_earn:
         return torch.zeros(len(rewards), dtype=torch.bool)
-    if policy_gradient(c):
-        return L.equal_groups(rewards)
-    return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    if OBJECTIVES[c["objective"]].group_loss:
+        return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    return L.equal_groups(rewards) & (not learns_from_equal_rewards(c))
 
 
 def resting_rows(targets: dict, beta: float, c: dict):
@@ -376,24 +387,20 @@ def score_gradients(
     pieces = [rows for rows in pieces if len(rows)]
     most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     logps = score_rows(engine, batch, MicroBatchPlan(pieces, [], most - len(pieces)))  # (N, T)
-    scores = scores_of(logps, batch["lengths"], c).requires_grad_()  # (N,)
+    scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     torn = plan.torn.view(-1, G)[:, 0]  # (p,)
     loss = group_loss(scores.view(-1, G)[torn], taken(targets, torn), c, counts)
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
-def taken(targets: dict, groups) -> dict:
-    """The targets of some groups, given by index or by mask."""
-    return {name: value[groups] for name, value in targets.items()}
-
-
-def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, counts: dict) -> tuple:
+def coupled_loss(logps, part: dict, targets: dict, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
     A group in pieces goes backward through the sum of slope * score over its rows here, a number
     that means nothing; score_gradients has reported its loss. A whole group goes backward through
     its own loss."""
-    scores = scores_of(logps, part["lengths"], c)  # (n,)
+    rows = part["row"]  # (n,)
+    scores = loss_scores(logps, part["lengths"], c)  # (n,)
     of_torn = 0.0
     if "slopes" in part:
         torn = part["torn"]
@@ -402,6 +409,25 @@ def coupled_loss(logps, part: dict, rows, targets: dict, c: dict, counts: dict) 
     G = targets["rewards"].shape[1]
     loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, counts)
     return of_torn + loss, loss.item()
+
+
+def micro_batch_loss(
+    engine, part: dict, targets: dict, beta: float, c: dict, counts: dict
+) -> tuple:
+    """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
+    Without "old_logps" in `part` this is the first update of a batch."""
+    logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
+    # the first update is made by the policy of that moment: its log-probs are the old ones
+    part.setdefault("old_logps", logps.detach())
+    loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
+    reported = loss.item()
+    if couples_rows(c):
+        loss_of_groups, value = coupled_loss(logps, part, targets, c, counts)
+        loss = loss + loss_of_groups
+        reported += value
+    measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
+    sums = [reported, *torch.stack(measured).tolist()]  # one wait for the device
+    return logps, loss, torch.tensor(sums, dtype=torch.float64)
 
 
 def accumulate_gradients(
@@ -416,52 +442,36 @@ def accumulate_gradients(
     world = dist.get_world_size()
     device = batch["ids"].device
     targets = {name: value.to(device) for name, value in targets.items()}
-    coupled = couples_rows(c)
     rests = resting_rows(targets, beta, c)  # (p * G,)
-    plan = agree_on_plan(batch, G if coupled else 1, c, rests)
+    plan = agree_on_plan(batch, G if couples_rows(c) else 1, c, rests)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
-    advantages = targets["advantages"].flatten()  # (p * G,)
-    sums = torch.zeros(5, dtype=torch.float64)  # loss, entropy, KL, clipped below and above
-    slopes = None
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    per_row = {"row": torch.arange(len(rests), device=device)}  # (p * G,) each
+    if "advantages" in targets:
+        per_row["advantages"] = targets["advantages"].flatten()
     if plan.torn is not None:
-        slopes, sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
-    # in the first update the policy is the one that sampled, so its log-probs are the old ones
-    first_update = "old_logps" not in batch
+        per_row["torn"] = plan.torn
+        per_row["slopes"], sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
     old_logps = torch.zeros_like(batch["sampler_logps"])
-    finite = True
     idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
-        part = rollout.take(batch, rows)
-        part["advantages"] = advantages[rows]
-        if slopes is not None:
-            part |= {"slopes": slopes[rows], "torn": plan.torn[rows]}
+        part = rollout.take(batch | per_row, rows)
         learns = i >= len(plan.resting)
         with torch.set_grad_enabled(learns):
-            logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
-        if first_update:
-            part["old_logps"] = logps.detach()
-            old_logps[rows, : logps.shape[1]] = part["old_logps"]
-        loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
-        reported = loss.item()
-        if coupled:
-            loss_of_groups, value = coupled_loss(logps, part, rows, targets, c, counts)
-            loss = loss + loss_of_groups
-            reported += value
-        measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
-        logps_sum, *measured = torch.stack(measured).tolist()  # one wait for the device
-        # log-probs count too: those of a resting group may be in no loss
-        finite = finite and math.isfinite(reported + logps_sum)
+            logps, loss, part_sums = micro_batch_loss(engine, part, targets, beta, c, counts)
+        old_logps[rows, : logps.shape[1]] = part["old_logps"]
+        sums += part_sums
         if learns:
-            # A NaN loss can have a finite gradient, or none. Make the gradient NaN, so that the
-            # optimizer skips the step on every rank. Times world, because DeepSpeed averages over
-            # ranks what is meant to be a sum.
-            engine.backward(loss * (world if finite else math.nan), scale_wrt_gas=False)
-        sums += torch.tensor([reported, *measured])
+            # A NaN loss can have a finite gradient, or none, and a NaN log-prob may be in no loss.
+            # Make the gradient NaN, so that the optimizer skips the step on every rank.
+            if not sums[:2].isfinite().all():
+                loss = logps.sum() * math.nan
+            # times world, because DeepSpeed averages over ranks what is meant to be a sum
+            engine.backward(loss * world, scale_wrt_gas=False)
     if device.type == "cuda":
         torch.cuda.synchronize()  # so far the last backward is only queued
     seconds = time.perf_counter() - began
-    if first_update:
-        batch["old_logps"] = old_logps
+    batch.setdefault("old_logps", old_logps)
     metrics = update_metrics(sums, counts["tokens"], has_reference="ref_logps" in batch)
     return metrics | learning_seconds(seconds)
 
@@ -471,7 +481,7 @@ def accumulate_gradients(
 
 def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
     """Metrics of an update, over all ranks: its loss, and means over the completion tokens."""
-    total, entropy, kl, low, high = across_ranks(sums).tolist()
+    total, _, entropy, kl, low, high = across_ranks(sums).tolist()
     metrics = {
         "loss": total,
         "entropy": entropy / tokens,
@@ -529,7 +539,7 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
     extremes = torch.stack([d.abs().max(), ratio.max(), -ratio.min()])
     largest, ratio_max, negative_min = across_ranks(extremes, dist.ReduceOp.MAX).tolist()
     # all ranks have the same numbers here, so either all stop or none
-    if limit >= 0 and mean > limit:
+    if limit >= 0 and not mean <= limit:  # a mean that is NaN stops it too
         raise RunStopped(
             f"the sampler's log-probs differ from the trainer's by {mean:.3f} nats a token on "
             f"average (at most {largest:.1f}), over max_logp_difference={limit}: the rollout "

@@ -583,7 +583,7 @@ def generate(
 ) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
     RuntimeError unless each prompt has n rollouts and each token has a log-prob: a missing log-prob
-    must not pass for 0.
+    must not pass for 0. RunStopped if one is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
@@ -604,6 +604,11 @@ def generate(
             raise RuntimeError(
                 f"the rollout engine returned a completion of {tokens} tokens with {logps} "
                 f"log-probs"
+            )
+        if not math.isfinite(sum(r["logprobs"])):
+            raise RunStopped(
+                "the rollout engine returned log-probs that are not finite: the model's weights "
+                "hold NaN or infinity, or its logits do not fit into its dtype"
             )
     return rollouts
 

@@ -387,7 +387,7 @@ def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> d
     c, old = run.config, run.state
     meta_metrics = {}
     if c["controller_meta_method"]:
-        scores = learner.group_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
+        scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
         scores = gather_groups(scores.view(-1, group["rewards"].shape[1]))  # (P, G)
         measured = {
             "utilities": targets["utilities"][targets["active"]],
@@ -452,7 +452,7 @@ def prove_sync(run: Run) -> None:
         stale = learner.sampler_distance(run.engine, batch, c)
     sync_weights(run)
     limit = TRIAL_SHARE[dtype_of(c)] * stale
-    if followed > limit:
+    if not followed <= limit:  # NaN stops it too
         raise RunStopped(
             f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
             f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "

@@ -487,14 +487,12 @@ def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
     """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as
     accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
-    part = batch | {
-        "old_logps": logps.detach(),
-        "sampler_logps": logps.detach(),
-        "advantages": targets["advantages"].flatten(),
-    }
+    part = batch | {"old_logps": logps.detach(), "sampler_logps": logps.detach()}
+    if "advantages" in targets:
+        part["advantages"] = targets["advantages"].flatten()
     total, *_ = learner.token_loss(logps, entropy, part, 0.0, c, norm)
     if learner.couples_rows(c):
-        scores = learner.scores_of(logps, batch["lengths"], c).view(2, 2)
+        scores = learner.loss_scores(logps, batch["lengths"], c).view(2, 2)
         total = total + learner.group_loss(scores, targets, c, norm)
     return total
 

@@ -108,9 +108,10 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     targets = group_targets(group, 0.2, 0.0, c)
     assert torch.equal(targets["rewards"], REWARDS)
     assert targets["active"].all()
-    assert targets["advantages"][2, 3] > 0
+    shaped = "weights" if objective == "maxent" else "advantages"
+    assert targets[shaped][2, 3] > targets[shaped][2].mean()
     shaped_only = group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)
-    assert torch.equal(shaped_only["advantages"], targets["advantages"])
+    assert torch.equal(shaped_only[shaped], targets[shaped])
 
 
 def largest(grads: dict) -> float:
@@ -215,26 +216,27 @@ def test_what_goes_backward_are_the_tokens_of_groups_with_a_gradient(
         torch.testing.assert_close(grad, everything[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("objective", ["dr_grpo", "maxent"])
+@pytest.mark.parametrize("objective", ["dr_grpo", "maxent", "flow"])
 @pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize("factor", [1, 0], ids=["one group at rest", "all"])
 def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward_only(
-    tiny_model_dir, monkeypatch, objective, budget
+    tiny_model_dir, monkeypatch, objective, budget, factor
 ):
     real = Policy.forward
 
     def forward(self, ids, *lengths):
         logps, entropy = real(self, ids, *lengths)
         third_group = ids[:, :1] == 7  # of equal rewards
-        return logps.masked_fill(third_group, math.nan), entropy
+        return logps * torch.where(third_group, math.nan, 1.0), entropy
 
     monkeypatch.setattr(Policy, "forward", forward)
     grads, metrics = gradients(
         tiny_model_dir,
-        REWARDS,
+        REWARDS * factor,
         f"--objective={objective}",
         f"--max_tokens_per_micro_batch={budget}",
     )
-    # maxent leaves the group out
+    # maxent and flow leave the group out
     assert all(g.isnan().any() for g in grads.values())
     assert math.isnan(metrics["loss"]) == (objective == "dr_grpo")
 
@@ -333,6 +335,9 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
     assert sampler_mismatch(batch, 0.001)["sampling/sampling_logp_difference/mean"] == 0
     batch["sampler_logps"] = batch["old_logps"] - 0.2
     with pytest.raises(RunStopped, match=r"0\.200 nats"):
+        sampler_mismatch(batch, 0.1)
+    batch["sampler_logps"][0, 0] = math.nan  # no comparison with it is true
+    with pytest.raises(RunStopped, match="nan nats"):
         sampler_mismatch(batch, 0.1)
 
 

@@ -318,7 +318,7 @@ MUTATIONS = {
         dict(objective="dr_grpo", unlikeliness_coef=0.25),
     ),
     "mle not per token": (
-        "scores_of",
+        "loss_scores",
         lambda f, x, T, c: loss.sequence_scores(x, T, "sum", L),
         MLE,
     ),
@@ -334,7 +334,7 @@ MUTATIONS = {
         MODES,
     ),
     "mode entropy in another norm": (
-        "scores_of",
+        "loss_scores",
         lambda f, x, T, c: loss.sequence_scores(x, T, "length", L),
         MODES,
     ),

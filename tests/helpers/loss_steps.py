@@ -195,8 +195,9 @@ def step_loss(logps, entropy, step, c):
         "lengths": step.lengths,
         "old_logps": step.old,
         "sampler_logps": step.sampler,
-        "advantages": targets["advantages"].flatten(),
     }
+    if "advantages" in targets:
+        part["advantages"] = targets["advantages"].flatten()
     if c["beta"] > 0:
         part["ref_logps"] = step.ref
     # as the policy's forward leaves them
@@ -204,7 +205,7 @@ def step_loss(logps, entropy, step, c):
     entropy = entropy * step.mask
     total, *counts = learner.token_loss(logps, entropy, part, c["beta"], c, norm)
     if learner.couples_rows(c):
-        row_scores = learner.scores_of(logps, step.lengths, c).view(step.P, step.G)
+        row_scores = learner.loss_scores(logps, step.lengths, c).view(step.P, step.G)
         total = total + learner.group_loss(row_scores, targets, c, norm)
     return total, *counts
 
