@@ -51,7 +51,7 @@ from common import (
     memory_text,
     modern,
     quoted,
-    say_once,
+    say_on_rank_0,
     script,
     tell,
 )
@@ -288,7 +288,7 @@ def latest(folder, check=verify, silent: bool = False) -> Path | None:
             break
         problems.append(in_one_line(problem))
     for problem in [] if silent else problems:
-        say_once(f"checkpoint passed over: {problem}")
+        say_on_rank_0(f"checkpoint passed over: {problem}")
     return newest
 
 

@@ -354,7 +354,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
     for name, value in values.items():
         path = current_name(name, source)
         if path != name:
-            say_once(f"{source}: {name} is now {path}", file=sys.stderr)
+            say_on_rank_0(f"{source}: {name} is now {path}", file=sys.stderr)
             if path in values:
                 raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
         key, _, entry = path.partition(".")
@@ -575,7 +575,7 @@ def tell_repeats(argv) -> None:
     for word in argv:
         key, equals, _ = word.partition("=")
         if key in last and equals:
-            say_once(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
+            say_on_rank_0(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
         last[key] = word
 
 
@@ -721,7 +721,7 @@ def read_settings(path: Path) -> dict:
         ) from None
 
 
-def say_once(text: str, file=None) -> None:
+def say_on_rank_0(text: str, file=None) -> None:
     """Prints on rank 0 only, even before the process group exists."""
     if os.environ.get("RANK", "0") == "0":  # torchrun sets RANK; without it there is one process
         print(text, file=file, flush=True)

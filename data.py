@@ -20,7 +20,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import UserError, quoted, say_once
+from common import UserError, quoted, say_on_rank_0
 from prompts import encode_prompts, prompt_fault, prompt_identity
 
 # columns with a meaning in this program, read if a dataset has them
@@ -124,7 +124,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         )
     make_ids_unique(rows, name)
     if len(rows) < len(found):
-        say_once(
+        say_on_rank_0(
             f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
             f"and are left out"
         )
@@ -143,7 +143,9 @@ def make_ids_unique(rows: list[dict], name: str) -> None:
             row["id"] = f"{row['id']}#{i}"
         seen.add(row["id"])
     if repeated:
-        say_once(f"{name}: {repeated} rows have the id of an earlier one; theirs get their number")
+        say_on_rank_0(
+            f"{name}: {repeated} rows have the id of an earlier one; theirs get their number"
+        )
 
 
 # --- the fields of a row
@@ -357,7 +359,7 @@ def use_cache_without_hub(endpoint: str) -> bool:
     try:
         socket.create_connection((address.hostname, port), timeout=10).close()
     except OSError as error:
-        say_once(f"{endpoint} can't be reached ({error}): only its cache is used")
+        say_on_rank_0(f"{endpoint} can't be reached ({error}): only its cache is used")
         hub.HF_HUB_OFFLINE = True
     return hub.HF_HUB_OFFLINE
 
@@ -441,7 +443,7 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
         return pools
     sentence = f"{count} of {total} training rows are evaluation prompts too"
     if c["allow_leakage"]:
-        say_once(f"warning: {sentence} (allow_leakage=True)")
+        say_on_rank_0(f"warning: {sentence} (allow_leakage=True)")
         return pools
     places = [*sources(c), entries(c, "easy_dataset")]
     for source, rows, rest in zip(places, pools, left):
@@ -451,5 +453,5 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
                 f"eval_dataset.name to other rows (without it those of dataset.name are evaluated "
                 f"too), --eval_steps=0 without an eval_dataset for none, or --allow_leakage=True"
             )
-    say_once(f"{sentence} and are left out of training")
+    say_on_rank_0(f"{sentence} and are left out of training")
     return left

@@ -103,11 +103,23 @@ class Experience:
         """(this rank's Sampled, rewards (P, G + S) and metrics of the whole step). With
         resample_equal_groups, prompts whose completions are all equally good are replaced in `rows`
         by others."""
-        c = self.config
         own = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.combine(own.values, timer)
-        # metrics of the attempt in which most rewards failed: such a failure counts even if its
-        # group is replaced
+        judged = metrics
+        if self.config["resample_equal_groups"]:
+            own, rewards, metrics, judged = self.resample(rows, own, rewards, metrics, step, timer)
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
+        if own.failed:
+            folder = self.config["output_dir"]
+            tell(scoring.save_failures(folder, own.failed, step + 1, self.rank))
+        limit = self.config["max_reward_failures"]
+        scoring.check_failures(judged, rewards.numel(), limit)  # all ranks alike
+        return own, rewards, metrics
+
+    def resample(self, rows, own: Sampled, rewards, metrics: dict, step: int, timer) -> tuple:
+        """sample_groups' three results after further attempts, and the metrics of the attempt in
+        which most rewards failed: such a failure counts even if its group is replaced."""
+        c = self.config
         worst = metrics
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
@@ -121,13 +133,7 @@ class Experience:
             rewards, metrics = self.combine(own.values, timer)
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(stale.sum())
-        self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if own.failed:
-            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
-        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])  # all ranks alike
-        if c["resample_equal_groups"]:
-            metrics["resampled_groups"] = resampled
-        return own, rewards, metrics
+        return own, rewards, metrics | {"resampled_groups": resampled}, worst
 
     def temperature(self, step: int) -> float:
         return scheduled(self.config["temperature"], step)

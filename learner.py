@@ -1,9 +1,9 @@
 """The learner: from a step's completions and rewards to accumulated gradients, the same on one rank
 and on many.
 
-    group = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
-    targets = group_targets(group, tau, beta, config)       # weights, advantages, active groups
-    counts = step_counts(targets, group["lengths"])
+    measured = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
+    targets = group_targets(measured, tau, beta, config)    # weights, advantages, active groups
+    counts = step_counts(targets, measured["lengths"])
     metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
     engine.step()
 
@@ -60,7 +60,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     def gather(values):
         return gather_groups(values.view(len(rows), -1))  # (P, G)
 
-    group = {
+    measured = {
         "rewards": rewards,
         "task_rewards": collected.rewards,
         "lengths": gather(batch["lengths"]),
@@ -70,20 +70,20 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
-        group["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
+        measured["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
     # below, the sampler's log-probs stand for the policy's, which takes its first forward later
     if c["unlikeliness_coef"] > 0:
-        group["seq_logps"] = gather(batch["sampler_logps"].sum(1))
+        measured["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
-        group["entropies"] = gather(entropies.sum(1) / batch["lengths"])
+        measured["entropies"] = gather(entropies.sum(1) / batch["lengths"])
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
-        group["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
-        group["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
+        measured["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
+        measured["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
         modes = [len(modes or ()) for _, modes in scoring.correct_modes(rollouts, rows, right, c)]
-        group["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
-    return group
+        measured["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
+    return measured
 
 
 def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
@@ -108,45 +108,45 @@ def tilt_scores(logps, batch: dict, c: dict):
     )
 
 
-def group_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+def group_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
     """What the whole step asks of the policy: "rewards" and, by objective, "advantages",
     "weights" or "goals" (P, G); "active" and perhaps "group_weight" (P,).
 
-    group: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
+    measured: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
     InfoSeed added to them, which decide which rows are best or correct. Where the config needs
     them: "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters" and
     "mean_logps" (P, G), "correct_modes" (P,), "pass_k"."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
-        return score_targets(group, tau, beta, c)
-    rewards = group["rewards"]
+        return score_targets(measured, tau, beta, c)
+    rewards = measured["rewards"]
     G = rewards.shape[1]
-    advantages = row_advantages(group, c)  # (P, G)
+    advantages = row_advantages(measured, c)  # (P, G)
     targets = {
-        "rewards": group.get("task_rewards", rewards),
+        "rewards": measured.get("task_rewards", rewards),
         "active": ~L.equal_groups(rewards),
         "advantages": advantages,
     }
     if objective.weights == "rows":
-        targets["weights"] = row_weights(advantages, group, tau, beta, c)
+        targets["weights"] = row_weights(advantages, measured, tau, beta, c)
         if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
     if objective.term == "answer_entropy":
-        entropy = L.semantic_entropy(group["clusters"], group["mean_logps"])  # (P,)
+        entropy = L.semantic_entropy(measured["clusters"], measured["mean_logps"])  # (P,)
         targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     return targets
 
 
-def score_targets(group: dict, tau: float, beta: float, c: dict) -> dict:
+def score_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
     """group_targets for an objective whose loss is over the scores of a group (maxent, flow).
     Under maxent_loss="policy_gradient" the weights become advantages."""
-    rewards = group["rewards"]
-    ref_scores = group.get("ref_scores")
+    rewards = measured["rewards"]
+    ref_scores = measured.get("ref_scores")
     utilities = L.log_reward_targets(
-        shaped_rewards(group, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
+        shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
     targets = {
-        "rewards": group.get("task_rewards", rewards),
+        "rewards": measured.get("task_rewards", rewards),
         # from the rewards before shaping: a bonus would make equal rewards differ
         "active": L.active_groups(rewards, c["maxent_skip_equal_groups"]),
         "utilities": utilities,
@@ -174,32 +174,32 @@ def weight_advantages(targets: dict):
     return advantages.masked_fill(~targets["active"][:, None], 0.0)
 
 
-def row_advantages(group: dict, c: dict):
+def row_advantages(measured: dict, c: dict):
     """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES."""
     objective = OBJECTIVES[c["objective"]]
-    rewards = shaped_rewards(group, c)
+    rewards = shaped_rewards(measured, c)
     scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](rewards, scale, group.get("pass_k"))
+    return L.ADVANTAGES[objective.advantage](rewards, scale, measured.get("pass_k"))
 
 
-def row_weights(advantages, group: dict, tau: float, beta: float, c: dict):
+def row_weights(advantages, measured: dict, tau: float, beta: float, c: dict):
     """xdr's weights of the rows within their groups, (P, G)."""
     longest = c["max_completion_length"]
-    utilities = L.xdr_utilities(advantages, group["lengths"], c["xdr_utility"], longest)
+    utilities = L.xdr_utilities(advantages, measured["lengths"], c["xdr_utility"], longest)
     taus = [tau] * len(advantages)
     if c["xdr_mode_adaptive_tau"]:
-        taus = L.mode_adaptive_tau(tau, group["correct_modes"])
+        taus = L.mode_adaptive_tau(tau, measured["correct_modes"])
     tilt = beta if c["xdr_ref_tilt"] else 0.0  # without the tilt, beta weights a KL in the loss
-    return L.xdr_weights(utilities, group.get("ref_scores"), taus, tilt)
+    return L.xdr_weights(utilities, measured.get("ref_scores"), taus, tilt)
 
 
-def shaped_rewards(group: dict, c: dict):
+def shaped_rewards(measured: dict, c: dict):
     """The rewards, (P, G), changed by unlikeliness_coef and policy_entropy_bonus_coef."""
-    rewards = group["rewards"]
-    if "seq_logps" in group:
-        rewards = L.unlikely_rewards(rewards, group["seq_logps"], c["unlikeliness_coef"])
-    if "entropies" in group:
-        bonus = L.entropy_bonus(rewards, group["entropies"], c["policy_entropy_bonus_coef"])
+    rewards = measured["rewards"]
+    if "seq_logps" in measured:
+        rewards = L.unlikely_rewards(rewards, measured["seq_logps"], c["unlikeliness_coef"])
+    if "entropies" in measured:
+        bonus = L.entropy_bonus(rewards, measured["entropies"], c["policy_entropy_bonus_coef"])
         rewards = rewards + bonus
     return rewards
 

@@ -44,7 +44,7 @@ from common import (
     quoted,
     rank_memory,
     refuse_missing_folder,
-    say_once,
+    say_on_rank_0,
     with_tau,
 )
 from loss import ADVANTAGES, CPU_CHUNK, KEPT_BYTES
@@ -126,7 +126,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         else:
             empty_model(model, config)  # at least config.json must describe one
             if os.path.isdir(model):
-                say_once(f"warning: model={model!r} holds no weights: a run would end here")
+                say_on_rank_0(f"warning: model={model!r} holds no weights: a run would end here")
     return ModelFiles(config, tokenizer, stop_ids)
 
 
@@ -204,7 +204,7 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
     elif tokenizer.chat_template:
         check_chat_template(tokenizer, f"model={model!r}: its chat template")
     else:
-        say_once(
+        say_on_rank_0(
             f"model={model!r} has no chat template: its prompts are plain text "
             f"(a base model; --chat_template gives it one)"
         )
@@ -363,7 +363,7 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
             f"does not have, such as {layers[0]}: they would be left out"
         )
     if unused:  # such as a value head
-        say_once(
+        say_on_rank_0(
             f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
             f"model and are left out, such as {unused[0]}"
         )
@@ -456,7 +456,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
     files = load_model_files(c["model"], c["chat_template"], dry_run)
     end = end_of_turn(files.tokenizer, files.stop_ids)
     if end.startswith("warning") and not dry_run:  # a dry run prints it in show_data()
-        say_once(end)
+        say_on_rank_0(end)
     check_context(files.config, c)
     refuse_unsupported(c["model"], files.config)
     if c["pack_sequences"]:
@@ -487,7 +487,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
 
 def warn_without_modes(rows: list[dict], c: dict) -> None:
     if c["xdr_mode_adaptive_tau"] and not any(tasks.with_modes(row["task"]) for row in rows):
-        say_once(
+        say_on_rank_0(
             "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
             "same for all groups"
         )

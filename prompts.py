@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from functools import cached_property
 
-from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_once
+from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
 
 # --- what a prompt is: the user's text, or a list of chat messages
 
@@ -254,7 +254,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
     if not kept:
         without = " even without the users' messages" if c["long_prompts"] == "truncate" else ""
         raise UserError(f"{sentence}: nothing is left{without}")
-    say_once(
+    say_on_rank_0(
         f"{sentence}: {cut} have lost the beginning of the user's message, "
         f"{len(rows) - len(kept)} are left out"
     )

@@ -49,7 +49,7 @@ from transformers import (
 )
 
 from checks import entries, longest_row
-from common import DEADLINE, RunStopped, UserError, in_one_line, rank_memory, say_once
+from common import DEADLINE, RunStopped, UserError, in_one_line, rank_memory, say_on_rank_0
 from policy import dtype_of
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
@@ -139,7 +139,7 @@ def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
     what = f"vllm_options.kv_cache_memory_bytes={size}"
     from_environment = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if from_environment:
-        say_once(
+        say_on_rank_0(
             f"{what} is not used: the environment has VLLM_CPU_KVCACHE_SPACE={from_environment} "
             f"(GiB), which takes precedence in vLLM"
         )
@@ -148,7 +148,7 @@ def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
             f"{what} is more than the {memory / 2**30:.1f} GiB of memory that a rank may use here"
         )
     elif held < rows:
-        say_once(
+        say_on_rank_0(
             f"vLLM's cache holds {held} of the {rows} completions that a step asks for at once, at "
             f"full length; the others wait ({what})"
         )
@@ -266,7 +266,7 @@ class VllmEngine:
         gc.freeze()
         gc.disable()
         wait = "the first of two waits of 5 to 30 seconds"
-        say_once(f"starting vLLM: importing it, {wait}", sys.stderr)
+        say_on_rank_0(f"starting vLLM: importing it, {wait}", sys.stderr)
         self.vllm = import_vllm()
         if settings["enforce_eager"] and not on_gpu:
             # enforce_eager still compiles one small function of the sampler, which needs g++, takes
@@ -275,7 +275,7 @@ class VllmEngine:
         self.llm = self.load(settings)
         gc.enable()
         seconds = time.perf_counter() - began
-        say_once(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
+        say_on_rank_0(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
         # small weights stay on the GPU while vLLM sleeps: the memory that moving them would free is
         # not worth the time of two copies
@@ -290,7 +290,7 @@ class VllmEngine:
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
-        say_once(
+        say_on_rank_0(
             f"starting vLLM: loading {settings['model']} as {settings['dtype']}{wait}", sys.stderr
         )
         try:

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import RunStopped, UserError, progress, quoted, say_once
+from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, held_out_rows, load_model_files
@@ -142,7 +142,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         sentence = f"max_completion_length={limit}: {count} solutions are longer"
         if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
-        say_once(f"{sentence} and are left out")
+        say_on_rank_0(f"{sentence} and are left out")
     return groups
 
 

@@ -60,7 +60,7 @@ from common import (
     in_one_line,
     out_of_memory,
     progress,
-    say_once,
+    say_on_rank_0,
     scheduled,
     tell,
     with_tau,
@@ -175,11 +175,11 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     lm.train(trains).requires_grad_(trains)
     dropout = turn_off_dropout(lm)
     if trains and dropout:
-        say_once(
+        say_on_rank_0(
             f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
         )
     if trains and c["lora_rank"]:
-        say_once(add_adapters(lm, c["lora_rank"], base=c["model"]))
+        say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
     seeds = seed_classes(c) if trains else 0
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
@@ -231,7 +231,7 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
         return checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
     fitting = fitting_tokens(c, inputs.model, parameters, size)
     fitting = int(across_ranks(torch.tensor(fitting), dist.ReduceOp.MIN))  # machines may differ
-    say_once(f"max_tokens_per_micro_batch={fitting}: it follows the memory of a rank")
+    say_on_rank_0(f"max_tokens_per_micro_batch={fitting}: it follows the memory of a rank")
     return fitting
 
 
@@ -253,9 +253,9 @@ def start(c: dict) -> Run:
     if resume_path:
         checkpoint.check_model(resume_path, inputs.model)
     header = run_header(world.size)
-    say_once(" ".join(f"{key}={value!r}" for key, value in header.items()))
+    say_on_rank_0(" ".join(f"{key}={value!r}" for key, value in header.items()))
     for warning in warn_config(c, inputs.model.vocab_size, default_config()):
-        say_once(f"warning: {warning}")
+        say_on_rank_0(f"warning: {warning}")
 
     # The sampler loads first, because on a GPU vLLM measures the free memory. Policy and reference
     # start from the same weights.
@@ -267,7 +267,7 @@ def start(c: dict) -> Run:
     memory = checkpoint.Memory(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
         memory = checkpoint.load(resume_path, engine, world.rank)
-        say_once(f"resumed from {resume_path}, {memory.step} steps done")
+        say_on_rank_0(f"resumed from {resume_path}, {memory.step} steps done")
         memory = memory._replace(controllers=controllers.resume_state(memory.controllers, c))
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -347,11 +347,12 @@ def learning_rate_at(step: int, c: dict) -> float:
 
 
 def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.Seeds) -> dict:
-    """Updates the policy num_iterations times on this rank's rows; returns metrics.
+    """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
+    run.skipped and batch["old_logps"].
 
-    Loss, entropy and KL are those of the first update, when the policy is the one that sampled.
-    The shares of clipped tokens are those of the last update, because in the first none are
-    clipped. Seconds add up."""
+    Loss, entropy and KL are those of the first update, before the policy has moved. The shares of
+    clipped tokens and the norm of the gradient are those of the last update; in the first nothing
+    is clipped. Seconds add up."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
@@ -380,21 +381,22 @@ def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.S
     return metrics
 
 
-def steer(run: Run, metrics: dict, targets: dict, group: dict, batch: dict) -> dict:
-    """Moves tau and beta for the next step; returns what is logged about it. Either two separate
-    rules move them, by the entropy of the weights and the KL in `metrics`, or the meta-controller
-    moves both."""
+def steer(run: Run, metrics: dict, targets: dict, measured: dict, batch: dict) -> dict:
+    """Moves tau and beta for the next step; returns what is logged about it. Sets run.state.
+
+    Either two separate rules move them, by the entropy of the weights and the KL in `metrics`, or
+    the meta-controller moves both."""
     c, old = run.config, run.state
     meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
-        scores = gather_groups(scores.view(-1, group["rewards"].shape[1]))  # (P, G)
-        measured = {
+        scores = gather_groups(scores.view(-1, measured["rewards"].shape[1]))  # (P, G)
+        groups = {
             "utilities": targets["utilities"][targets["active"]],
-            "ref_scores": group["ref_scores"][targets["active"]],
+            "ref_scores": measured["ref_scores"][targets["active"]],
             "scores": scores[targets["active"]],
         }
-        new, meta_metrics = controllers.meta_step(old, measured, c)
+        new, meta_metrics = controllers.meta_step(old, groups, c)
     else:
         new = controllers.update_tau(old, metrics.get(controllers.steering_entropy(c)), c)
         new = controllers.update_beta(new, metrics.get("kl"), c)
@@ -533,19 +535,19 @@ def show(run: Run, collected, metrics: dict, bar) -> None:
         try:
             columns = run.inputs.columns
             log_rollouts(run.folder, collected, own_rewards, columns, run.step, run.world.rank)
-        except FileNotFoundError:  # deleted since check_folder()
+        except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
         run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, own_rewards[:, :G]))
 
 
-def check_folder(run: Run) -> None:
+def stop_if_folder_is_gone(run: Run) -> None:
     """RunStopped, on all ranks alike, if the run's folder has been deleted or renamed."""
     if any_rank(run.log is not None and run.log.lost()):  # rank 0 alone has a log
         raise RunStopped(checkpoint.gone(run.folder))
 
 
-def check_rewards(run: Run, metrics: dict) -> None:
+def warn_of_equal_rewards(run: Run, metrics: dict) -> None:
     """Warns when for EQUAL_STEPS steps in a row the rewards of every group were all equal."""
     run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
     c = run.config
@@ -559,7 +561,7 @@ def check_rewards(run: Run, metrics: dict) -> None:
         )
 
 
-def check_updates(run: Run) -> None:
+def stop_after_skipped_updates(run: Run) -> None:
     """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
     would change nothing."""
     if run.skipped >= MAX_SKIPPED_STEPS:
@@ -574,21 +576,23 @@ def check_updates(run: Run) -> None:
 # --- the loop
 
 
-def main(c: dict, only_look: bool = False) -> None:
-    """Loads everything and trains, in a folder that is locked against other runs. only_look: just
-    check and print what would run (--dry_run)."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if only_look:
-        if rank == 0:
-            inputs = dry_run(c, size, dtype_of(c), deepspeed_config(c))
-            # last: everything shown above holds for any other folder too
-            check_run_folder(c, checkpoint.check_request(c))
-            resume_path = checkpoint.asked_for(c)
-            if resume_path:
-                checkpoint.check_config(resume_path, c)
-                checkpoint.check_model(resume_path, inputs.model)
+def look(c: dict) -> None:
+    """Checks everything and prints what would run (--dry_run). Loads no weights."""
+    if int(os.environ.get("RANK", 0)) > 0:
         return
-    with hold_folder(c["output_dir"], rank):
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    inputs = dry_run(c, size, dtype_of(c), deepspeed_config(c))
+    # last: everything shown above holds for any other folder too
+    check_run_folder(c, checkpoint.check_request(c))
+    resume_path = checkpoint.asked_for(c)
+    if resume_path:
+        checkpoint.check_config(resume_path, c)
+        checkpoint.check_model(resume_path, inputs.model)
+
+
+def main(c: dict) -> None:
+    """Loads everything and trains, in a folder that is locked against other runs."""
+    with hold_folder(c["output_dir"], int(os.environ.get("RANK", 0))):
         run = start(c)
         train(run)
     if run.hub:
@@ -629,12 +633,12 @@ def train(run: Run) -> None:
             batch = rollout.to_batch(collected.rollouts, run.world.device)
             # InfoSeed: S more completions a prompt, asked with a seed; S = 0 (off): it does nothing
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
-            group = learner.measure_groups(
+            measured = learner.measure_groups(
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
-            group["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
-            targets = learner.group_targets(group, run.state["tau"], run.state["beta"], c)
-            counts = learner.step_counts(targets, group["lengths"])
+            measured["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
+            targets = learner.group_targets(measured, run.state["tau"], run.state["beta"], c)
+            counts = learner.step_counts(targets, measured["lengths"])
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
@@ -646,7 +650,7 @@ def train(run: Run) -> None:
         # 8. tau and beta of the next step
         if "weights" in targets:
             metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
-        metrics |= steer(run, metrics, targets, group, batch)
+        metrics |= steer(run, metrics, targets, measured, batch)
         run.step += 1
 
         # 9. the new weights go to the sampler
@@ -659,13 +663,13 @@ def train(run: Run) -> None:
         wait_for_ranks(timer)
         metrics |= collected.metrics
         metrics |= seeds.metrics(targets)
-        metrics |= learner.group_metrics(collected.rewards[:, :G], group["lengths"][:, :G])
+        metrics |= learner.group_metrics(collected.rewards[:, :G], measured["lengths"][:, :G])
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
-        check_folder(run)  # before anything is written into it
+        stop_if_folder_is_gone(run)  # before anything is written into it
         show(run, collected, metrics, bar)
-        check_rewards(run, metrics)
-        check_updates(run)
+        warn_of_equal_rewards(run, metrics)
+        stop_after_skipped_updates(run)
         last = run.step == c["max_steps"]
         # a stop in the last step changes nothing: the run is finished, and waits for its upload
         run.stopping = any_rank(run.stop.asked()) and not last
@@ -678,4 +682,4 @@ def train(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    script(main, config, flags["dry_run"])
+    script(look if flags["dry_run"] else main, config)

@@ -269,7 +269,12 @@ def refused_by(tiny_model_dir, tmp_path, monkeypatch):
         argv = [TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *flags]
         own, config = common.load_with_flags(argv, FLAGS[script.__name__])
         with pytest.raises(UserError) as caught:
-            script.main(config, own["dry_run"] if script is train else own)
+            if script is not train:
+                script.main(config, own)
+            elif own["dry_run"]:
+                train.look(config)
+            else:
+                train.main(config)
         return str(caught.value)
 
     return sentence

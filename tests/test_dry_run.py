@@ -167,7 +167,7 @@ def deepspeed_of(text: str) -> dict:
 
 
 def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path, capsys):
-    train.main(
+    train.look(
         load_config(
             [
                 TINY,
@@ -176,7 +176,6 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
                 "--maxent_tau=0.5",
             ]
         ),
-        only_look=True,
     )
     said = capsys.readouterr().out
     assert "'<|user|>" in said and "<|assistant|>'" in said and "GiB" in said and "512 rows" in said
@@ -200,7 +199,7 @@ def test_a_dry_run_says_in_the_end_that_its_run_folder_would_be_refused(
 ):
     argv = [TINY, f"--model={no_weights}", f"--output_dir={no_weights}", *flags]
     with pytest.raises(UserError, match=words):
-        train.main(load_config(argv), only_look=True)
+        train.look(load_config(argv))
     assert "512 rows" in capsys.readouterr().out
 
 
@@ -216,7 +215,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
 
     files = {"train_config.json": saved, "controller_state.json": state, "config.json": model}
     save_files(path, files)
-    train.main(load_config(argv), only_look=True)  # one that fits is let through
+    train.look(load_config(argv))  # one that fits is let through
     for flags, changes, words in [
         ("--optimizer=sgd", {}, "optimizer='adamw'"),
         ("--lora_rank=4", {}, "lora_rank=0"),
@@ -226,7 +225,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
     ]:
         save_files(path, files | changes)
         with pytest.raises(UserError, match=words):
-            train.main(load_config([*argv, *flags.split()]), only_look=True)
+            train.look(load_config([*argv, *flags.split()]))
 
 
 def save_files(path: Path, files: dict) -> None:
@@ -244,7 +243,7 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
 ):
     problem = {"problem": "What is 1+1?", "answer": "2"}
     path = jsonl(tmp_path, problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
-    train.main(
+    train.look(
         load_config(
             [
                 str(ROOT / "config" / "math_maxent.py"),
@@ -254,7 +253,6 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
                 "--allow_leakage=True",
             ]
         ),
-        only_look=True,
     )
     said = capsys.readouterr().out
     assert "What is 1+1?" in said and "boxed{}" in said and "data: 1 prompts" in said

@@ -299,17 +299,17 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     run = SimpleNamespace(equal=0, say=said.append, config=config, state={"beta": 0.0})
     equal = [1.0] * (train.EQUAL_STEPS - 1) + [0.9] + [1.0] * (train.EQUAL_STEPS - 1)
     for share in equal:
-        train.check_rewards(run, {"frac_reward_zero_std": share, "reward": 0.0})
+        train.warn_of_equal_rewards(run, {"frac_reward_zero_std": share, "reward": 0.0})
     assert not said
     for _ in range(3):
-        train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
+        train.warn_of_equal_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
     (warning,) = said
     assert "equal rewards (mean 0), from which nothing is learnt" in warning
     # where such groups do teach something, the sentence would be false
     for learns in ({"unlikeliness_coef": 0.5}, {"objective": "token_entropy"}):
         run.config = config | learns
         run.equal = train.EQUAL_STEPS - 1
-        train.check_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
+        train.warn_of_equal_rewards(run, {"frac_reward_zero_std": 1.0, "reward": 0.0})
     assert len(said) == 1
 
 
