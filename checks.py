@@ -69,8 +69,23 @@ OPTIMIZERS = {
 }
 
 
-# key -> whether it has any effect with this objective and config. unused() warns about keys that
-# are set in vain.
+# (beginnings of keys, whether these keys have any effect, the key that turns them on). unused()
+# warns about keys that are set in vain, by this table and the next.
+SWITCHES = (
+    (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
+    (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
+    (
+        ("maxent_tau_",),
+        lambda c: (
+            is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
+        ),
+        "maxent_target_excess_entropy",
+    ),
+    (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
+    (("reference_",), lambda c: c["beta"] > 0, "beta"),
+    (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
+)
+# key -> whether it has any effect with this objective and config
 USED = {
     "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
     "epsilon": lambda o, c: o.ratio != "cispo" and has_ratios(c),
@@ -93,14 +108,11 @@ USED = {
     "maxent_loss": lambda o, c: o.group_loss == "listwise",
     "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
     "xdr_utility": lambda o, c: o.weights == "rows",
-    "mode_entropy_score_norm": lambda o, c: c["mode_entropy_coef"] > 0,
     "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
-    "reference_placement": lambda o, c: c["beta"] > 0,
-    "info_seed_reward": lambda o, c: c["info_seed_num_seeds"] > 0,
-    "maxent_tau_lr": lambda o, c: steers_tau(c) and not c["controller_meta_method"],
-    "maxent_tau_warmup_steps": lambda o, c: steers_tau(c) and not c["controller_meta_method"],
+    "maxent_tau_lr": lambda o, c: not c["controller_meta_method"],
+    "maxent_tau_warmup_steps": lambda o, c: not c["controller_meta_method"],
     "kl_horizon": lambda o, c: not c["controller_meta_method"],
-    "controller_meta_lr": lambda o, c: c["controller_meta_method"] != "",
+    "kl_ctl_step_size": lambda o, c: not c["controller_meta_method"],
 }
 
 
@@ -939,17 +951,25 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
-    """A list of one sentence about the changed settings that nothing reads; [] if there are
-    none."""
+    """Sentences about the changed settings that nothing reads: one for each switch that is off, and
+    one for the objective."""
+    changed = [key for key in c if key in defaults and c[key] != defaults[key]]
+    sentences = []
+    for beginnings, is_read, switch in SWITCHES:
+        vain = [key for key in changed if key.startswith(beginnings) and key != switch]
+        if vain and not is_read(c):
+            sentences.append(f"{settings(vain, c)}: not used with {switch}={c[switch]!r}")
     objective = OBJECTIVES[c["objective"]]
-    useless = [
-        f"{key}={c[key]!r}"
-        for key, is_used in USED.items()
-        if c[key] != defaults[key] and not is_used(objective, c)
-    ]
-    if not useless:
-        return []
-    return [f"{', '.join(useless)}: not used by objective={c['objective']!r} as it is set"]
+    vain = [key for key in changed if key in USED and not USED[key](objective, c)]
+    if vain:
+        sentences.append(
+            f"{settings(vain, c)}: not used by objective={c['objective']!r} as it is set"
+        )
+    return sentences
+
+
+def settings(keys: list[str], c: dict) -> str:
+    return ", ".join(f"{key}={c[key]!r}" for key in keys)
 
 
 def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:

@@ -103,17 +103,16 @@ class Experience:
         """(this rank's Sampled, rewards (P, G + S) and metrics of the whole step). With
         resample_equal_groups, prompts whose completions are all equally good are replaced in `rows`
         by others."""
+        c = self.config
         own = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.combine(own.values, timer)
         judged = metrics
-        if self.config["resample_equal_groups"]:
+        if c["resample_equal_groups"]:
             own, rewards, metrics, judged = self.resample(rows, own, rewards, metrics, step, timer)
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if own.failed:
-            folder = self.config["output_dir"]
-            tell(scoring.save_failures(folder, own.failed, step + 1, self.rank))
-        limit = self.config["max_reward_failures"]
-        scoring.check_failures(judged, rewards.numel(), limit)  # all ranks alike
+            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
+        scoring.check_failures(judged, rewards.numel(), c["max_reward_failures"])  # all ranks alike
         return own, rewards, metrics
 
     def resample(self, rows, own: Sampled, rewards, metrics: dict, step: int, timer) -> tuple:

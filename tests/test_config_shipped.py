@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from configs import DEFAULTS
 
-from checks import OBJECTIVES, USED, steers_beta, steers_tau, tau_of_excess, warn_config
+from checks import OBJECTIVES, SWITCHES, USED, steers_beta, steers_tau, tau_of_excess, warn_config
 from common import ROOT, load_config, with_tau
 
 
@@ -263,14 +263,12 @@ READERS = {
     "maxent_loss": ("mle", "maxent"),
     "maxent_skip_equal_groups": ("wrong", "maxent flow"),
     "xdr_utility": ("surrogate", "xdr"),
-    "mode_entropy_score_norm": ("length", ""),  # without the coefficient
     "kl_loss_type": ("k2", ""),  # without beta
-    "reference_placement": ("cpu", ""),
-    "info_seed_reward": (0.5, ""),  # without seeds
-    "maxent_tau_lr": (0.1, ""),  # without a target
-    "maxent_tau_warmup_steps": (5, ""),
+    # without a meta-controller
+    "maxent_tau_lr": (0.1, " ".join(SHIPPED)),
+    "maxent_tau_warmup_steps": (5, " ".join(SHIPPED)),
     "kl_horizon": (50, " ".join(SHIPPED)),
-    "controller_meta_lr": (0.1, ""),  # without a method
+    "kl_ctl_step_size": (0.1, " ".join(SHIPPED)),
 }
 
 
@@ -282,6 +280,49 @@ def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
         said = warnings_of(100, *flags)
         words = f"{key}={value!r}: not used by objective={objective!r} as it is set"
         assert (words in said) == (objective not in readers.split()), objective
+
+
+# a setting -> the switch that it needs, and flags that turn the switch on
+SWITCHED = {
+    "info_seed_reward=0.5": ("info_seed_num_seeds=0", "--info_seed_num_seeds=4"),
+    "info_seed_pooling='last'": ("info_seed_num_seeds=0", "--info_seed_num_seeds=4"),
+    "controller_meta_lr=0.1": (
+        "controller_meta_method=''",
+        "--controller_meta_method=analytic --maxent_target_weight_entropy=1 --kl_target=1 --beta=1",
+    ),
+    "maxent_tau_max=0.1": (
+        "maxent_target_excess_entropy=-1.0",
+        "--maxent_target_excess_entropy=.03",
+    ),
+    "kl_horizon=50.0": ("kl_target=0.0", "--kl_target=0.1 --beta=0.1"),
+    "beta_max=0.5": ("kl_target=0.0", "--kl_target=0.1 --beta=0.1"),
+    "reference_placement='cpu'": ("beta=0.0", "--beta=0.1"),
+    "mode_entropy_score_norm='length'": (
+        "mode_entropy_coef=0.0",
+        "--mode_entropy_coef=0.1 --objective=dr_grpo",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SWITCHED)
+def test_a_setting_whose_switch_is_off_is_warned_about(setting):
+    switch, on = SWITCHED[setting]
+    flag = "--" + setting.replace("'", "")
+    assert f"{setting}: not used with {switch}" in warnings_of(100, flag)
+    assert "not used" not in warnings_of(100, flag, *on.split())
+
+
+def test_every_switch_is_tried():
+    for beginnings, _, switch in SWITCHES:
+        tried = [key.partition("=")[0] for key, (off, _) in SWITCHED.items() if switch in off]
+        assert any(key.startswith(beginnings) for key in tried), switch
+        assert all(any(key.startswith(start) for key in DEFAULTS) for start in beginnings)
+
+
+def test_a_meta_controller_takes_the_place_of_the_two_rules():
+    _, meta = SWITCHED["controller_meta_lr=0.1"]
+    for key in ("maxent_tau_lr", "maxent_tau_warmup_steps", "kl_horizon", "kl_ctl_step_size"):
+        assert f"{key}=" in warnings_of(100, f"--{key}={READERS[key][0]}", *meta.split())
 
 
 def test_settings_of_policy_gradients_are_used_by_maxent_as_one():
