@@ -7,6 +7,7 @@ for sentence in warn_config(config, vocabulary, default_config()): ...
 
 import math
 import operator
+import re
 import shlex
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
@@ -238,6 +239,8 @@ VLLM_SET_HERE = (
     "enable_chunked_prefill",  # on a CPU a partial prefill crashes if requests have seeds
     "trust_remote_code",
 )
+# arguments of a reward function that are not the row's
+REWARD_ARGUMENTS = ("completion", "tokens", "max_completion_length", "soft_overlong_buffer")
 # arguments of apply_chat_template that the user may not set: they are not for the template, or are
 # chosen by prompts.py
 TEMPLATE_SET_HERE = (
@@ -485,6 +488,16 @@ def is_a_command(text: str) -> bool:
     return True
 
 
+def wants_a_shell(command: str) -> bool:
+    """Whether a command has signs that only a shell understands, and starts none itself."""
+    words = shlex.split(command)
+    if not words or "-c" in words:
+        return False
+    signs = {">", ">>", "<", "2>&1", "|", "||", "&", "&&", ";"}
+    variables = any(re.search(r"\$[A-Za-z_{(]", word) for word in words)
+    return variables or bool(signs & set(words)) or re.match(r"\w+=", words[0]) is not None
+
+
 def in_range(key: str, value) -> tuple[bool, str]:
     """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
     sentence if it doesn't."""
@@ -546,6 +559,11 @@ def value_claims(c: dict):
     yield (
         is_a_command(c["eval_command"]),
         f"eval_command={c['eval_command']!r} has a quote that is not closed",
+    )
+    yield (
+        not wants_a_shell(c["eval_command"]),
+        f"eval_command={c['eval_command']!r} is started without a shell, which alone reads signs "
+        "like > | && $NAME and X=1 in front: write sh -c '...' around it",
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
@@ -711,6 +729,11 @@ def data_claims(c: dict):
         yield (
             all(type(name) is str for name in source["more"]),
             f"{key}.more={source['more']} must be a list of names",
+        )
+        yield (
+            not set(source["more"]) & set(REWARD_ARGUMENTS),
+            f"{key}.more={source['more']}: a reward gets {', '.join(REWARD_ARGUMENTS)} from the "
+            "trainer, so a column must have another name",
         )
     yield (c["dataset"] != [], "dataset=[] names no source of rows")
     if isinstance(c["dataset"], list):

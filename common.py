@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parent
 DEADLINE = timedelta(hours=3)
 # characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
 LONGEST_CONFIG = 1_000_000
-NAME = re.compile(r"[A-Za-z_][\w.]*(:\w+)?")  # an item in a flag's list: math, tasks.reverse:reward
+# an item in a flag's list: math, tasks.reverse:reward, my-module:Class.score
+NAME = re.compile(r"[A-Za-z_][\w.-]*(:[\w.]+)?")
 DEEPEST = 10  # levels of nested lists and dicts
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
 LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we append suffixes
@@ -543,6 +544,8 @@ def read_flag(argument: str, defaults: dict) -> dict:
         value = parse(ast.literal_eval, text, f"command line: {name}")
         if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
             value = list(value)
+        elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
+            value = [value]
         return {name: value}
     except UserError:
         raise
@@ -565,6 +568,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
             continue
         value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
         name = word.lstrip("-").partition("=")[0] or "key"
+        if " " in REPLACED.get(name, ""):
+            raise UserError(f"{word}: {REPLACED[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
@@ -649,6 +654,15 @@ def with_tau(c: dict, vocabulary: int) -> dict:
     if c["maxent_tau"] != -1:
         return c
     return {**c, "maxent_tau": checks.default_tau(c, vocabulary)}
+
+
+def check_ranks(c: dict, ranks: int) -> None:
+    """UserError unless every rank can take the same number of a step's prompts."""
+    if c["prompts_per_step"] % ranks:
+        raise UserError(
+            f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
+            f"{ranks}"
+        )
 
 
 def check_lengths(path: Path, where: str) -> None:

@@ -8,10 +8,12 @@ dict {"id", "task", "prompt", "answer", ...} with whatever else its source holds
 "prompt_ids". stream.py decides which rows a step takes.
 """
 
+import glob
 import inspect
 import json
 import os
 import socket
+import traceback
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -53,19 +55,54 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
-    """The rows that rows() of tasks/<name>.py makes."""
+    """The rows that rows() of tasks/<name>.py makes. UserError for what is wrong with the file or
+    its rows."""
     name = source["name"]
-    rows = tasks.module(name).rows
+    file = f"tasks/{name}.py"
+    try:
+        rows = tasks.module(name).rows
+    except Exception as error:  # it may be somebody's first task, with any mistake in it
+        raise UserError(f"{file} can't be imported: {place_of(error)}") from None
     # a task without variants need not have the argument
     variant = {"config": source["config"]} if source["config"] else {}
     if variant and "config" not in inspect.signature(rows).parameters:
         raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
     try:
-        made = rows(source["split"], -1, seed, **variant)  # -1: all of them
-    except ValueError as error:  # no such split or variant; other errors are bugs of the task
+        made = list(rows(source["split"], -1, seed, **variant))  # -1: all of them
+    except ValueError as error:  # no such split or variant
         raise UserError(f"dataset.name={name!r}: {error}") from None
+    except Exception as error:
+        called = f"rows({source['split']!r}, n=-1, seed={seed})"
+        raise UserError(f"{file}: {called} failed: {place_of(error)}") from None
+    if not made:
+        raise UserError(f"{file}: its split {source['split']!r} has no rows")
+    for i, row in enumerate(made):
+        check_task_row(row, f"{file}, row {i}")
     make_ids_unique(made, name)
     return made
+
+
+def place_of(error: Exception) -> str:
+    """Kind, words and line of an error in somebody's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    words = quoted(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {words}, line {frames[-1].lineno} of {frames[-1].filename}"
+
+
+def check_task_row(row, where: str) -> None:
+    """UserError, beginning with `where`, if a row that a task has made is not one."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where} must be a dict, not {quoted(row)}")
+    for key in ("id", "task", "prompt", "answer"):
+        if key not in row:
+            raise UserError(
+                f"{where} lacks {key!r}: it has {', '.join(map(str, row)) or 'nothing'}"
+            )
+    if fault := prompt_fault(row["prompt"]):
+        raise UserError(f"{where}: the prompt {fault}")
+    if not isinstance(row["task"], str):
+        raise UserError(f"{where}: 'task' must be a name, not {quoted(row['task'])}")
+    check_fields(row, where)
 
 
 def check_single(source: dict) -> None:
@@ -321,7 +358,9 @@ def open_dataset(source: dict):
         )
     try:
         if name.endswith(".parquet"):  # datasets calls its only split "train"
-            return datasets.load_dataset("parquet", data_files=name, split="train")
+            # of a file's own name no sign is a pattern
+            files = glob.escape(name) if os.path.isfile(name) else name
+            return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)
         return datasets.load_dataset(name, source["config"] or None, split=source["split"])

@@ -14,7 +14,7 @@ distinct@k  number of different correct answers (modes) among k
 coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
-from checks import FLAGS
+from checks import FLAGS, eval_source, is_evaluated, sources
 from common import load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -36,7 +36,8 @@ import torch
 import rewards
 import rollout
 import scoring
-from common import UserError, check_writable
+from checkpoint import settings_of
+from common import UserError, check_writable, say_on_rank_0
 from journal import read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import (
@@ -235,6 +236,30 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def trained_on(count: int, c: dict) -> str:
+    """A warning if the run that made this checkpoint may have learnt from some of the `count` rows;
+    "" otherwise. A file has no splits: what a run evaluates are its first rows, which it then
+    leaves out of training."""
+    source = eval_source(c)
+    is_ours = (Path(c["model"]) / "train_config.json").exists()
+    if not (source["name"].endswith((".jsonl", ".parquet")) and is_ours):
+        return ""
+    run = settings_of(Path(c["model"]))
+    if source["name"] not in [one["name"] for one in sources(run)]:
+        return ""
+    held_out = 0
+    if is_evaluated(run) and eval_source(run) and eval_source(run)["name"] == source["name"]:
+        held_out = run["eval_max_prompts"]
+    if count <= held_out:
+        return ""
+    return (
+        f"warning: {c['model']} was trained on {source['name']!r}, of which its run held out the "
+        f"first {held_out} rows (eval_steps={run['eval_steps']}, "
+        f"eval_max_prompts={run['eval_max_prompts']}): it may have learnt the answers to the "
+        f"other {count - held_out} of these {count}"
+    )
+
+
 def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     if own["seeds"] < 1:
         raise UserError(f"--seeds={own['seeds']} must be at least 1")
@@ -249,6 +274,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     check_context(model_config, c)
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
+    if warning := trained_on(len(rows), c):
+        say_on_rank_0(warning)
     exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)
     records = []  # of this rank
     for seed in range(own["seeds"]):

@@ -37,6 +37,7 @@ from checks import (
 )
 from common import (
     UserError,
+    check_ranks,
     check_writable,
     default_config,
     in_one_line,
@@ -442,11 +443,7 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
             f"checks.OBJECTIVES: {c['objective']!r} has advantage={advantage!r}, and "
             f"loss.ADVANTAGES has only {', '.join(ADVANTAGES)}: its formula is missing there"
         )
-    if c["prompts_per_step"] % world:  # every rank takes the same number
-        raise UserError(
-            f"prompts_per_step={c['prompts_per_step']} must be a multiple of the number of ranks, "
-            f"{world}"
-        )
+    check_ranks(c, world)
     check_tensor_parallel(c, world)
     if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":  # known at a job's start
         from server.http import addresses  # a wing of its own, for who wants it

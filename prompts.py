@@ -154,7 +154,8 @@ def set_chat_template(tokenizer, template: str) -> None:
     one."""
     if "{" not in template:  # every template has braces, so this is a path
         try:
-            with open(template, encoding="utf-8") as file:
+            # utf-8-sig: without the byte order mark that Windows puts at the beginning
+            with open(template, encoding="utf-8-sig") as file:
                 template = file.read(LONGEST_CONFIG + 1)  # the file may have no end
         except (OSError, ValueError) as error:  # no such file, not a path, not text
             raise UserError(
@@ -181,6 +182,34 @@ def check_chat_template(tokenizer, what: str) -> None:
         raise UserError(
             f"{what} leaves the user's message out: it must write messages[i]['content']"
         )
+
+
+def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
+    """UserError if the chat template leaves out a message, such as the system prompt or an earlier
+    turn: it would do so silently. Tried once for each order of roles that rows have."""
+    if not tokenizer.chat_template:
+        return
+    tried = {("user",)}  # by check_chat_template()
+    for row in rows:
+        messages = messages_of(row, c["system_prompt"])
+        roles = tuple(message["role"] for message in messages)
+        if roles in tried:
+            continue
+        tried.add(roles)
+        marked = [{"role": role, "content": "\0"} for role in roles]
+        written = render_prompt({"id": row["id"], "prompt": marked}, tokenizer, c).count("\0")
+        if written < len(marked):
+            raise UserError(
+                f"the chat template leaves out {len(marked) - written} of the {len(marked)} "
+                f"messages of row {quoted(row['id'])}, whose roles are {', '.join(roles)}"
+                + (" (the first is system_prompt)" if len(marked) > turns_of(row) else "")
+                + ": --chat_template gives the model another one"
+            )
+
+
+def turns_of(row: dict) -> int:
+    """Messages that a row itself has."""
+    return len(messages_of(row, ""))
 
 
 def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
@@ -223,6 +252,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
 
     seeds: the prompts with an InfoSeed seed in them must fit as well."""
     check_template_kwargs(tokenizer, c["chat_template_kwargs"])
+    check_turns(rows, tokenizer, c)
     encoder = Encoder(tokenizer, c, seeds)
     encoded, sizes = encoder.encode_all(rows)
     for row, size in zip(encoded, sizes):

@@ -22,7 +22,7 @@ import torch
 
 import tasks
 import workers
-from common import RewardsFailed, UserError, quoted
+from common import RewardsFailed, UserError, quoted, tell
 from tasks import last_answer, mathematics
 from workers import Failure
 
@@ -263,7 +263,8 @@ def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
     """For each row a list of G: the mode of a correct completion, as a string that is equal for
-    equal modes; None for a wrong one or if the task has no modes. right: (p, G) bool."""
+    equal modes; None for a wrong one, if the task has no modes, or if its mode() fails, which is
+    said. right: (p, G) bool."""
     jobs = {}
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]
@@ -277,10 +278,21 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
                 jobs[key] = (f"{task.__name__}:mode", r["text"], {"answer": row["answer"]})
                 places.append((key, i, j))
     answers = answers_to(jobs, c)
+    lost = []
     for key, i, j in places:
-        # mode() may answer None; a Failure counts as None too
-        if isinstance(answers[key], str):
-            modes[i][j] = answers[key]
+        mode = answers[key]
+        if mode is None or isinstance(mode, Failure):
+            reason = mode.reason if mode else "gave None, as for a wrong completion"
+            lost.append(
+                f"{jobs[key][0]} on {quoted(key[2], 60)} of row {quoted(rows[i]['id'])} {reason}"
+            )
+        else:
+            modes[i][j] = str(mode)  # a number is a mode too
+    if lost:
+        tell(
+            f"warning: of {len(lost)} of {len(places)} right completions mode() can't say which "
+            f"answer they are, so none of distinct@k counts them: {lost[0]}"
+        )
     return modes
 
 

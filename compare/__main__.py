@@ -28,12 +28,14 @@ import time
 from pathlib import Path
 
 import checkpoint
+import rewards
 from checks import eval_source
 from common import (
     ROOT,
     RunStopped,
     UserError,
     as_read_back,
+    check_ranks,
     check_writable,
     default_config,
     listen,
@@ -89,7 +91,7 @@ def read_own(argv) -> tuple[dict, list[str]]:
 
 def plan_runs(own: dict, shared: list[str]) -> list[dict]:
     """All runs in the order of their seeds, so that every arm has one run before any has two.
-    Whatever is wrong with an arm is an error here, before any run starts."""
+    What its config shows to be wrong with an arm is an error here, before any run starts."""
     runs, measures = [], []
     for arm, overrides in read_config_file(own["arms"]).items():
         flags, config = read_arm(own["arms"], arm, overrides, shared)
@@ -98,9 +100,11 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         if measures[-1] != measures[0] or config["eval_steps"] == 0:
             raise UserError(
                 f"{own['arms']}: {arm}: all arms need the same held-out rows (eval_dataset, which "
-                f"follows dataset), the same eval_* and the same first of reward_funcs, and "
-                f"eval_steps above 0, such as --eval_steps=25"
+                f"follows dataset), the same eval_*, max_completion_length and first of "
+                f"reward_funcs, and eval_steps above 0, such as --eval_steps=25"
             )
+        rewards.check_names(config["reward_funcs"])
+        check_ranks(config, own["ranks"])
         check_patience(own["patience"], config)
         for seed in range(1, own["seeds"] + 1):
             run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
@@ -151,6 +155,7 @@ def flags_of(settings: dict) -> list[str]:
 def measure_of(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
+    evaluation.append(config["max_completion_length"])  # an evaluation's too
     if config["long_prompts"] == "drop":
         evaluation += [(key, config[key]) for key in LENGTH_KEYS]
     # the first reward decides what is correct

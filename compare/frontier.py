@@ -6,7 +6,8 @@
 A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "cpu"} for
 each evaluation; cpu is the CPU time in seconds that the run had taken until then. The command's own
 flags: --picture (a file to draw), --arms (their names with commas between them; otherwise all),
---problems (of an evaluation), --k (samples of each).
+--problems (of an evaluation), --k (samples of each). A folder knows these two; of a file they are
+256 and 8 unless given.
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from common import UserError, only_source, own_flags, script
+from common import UserError, default_config, only_source, own_flags, read_settings, script
 from compare.results import (
     LAST,
     colors_of,
@@ -31,8 +32,9 @@ from compare.results import (
     smoothed,
 )
 
-OWN = {"picture": "", "arms": "", "problems": 256, "k": 8}
+OWN = {"picture": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
 METRICS = ("mean", "pass", "coverage", "distinct")
+DEFAULTS = default_config()
 
 
 def read_evaluations(source: Path, k: int) -> pd.DataFrame:
@@ -85,6 +87,14 @@ def read_folder(source: Path, k: int) -> list[dict]:
     return records
 
 
+def measured_by(source: Path) -> dict:
+    """{"problems", "k"} of the evaluations: those of a folder's first run, or 256 and 8."""
+    for _, _, run in runs_in(source, having="config.json"):  # none in a file
+        config = DEFAULTS | read_settings(run / "config.json")
+        return {"problems": config["eval_max_prompts"], "k": config["eval_num_generations"]}
+    return {"problems": 256, "k": 8}
+
+
 def best_point(run: pd.DataFrame, problems: int) -> pd.Series:
     """The best point by the rule above. run: one run's evaluations, in the order of their steps."""
     start = run.iloc[0]
@@ -116,7 +126,8 @@ def spread(values: pd.Series) -> str:
 def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
     lasts, bests = [], []
     for _, run in evaluations.groupby("seed"):
-        lasts.append(run[list(METRICS)].tail(LAST).mean())
+        trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
+        lasts.append(trained[list(METRICS)].tail(LAST).mean())
         bests.append(best_point(run, problems))
     lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
     steps = evaluations.groupby("seed")["step"].max()
@@ -181,7 +192,10 @@ def main(argv) -> None:
     own, words = own_flags(argv, OWN)
     takes = f"python -m compare.frontier takes one file or folder and {', '.join(OWN)}"
     source = only_source(words, takes)
+    measured = measured_by(source)
     for key in ("problems", "k"):
+        if own[key] == OWN[key]:
+            own[key] = measured[key]
         if own[key] < 1:
             raise UserError(f"--{key}={own[key]} must be at least 1")
     if own["picture"]:

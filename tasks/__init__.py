@@ -13,15 +13,23 @@ This file has what the tasks share. It imports a task only when somebody asks fo
 
 import importlib
 import random
+import re
 from pathlib import Path
 
 SPLITS = ("train", "test")  # test: held out
-# not tasks/mathematics.py, which has rewards but no rows
-NAMES = sorted(
-    path.stem
-    for path in Path(__file__).parent.glob("*.py")
-    if "\ndef rows(" in path.read_text(encoding="utf-8")
-)
+
+
+def is_task(path: Path) -> bool:
+    """Whether a file defines rows(): tasks/mathematics.py has rewards but no rows."""
+    if (
+        not path.stem.isidentifier()
+    ):  # left there by an editor (.#reverse.py) or a Mac (._reverse.py)
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return re.search(r"^def rows\(", text, re.MULTILINE) is not None
+
+
+NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if is_task(path))
 
 
 def module(name: str):

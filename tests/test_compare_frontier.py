@@ -50,8 +50,8 @@ def test_the_table_has_means_and_ranges_over_runs_and_the_best_arm_first(tmp_pat
     head, _, start, first, second, *_ = capsys.readouterr().out.splitlines()
     assert head.startswith("| arm | runs | steps | mean@8 | pass@8 ")
     assert start.startswith("| (start) |  | 0 | 0.200 | 0.500 |")
-    # the last three evaluations: .3 in one run, .35 in the other
-    assert first.startswith("| a | 2 | 75 | 0.325 (0.300 to 0.350) |")
+    # the last three evaluations, of which the start is none: .35 in one run, .5 in the other
+    assert first.startswith("| a | 2 | 75 | 0.425 (0.350 to 0.500) |")
     # the best points: .4 at 100 and .5 at 50
     assert first.endswith("| 75 | 0.450 (0.400 to 0.500) | 0.600 (0.500 to 0.700) | 75 |")
     assert second.startswith("| b | 1 | 50 |")
@@ -60,7 +60,7 @@ def test_the_table_has_means_and_ranges_over_runs_and_the_best_arm_first(tmp_pat
 
 
 def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
-    runs, _ = plan(tmp_path, "a = {}\nb = {}", seeds=2)
+    runs, _ = plan(tmp_path, "a = {}\nb = {}", "--eval_max_prompts=4", seeds=2)
     for run in runs:
         write_run(run, correct={"a": 3, "b": 5}[run["arm"]])
     # one that has only begun has no evaluations yet
@@ -74,6 +74,8 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     # CPU time is not in a run's metrics
     assert evaluations["cpu"].isna().all()
     assert frontier.table_of(evaluations, 256, 8).count("\n") == 4
+    assert frontier.measured_by(tmp_path / "out") == {"problems": 4, "k": 8}
+    assert frontier.measured_by(tmp_path / "a_file.jsonl") == {"problems": 256, "k": 8}
 
 
 def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):

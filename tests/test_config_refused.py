@@ -280,6 +280,7 @@ def test_a_config_file_without_an_end_is_not_read_to_it():
         ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]),
         ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
         ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
+        ("dataset.name=x.jsonl dataset.more=tokens", ["dataset.more=['tokens']", "another name"]),
         ("eval_command=a:{checkpoint} save_steps=-1", ["eval_command='a:", "save_steps=-1"]),
         ("rollout_server=http://a:1", ["rollout_server='http://a:1'", "rollout_engine=server"]),
         ("objective=flow maxent_tau=1e-7", ["maxent_tau=1e-07", "at least 1e-6"]),

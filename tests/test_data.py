@@ -131,14 +131,54 @@ def test_a_prompt_that_is_not_text_is_refused_with_its_row(tmp_path):
 # --- tasks
 
 
-def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_stay_visible(monkeypatch):
+def own_task(monkeypatch, rows) -> None:
+    """Makes rows() that of the task countdown."""
+    monkeypatch.setattr(data.tasks, "module", lambda name: SimpleNamespace(rows=rows))
+
+
+def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_name_their_line(monkeypatch):
     def rows(split, n, seed):
         return [{"id": "0", "task": "countdown", "prompt": "a", "answer": split + None * 1}]
 
-    monkeypatch.setattr(data.tasks, "module", lambda name: SimpleNamespace(rows=rows))
+    own_task(monkeypatch, rows)
     check_words(refusal(load, "countdown", config="5"), "dataset.config='5'", "no variants")
-    with pytest.raises(TypeError, match="NoneType"):
-        load("countdown")
+    line = rows.__code__.co_firstlineno + 1
+    message = refusal(load, "countdown")
+    check_words(message, "tasks/countdown.py: rows('train', n=-1, seed=0) failed: TypeError")
+    check_words(message, f"line {line} of {__file__}")
+
+
+GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
+
+
+@pytest.mark.parametrize(
+    "made, words",
+    [
+        ([], ["its split 'train' has no rows"]),
+        ([GOOD, {}], ["row 1 lacks 'id': it has nothing"]),
+        ([{**GOOD, 1: 2} | {"answer": 1}, "text"], ["row 1 must be a dict, not 'text'"]),
+        ([{"id": "0", "task": "t", "prompt": "p"}], ["lacks 'answer': it has id, task, prompt"]),
+        ([GOOD | {"prompt": 5}], ["row 0: the prompt must be text", "not a int"]),
+        ([GOOD | {"task": 5}], ["row 0: 'task' must be a name, not 5"]),
+        ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a number from 0 on"]),
+    ],
+)
+def test_what_is_wrong_with_the_rows_of_a_task_is_one_sentence(monkeypatch, made, words):
+    own_task(monkeypatch, lambda split, n, seed: made)
+    check_words(refusal(load, "countdown"), "tasks/countdown.py", *words)
+
+
+def test_a_task_may_make_its_rows_one_by_one(monkeypatch):
+    own_task(monkeypatch, lambda split, n, seed: (GOOD | {"id": str(i)} for i in range(3)))
+    assert [row["id"] for row in load("countdown")] == ["0", "1", "2"]
+
+
+def test_a_task_that_can_not_be_imported_is_one_sentence(monkeypatch):
+    def module(name):
+        raise ModuleNotFoundError("No module named 'nowhere'")
+
+    monkeypatch.setattr(data.tasks, "module", module)
+    check_words(refusal(load, "countdown"), "tasks/countdown.py can't be imported", "'nowhere'")
 
 
 def test_tasks_name_a_variant_or_split_they_do_not_have():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -525,3 +526,24 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
     named = [f"--dataset.name={rows}", "--reward_funcs=['math']"]
     preflight.load_inputs(load_config([*flags, *named, "--eval_steps=0"]), 1)
     assert "xdr_mode_adaptive_tau=True: no row is of a task with modes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "trained, asked, words",
+    [
+        ("eval_steps=0", "eval_max_prompts=3", "held out the first 0 rows .*the other 3 of these"),
+        ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .*the other 2 of"),
+        ("eval_steps=1 eval_max_prompts=3", "eval_max_prompts=3", ""),
+        ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
+    ],
+)
+def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(
+    trained, asked, words, tmp_path
+):
+    flags = ["--dataset.name=rows.jsonl", f"--model={tmp_path}"]
+    run = load_config([*flags, *(f"--{flag}" for flag in trained.split())])
+    c = load_config([*flags, *(f"--{flag}" for flag in asked.split())])
+    assert evaluate.trained_on(3, c) == ""  # the model of no run
+    (tmp_path / "train_config.json").write_text(json.dumps(run))
+    assert bool(words) == bool(evaluate.trained_on(3, c))
+    assert re.search(words, evaluate.trained_on(3, c))

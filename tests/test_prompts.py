@@ -99,6 +99,40 @@ def test_a_chat_template_that_can_not_be_used_is_one_sentence(template, words):
     check_words(message, "chat_template", *words)
 
 
+TURNS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+NO_SYSTEM = TURNS.replace("messages %}", "messages if m['role'] != 'system' %}")
+
+
+def chat(*roles) -> dict:
+    return {"id": "7", "prompt": [{"role": role, "content": "a"} for role in roles]}
+
+
+@pytest.mark.parametrize(
+    "template, row, system_prompt, words",
+    [
+        (TURNS, chat("system", "user"), "", ""),
+        (TURNS, {"id": "7", "prompt": "a"}, "Be short.", ""),
+        (NO_SYSTEM, {"id": "7", "prompt": "a"}, "", ""),
+        (NO_SYSTEM, {"id": "7", "prompt": "a"}, "Be short.", "(the first is system_prompt)"),
+        (NO_SYSTEM, chat("system", "user"), "", "leaves out 1 of the 2 messages of row '7'"),
+        (
+            "{{ messages[-1]['content'] }}",
+            chat("user", "assistant", "user"),
+            "",
+            "leaves out 2 of the 3 messages of row '7', whose roles are user, assistant, user: -",
+        ),
+    ],
+)
+def test_a_template_that_drops_a_message_is_refused(template, row, system_prompt, words):
+    tokenizer = sft.tiny_tokenizer()
+    prompts.set_chat_template(tokenizer, template)
+    c = load_config([f"--system_prompt={system_prompt}"])
+    if words:
+        assert words in refusal(prompts.encode_prompts, [row], tokenizer, c)
+    else:
+        prompts.encode_prompts([row], tokenizer, c)
+
+
 @pytest.mark.parametrize(
     "attack",
     [

@@ -23,6 +23,7 @@ from reward_tools import (
 import rewards
 import scoring
 import tasks
+import workers
 from common import RunStopped
 from scoring import ERROR, TIMEOUT
 from tasks import countdown
@@ -331,12 +332,31 @@ def test_correct_modes_are_counted_per_row(count):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_mode_that_fails_is_none(count):
+def test_a_mode_that_fails_is_none_and_said(count, capsys):
     c = config("auto", reward_workers=count)
     rows = [row_of("countdown", {"numbers": None, "target": 10})]
     both = torch.tensor([[True, True]])
     found = scoring.correct_modes(rollouts_of(["2*3+4", "2*3+4"]), rows, both, c)
     assert found == [(2, set())]
+    assert "warning: of 2 of 2 right completions mode() can't say" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "mode, found, said",
+    [
+        (lambda text, answer: len(text), {"1.0", "2.0"}, ""),
+        (lambda text, answer: (len(text),), set(), "of 3 of 3"),
+        (lambda text, answer: text if len(text) == 2 else None, {"ab"}, "of 2 of 3"),
+    ],
+    ids=["a number", "a tuple", "None for a right one"],
+)
+def test_a_mode_may_be_a_number_and_what_is_none_is_said(mode, found, said, monkeypatch, capsys):
+    monkeypatch.setattr(workers, "imported", lambda function: mode)
+    rows = [row_of("countdown", "x")]
+    right = torch.tensor([[True, True, True]])
+    c = config("auto", reward_workers=0)
+    assert scoring.correct_modes(rollouts_of(["ab", "c", "d"]), rows, right, c) == [(3, found)]
+    assert said in capsys.readouterr().out
 
 
 def test_a_wrong_completion_that_spells_a_right_mode_is_in_a_cluster_of_its_own():

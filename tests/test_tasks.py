@@ -48,6 +48,28 @@ def test_a_file_without_rows_is_no_task(name):
     assert tasks.module(name) is None
 
 
+@pytest.mark.parametrize(
+    "name, text, is_one",
+    [
+        ("first.py", "def rows(split, n, seed):", True),
+        ("later.py", "# words\n\ndef rows(split, n, seed):", True),
+        ("inner.py", "class A:\n    def rows(self):", False),
+        ("binary.py", "\udcff", False),
+        ("._mac.py", "def rows(split, n, seed):", False),
+        (".#emacs.py", None, False),
+    ],
+)
+def test_a_task_is_a_file_that_defines_rows_and_not_what_an_editor_leaves(
+    name, text, is_one, tmp_path
+):
+    path = tmp_path / name
+    if text is None:
+        path.symlink_to("user@host.1234:1")  # leads nowhere
+    else:
+        path.write_text(text, errors="surrogateescape")
+    assert tasks.is_task(path) == is_one
+
+
 ALL = pytest.param(100_000, marks=pytest.mark.slow)  # a variant has up to 12,000 rows
 
 
