@@ -487,6 +487,17 @@ class HeadOptions(NamedTuple):
     keep: bool  # whether to keep softmaxes, because a backward may follow
 
 
+class ChunkTokens(NamedTuple):
+    """What a backward knows of the c tokens of a chunk, (c,) each."""
+
+    targets: Tensor
+    logps: Tensor
+    log_z: Tensor  # log-normalisers
+    entropy: Tensor
+    grad_logps: Tensor  # d loss / d logps
+    grad_entropy: Tensor | None  # d loss / d entropy; None if the entropy was not wanted
+
+
 class ChunkedLogps(torch.autograd.Function):
     """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and
     backward. Between the two it keeps hidden, the results, the log-normalisers and as many
@@ -539,13 +550,15 @@ class ChunkedLogps(torch.autograd.Function):
             if not any(wanted[part]):
                 continue
             logits = head_logits(hidden[part], weight) if p is None else None
-            grad = logits_gradient(  # (chunk, V)
-                (p, logits, ctx.options.temperature),
-                (targets[part], logps[part], log_z[part], entropy[part]),
+            tokens = ChunkTokens(
+                targets[part],
+                logps[part],
+                log_z[part],
+                entropy[part],
                 grad_logps[part],
                 None if grad_entropy is None else grad_entropy[part],
-                hidden.dtype,
             )
+            grad = logits_gradient(p, logits, ctx.options.temperature, tokens, hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is None:
                 continue
@@ -602,9 +615,8 @@ def room_for_softmaxes(hidden: Tensor) -> int:
 # Both pairs of functions below take the same arguments, for a chunk of c tokens.
 # Statistics: logits (c, V) float32 at temperature 1, targets (c,); returns (logps, log-normalisers,
 # entropies (c,), the softmax (c, V) or None).
-# Gradient: source = (p, logits, temperature), where p is the kept softmax, or None and logits are
-# given instead; rows = (targets, logps, log-normalisers, entropies). Returns d loss / d logits,
-# (c, V), in `dtype`.
+# Gradient: p (c, V) is the kept softmax, or None, and then logits (c, V), float32 at temperature 1,
+# are given instead. Returns d loss / d logits, (c, V), in `dtype`.
 
 
 def cpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept_type):
@@ -621,22 +633,26 @@ def cpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept
     return logps, top + z.log(), entropy, kept
 
 
-def cpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
-    p, logits, temperature = source
-    targets, _, log_z, entropy = rows
+def cpu_gradient(p, logits, temperature: float, tokens: ChunkTokens, dtype):
+    """Works in place."""
     if p is None:
         logits = logits if temperature == 1 else logits.div_(temperature)
-        p = logits.sub_(log_z[:, None]).exp_()
+        p = logits.sub_(tokens.log_z[:, None]).exp_()
     of_entropy = None
-    if grad_entropy is not None and grad_entropy.any():
-        # dH / dlogits = -p * (log p + H), before p is written over
-        of_entropy = grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+    if tokens.grad_entropy is not None and tokens.grad_entropy.any():
+        # before p is written over
+        of_entropy = entropy_gradient(p, tokens.entropy, tokens.grad_entropy)
     # dlogp / dlogits = [1 at the target] - p
-    grad = p.mul_(-grad_logps[:, None])
-    grad.scatter_add_(1, targets[:, None], grad_logps[:, None])
+    grad = p.mul_(-tokens.grad_logps[:, None])
+    grad.scatter_add_(1, tokens.targets[:, None], tokens.grad_logps[:, None])
     if of_entropy is not None:
         grad.add_(of_entropy)
     return grad.div_(temperature).to(dtype)
+
+
+def entropy_gradient(p, entropy, grad_entropy):
+    """dH / dlogits = -p * (log p + H), times grad_entropy: (c, V)."""
+    return grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
 
 
 def gpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept_type):
@@ -655,30 +671,26 @@ def softmax_statistics(logits, scale, targets, kept_type):
     return logps, log_z, entropy, kept
 
 
-def gpu_gradient(source: tuple, rows: tuple, grad_logps, grad_entropy, dtype):
-    p, logits, temperature = source
-    source = (logits, False) if p is None else (p, True)
-    scale = grad_logps.new_full((), 1 / temperature)
-    if grad_entropy is None:  # zeros: one compiled function serves both
-        grad_entropy = torch.zeros_like(grad_logps)
-    grads = grad_logps, grad_entropy
-    return compiled(softmax_gradient)(source, scale, rows, grads, dtype)
+def gpu_gradient(p, logits, temperature: float, tokens: ChunkTokens, dtype):
+    scale = tokens.grad_logps.new_full((), 1 / temperature)
+    if tokens.grad_entropy is None:  # zeros: one compiled function serves both
+        tokens = tokens._replace(grad_entropy=torch.zeros_like(tokens.grad_logps))
+    return compiled(softmax_gradient)(p, logits, scale, tuple(tokens), dtype)
 
 
-def softmax_gradient(source: tuple, scale, rows: tuple, grads: tuple, dtype):
-    """gpu_gradient, to be compiled: one pass over source, which is (kept softmax, True) or (logits,
-    False). At the target, 1 - p is computed from the log-prob: a kept p of nearly 1 has lost it in
-    16 bits."""
-    p, kept = source
-    targets, logps, log_z, entropy = rows
-    grad_logps, grad_entropy = grads
-    p = p.float() if kept else (p * scale - log_z[:, None]).exp()  # (c, V)
-    at_target = torch.arange(p.shape[1], device=p.device) == targets[:, None]
-    logp = logps[:, None]
+def softmax_gradient(p, logits, scale, tokens: tuple, dtype):
+    """gpu_gradient, to be compiled: one pass over p or the logits. tokens: those of ChunkTokens.
+
+    At the target, 1 - p is computed from the log-prob: a kept p of nearly 1 has lost it in 16
+    bits."""
+    tokens = ChunkTokens(*tokens)
+    p = (logits * scale - tokens.log_z[:, None]).exp() if p is None else p.float()  # (c, V)
+    at_target = torch.arange(p.shape[1], device=p.device) == tokens.targets[:, None]
+    logp = tokens.logps[:, None]
     p = torch.where(at_target, logp.exp(), p)
     rest = torch.where(at_target, -torch.expm1(logp), -p)
-    grad = grad_logps[:, None] * rest
-    grad = grad + grad_entropy[:, None] * (torch.special.entr(p) - p * entropy[:, None])
+    grad = tokens.grad_logps[:, None] * rest
+    grad = grad + entropy_gradient(p, tokens.entropy, tokens.grad_entropy)
     return (grad * scale).to(dtype)
 
 

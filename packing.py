@@ -142,7 +142,10 @@ def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
 
     lead: for each row, the row that brings its prompt. row, before, size: for each segment, its
     row, the tokens of a shared prompt before it (0 for none), and its own tokens. Segments of one
-    kind are neighbours."""
+    kind are neighbours.
+
+    The rows "p p a", "p p b b" and "q c", of which two begin with the prompt "p p", are cut into
+    "p p", "q c", "a" and "b b": lead = 0 0 2, row = 0 2 0 1, before = 0 0 2 2, size = 2 2 1 2."""
     rows = torch.arange(len(ids))
     repeats = continues(ids, prompt_lengths)
     lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row with a new prompt
@@ -173,17 +176,21 @@ def each(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> Packed:
     """The plan for these rows; all tensors on the host. ids (n, S): prompt and completion,
-    right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks."""
+    right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks.
+
+    The example of segments() becomes the M = 7 tokens "p p q c a b b" at the positions
+    0 1 0 1 2 2 3; the prompts of its rows end at the places last = 1 1 2, and their completions
+    begin at first = 4 5 3."""
     lead, row, before, size = segments(ids, prompt_lengths, lengths)
     place = size.cumsum(0) - size  # (s,) place of each segment's first token
     segment, t = each(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
-    starts = before == 0  # (s,) segments that begin with a prompt
-    last = torch.zeros_like(lengths)
-    last[row[starts]] = (place + prompt_lengths[row] - 1)[starts]
-    last = last[lead]  # (n,) now also for rows whose prompt another row brings
+    begins = before == 0  # (s,) segments with a prompt in them: a shared one's, or a whole row
+    end_of_prompt = torch.zeros_like(lengths)  # (n,) filled for the rows that bring a prompt
+    end_of_prompt[row[begins]] = (place + prompt_lengths[row] - 1)[begins]
+    last = end_of_prompt[lead]  # (n,) now also for rows whose prompt another row brings
     first = last + 1  # in a whole row the completion follows its prompt;
-    first[row[~starts]] = place[~starts]  # otherwise it is a segment of its own
+    first[row[~begins]] = place[~begins]  # otherwise it is a segment of its own
     prompt_ends = last[row]  # (s,)
     return Packed(
         ids=ids[row[segment], at][None],

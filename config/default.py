@@ -75,7 +75,8 @@ token_entropy_coef = 0.01  # for token_entropy: weight of the policy's entropy, 
 seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ
 unlikeliness_coef = 0.0  # a right answer earns less the likelier it was in its group; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
-maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: 1 / ln(vocabulary)
+maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: the largest that
+#                    is safe: 1 / ln(vocabulary), less if scores are scaled or summed
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
 maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)

@@ -139,3 +139,17 @@ def test_equal_lengths_need_no_padding_and_no_indices():
     (block,) = [b for b in blocks if b.keys is not None]
     assert block.queries is None
     assert block.real is None
+
+
+def test_the_example_of_the_docstrings():
+    ids = torch.tensor([[5, 5, 1, 0], [5, 5, 2, 2], [6, 3, 0, 0]])  # p p a, p p b b, q c
+    prompt_lengths = torch.tensor([2, 2, 1])
+    lengths = torch.tensor([1, 2, 1])
+    cut = packing.segments(ids, prompt_lengths, lengths)
+    expected = [[0, 0, 2], [0, 2, 0, 1], [0, 0, 2, 2], [2, 2, 1, 2]]
+    assert [values.tolist() for values in cut] == expected
+    packed = packing.pack(ids, prompt_lengths, lengths)
+    assert packed.ids.tolist() == [[5, 5, 6, 3, 1, 2, 2]]
+    assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
+    assert packed.last.tolist() == [1, 1, 2]
+    assert packed.first.tolist() == [4, 5, 3]
