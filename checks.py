@@ -5,6 +5,7 @@ for holds, sentence in claims(config): ...  # common.load_config raises the firs
 for sentence in warn_config(config, vocabulary, default_config()): ...
 """
 
+# No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
 import math
 import operator
 import re
@@ -12,7 +13,6 @@ import shlex
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 
-# No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
 class Objective(NamedTuple):
     """Everything about an objective except its formula, which is in loss.py. The defaults are those
     of dr_grpo."""
@@ -798,9 +798,9 @@ def objective_claims(c: dict):
     )
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
-        f"mode_entropy_coef={c['mode_entropy_coef']} belongs to the policy-gradient objectives: "
-        f"set it to 0, or change objective={c['objective']!r}, whose loss compares the answers "
-        "of a group already",
+        f"mode_entropy_coef={c['mode_entropy_coef']} is not for "
+        f"{names(lambda o: o.group_loss)}, which compare the answers of a group already: set it "
+        f"to 0, or change objective={c['objective']!r}",
     )
     yield (
         not c["xdr_ref_tilt"] or (objective.weights == "rows" and c["beta"] > 0),

@@ -40,7 +40,7 @@ class Collected(NamedTuple):
     temperature: float  # at which the completions were sampled
 
     @property
-    def unseeded_rows(self) -> torch.Tensor:
+    def unseeded_indices(self) -> torch.Tensor:
         """(p * G,) indices in `rollouts` of the completions asked without an InfoSeed seed."""
         return torch.tensor([i for i, r in enumerate(self.rollouts) if "seed_id" not in r])
 
@@ -108,17 +108,20 @@ class Experience:
         rewards, metrics = self.combine(own.values, timer)
         judged = metrics
         if c["resample_equal_groups"]:
-            own, rewards, metrics, judged = self.resample(rows, own, rewards, metrics, step, timer)
+            sampled = own, rewards, metrics
+            own, rewards, metrics, judged = self.resample(rows, sampled, step, timer)
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if own.failed:
             tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
         scoring.check_failures(judged, rewards.numel(), c["max_reward_failures"])  # all ranks alike
         return own, rewards, metrics
 
-    def resample(self, rows, own: Sampled, rewards, metrics: dict, step: int, timer) -> tuple:
-        """sample_groups' three results after further attempts, and the metrics of the attempt in
-        which most rewards failed: such a failure counts even if its group is replaced."""
+    def resample(self, rows: list[dict], sampled: tuple, step: int, timer) -> tuple:
+        """sample_groups' three results, given those of the first attempt, after further attempts;
+        and the metrics of the attempt in which most rewards failed: such a failure counts even if
+        its group is replaced."""
         c = self.config
+        own, rewards, metrics = sampled
         worst = metrics
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):

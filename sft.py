@@ -201,7 +201,8 @@ def check(c: dict, own: dict, world: int) -> None:
     """UserError if something is wrong that can be seen before anything is loaded."""
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
-            f"output_dir={c['output_dir']!r} is not empty: choose another --output_dir or remove it"
+            f"output_dir={c['output_dir']!r} is not empty, and sft.py replaces nothing: choose "
+            f"another --output_dir or remove it"
         )
     if c["lora_rank"]:
         raise UserError(

@@ -614,7 +614,8 @@ def train(run: Run) -> None:
     timer.bar = bar
     timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:
-        # 1. P prompts, 2. G completions of each by the policy as it is, 3. their rewards (P, G)
+        # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
+        # was a step ago), 3. their rewards (P, G)
         try:
             with enough_memory("rollout", c):
                 collected = run.experience.collect(run.step, timer)
@@ -644,7 +645,7 @@ def train(run: Run) -> None:
         with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
-            unseeded = rollout.take(batch, collected.unseeded_rows)
+            unseeded = rollout.take(batch, collected.unseeded_indices)
             metrics |= learner.sampler_mismatch(unseeded, limit)
 
         # 8. tau and beta of the next step

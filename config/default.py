@@ -151,7 +151,8 @@ save_steps = 0  # every N steps and at the end; 0 only at the end, -1 never
 save_total_limit = 2  # older checkpoints are deleted; 0 keeps all
 keep_every = 0  # every N-th step's checkpoint is kept for good; 0 off
 checkpoint_mode = "full"  # with a Hugging Face model each time; "shallow": only the last time
-eval_command = ""  # started after a save, such as "sbatch slurm/evaluate.sh {checkpoint}"; "" off
+eval_command = ""  # started after a save, such as "sbatch slurm/evaluate.sh {checkpoint}", without
+#                    a shell; "" off
 push_to_hub = ""  # a hub repository for full checkpoints, made private, "me/math-maxent"; "" off
 log_rollouts_steps = 0  # write all to rollouts/step_N.rank_R.jsonl every so many steps; 0 off
 report_to = ""  # metrics.jsonl only; "wandb": Weights & Biases too
