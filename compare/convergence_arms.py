@@ -13,6 +13,9 @@ dapo = {"objective": "dapo"}
 dapo_high = {"objective": "dapo", "epsilon_high": 0.28, "num_iterations": 2}
 maxrl = {"objective": "maxrl"}
 maxrl_half = {"objective": "maxrl", "learning_rate": 1e-4}
+# the control of maxent_cosine
+maxrl_cosine = {"objective": "maxrl", "lr_scheduler_type": "cosine", "warmup_steps": 100}
+pkpo_2 = {"objective": "pkpo", "pkpo_k": 2}
 pkpo_anneal = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4, 600: 2, 900: 1}}
 flow_20 = {"objective": "flow", "maxent_tau": 0.2}
 flow_10 = {"objective": "flow", "maxent_tau": 0.1}
@@ -32,6 +35,13 @@ maxent_soft_half = {
 }
 # twice the bound of tau, which the plain loss does not survive
 maxent_floored_40 = {"objective": "maxent", "maxent_loss": "floored", "maxent_tau": 0.4}
+maxent_floored_40_cosine = {
+    "objective": "maxent",
+    "maxent_loss": "floored",
+    "maxent_tau": 0.4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 100,
+}
 maxent_spread = {"objective": "maxent", "maxent_group_weight": "spread"}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine", "warmup_steps": 100}
 # the control: maxent's weighting of groups, without its pull, temperature and scores

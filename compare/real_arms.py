@@ -8,3 +8,5 @@ maxrl = {"objective": "maxrl"}
 maxrl_slow = {"objective": "maxrl", "learning_rate": 2.5e-6}
 # maxent's weights without p, the policy's own share of the group
 maxent_pg = {"objective": "maxent", "maxent_loss": "policy_gradient"}
+# groups whose answers are all right go on being evened out
+maxent_right_too = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
