@@ -83,7 +83,7 @@ UPLOAD_SECONDS = 3600.0
 NO_STREAKS = {"skipped": 0, "equal": 0}
 
 
-class Memory(NamedTuple):
+class TrainerState(NamedTuple):
     """What a run remembers besides weights, optimizer and random state."""
 
     step: int  # finished steps
@@ -109,12 +109,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # in pieces: shards are large
 
 
-def verify(path, rank: int = 0, world: int = 1) -> str:
+def verify(path, rank: int = 0, ranks: int = 1) -> str:
     """ "" if the checkpoint is whole, else a sentence about the first file that is missing or has
     changed.
 
-    Names and sizes are always compared. Contents are read and hashed as well: `world` ranks that
-    call this together divide the files among them; world=0 reads none."""
+    Names and sizes are always compared. Contents are read and hashed as well: ranks that
+    call this together divide the files among them; ranks=0 reads none."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -122,7 +122,7 @@ def verify(path, rank: int = 0, world: int = 1) -> str:
         if problem:
             return problem
         for i, (name, (size, digest)) in enumerate(manifest.items()):
-            read = world > 0 and i % world == rank  # every file is read by one rank
+            read = ranks > 0 and i % ranks == rank  # every file is read by one rank
             problem = damage(path / name, int(size), str(digest) if read else "")
             if problem:
                 return problem
@@ -166,10 +166,10 @@ def verify_together(path) -> str:
     goes on alone."""
     import torch.distributed as dist
 
-    world = dist.get_world_size()
+    ranks = dist.get_world_size()
     rank = dist.get_rank()
-    problems = [""] * world
-    dist.all_gather_object(problems, verify(path, rank, world) or code_in(path, rank, world))
+    problems = [""] * ranks
+    dist.all_gather_object(problems, verify(path, rank, ranks) or code_in(path, rank, ranks))
     for i, problem in enumerate(problems):
         if problem:
             return f"{problem} (rank {i})"
@@ -207,12 +207,12 @@ def no_code():
                 os.environ[name] = value
 
 
-def code_in(path, rank: int = 0, world: int = 1) -> str:
-    """One sentence about the first pickle of a checkpoint that is more than data, else "". Each of
-    `world` ranks checks its share of the files. Tensors are mapped, not read."""
+def code_in(path, rank: int = 0, ranks: int = 1) -> str:
+    """One sentence about the first pickle of a checkpoint that is more than data, else "". Ranks
+    that call this together check a share of the files each. Tensors are mapped, not read."""
     import torch
 
-    for file in sorted(Path(path).rglob("*.pt"))[rank::world]:
+    for file in sorted(Path(path).rglob("*.pt"))[rank::ranks]:
         try:
             with no_code():
                 contents = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -415,13 +415,13 @@ def trial_seconds(folder: Path) -> float:
 # --- save
 
 
-def save(memory: Memory, engine, tokenizer, config: dict) -> Path:
+def save(state: TrainerState, engine, tokenizer, config: dict) -> Path:
     """Writes output_dir/step_N, then prunes older checkpoints (save_total_limit, keep_every).
     Returns the path. All ranks call it together. RunStopped if it can't be written; earlier
     checkpoints then stay as they are."""
-    path = Path(config["output_dir"]) / f"step_{memory.step:06d}"
+    path = Path(config["output_dir"]) / f"step_{state.step:06d}"
     try:
-        write(path, memory, engine, tokenizer, config)
+        write(path, state, engine, tokenizer, config)
     except Exception as error:
         # any Exception: torch, safetensors and DeepSpeed each have their own for a full disk
         if lost_a_rank(error):
@@ -456,7 +456,7 @@ def gone(folder: Path) -> str:
     )
 
 
-def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
+def write(path: Path, state: TrainerState, engine, tokenizer, config: dict) -> None:
     """save() without the error messages."""
     import torch
     import torch.distributed as dist
@@ -472,10 +472,10 @@ def write(path: Path, memory: Memory, engine, tokenizer, config: dict) -> None:
     universal = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=universal)
     torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
-    write_model(tmp, engine.module.lm, memory.step, config)
+    write_model(tmp, engine.module.lm, state.step, config)
     if rank == 0:
         tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(json.dumps(memory._asdict()))
+        (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
         (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
     dist.barrier()  # the manifest lists every rank's files
     if rank == 0:
@@ -555,7 +555,7 @@ def asked_for(c: dict, check=None) -> Path | None:
     if not resume_from:
         return None
     silent = check is None
-    check = check or partial(verify, world=0)
+    check = check or partial(verify, ranks=0)
     if resume_from == "latest":
         path = latest(c["output_dir"], check, silent)
         if path is None:
@@ -601,7 +601,7 @@ def find(config: dict) -> Path | None:
 def check_config(path: Path, config: dict) -> None:
     """UserError if a run of this config can't go on from a checkpoint. Reads only small files."""
     check_fit(path, config)
-    check_memory(path, config)
+    check_state(path, config)
 
 
 def settings_of(path: Path) -> dict:
@@ -665,7 +665,7 @@ def amsgrad(config: dict) -> bool:
     return bool(config["optimizer_options"].get("amsgrad"))
 
 
-def check_memory(path: Path, config: dict) -> None:
+def check_state(path: Path, config: dict) -> None:
     """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
     file = path / "controller_state.json"
     example = {"step": 0, "controllers": controllers.init_state(config), "streaks": NO_STREAKS}
@@ -715,7 +715,7 @@ def check_model(path: Path, model) -> None:
             )
 
 
-def load(path: Path, engine, rank: int) -> Memory:
+def load(path: Path, engine, rank: int) -> TrainerState:
     """Loads parameters and optimizer into `engine` and the random state into torch. Returns the
     rest.
 
@@ -724,10 +724,10 @@ def load(path: Path, engine, rank: int) -> Memory:
     import torch
     import torch.distributed as dist
 
-    saved_world = ranks_of(path)
+    saved_ranks = ranks_of(path)
     with no_code(), options_kept(engine.optimizer):
         # without ZeRO every rank has everything, so nothing needs converting
-        if saved_world == dist.get_world_size() or engine.zero_optimization_stage() == 0:
+        if saved_ranks == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
             loaded, _ = load_universal(path, engine, rank)
@@ -736,11 +736,12 @@ def load(path: Path, engine, rank: int) -> Memory:
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
         )
     # %: if more ranks load than saved, some start with the same random state
-    torch.set_rng_state(torch.load(path / f"rng_{rank % saved_world}.pt", weights_only=True))
+    torch.set_rng_state(torch.load(path / f"rng_{rank % saved_ranks}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
     # get: older checkpoints have no replay and no streaks
     replay = saved.get("replay", {})
-    return Memory(saved["step"], saved["controllers"], replay, saved.get("streaks", NO_STREAKS))
+    streaks = saved.get("streaks", NO_STREAKS)
+    return TrainerState(saved["step"], saved["controllers"], replay, streaks)
 
 
 @contextmanager

@@ -256,25 +256,25 @@ def group_tokens(rollouts: list[dict], packed: bool) -> int:
     return (prompt + max(lengths)) * len(rollouts)
 
 
-def share_out(tokens: list[int], learns: list[bool], world: int) -> list[list[int]]:
+def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[int]]:
     """The places of the groups that each rank gets, the same number on every rank.
 
     Greedy: the largest group first, each to the rank with the least work so far; groups that need
     no backward come last and fill up. If that does not relieve the busiest rank, all groups stay
     where they were sampled."""
-    share = len(tokens) // world
+    share = len(tokens) // ranks
     # a backward costs twice as much as a forward, so the two together cost three
     work = [n * 3 if learning else n for n, learning in zip(tokens, learns)]
-    dealt = [[] for _ in range(world)]
-    load = [0] * world
+    dealt = [[] for _ in range(ranks)]
+    load = [0] * ranks
 
     for place in sorted(range(len(tokens)), key=lambda i: (not learns[i], -tokens[i])):
         home = place // share
-        free = [rank for rank in range(world) if len(dealt[rank]) < share]
+        free = [rank for rank in range(ranks) if len(dealt[rank]) < share]
         rank = min(free, key=lambda r: (load[r], r != home))
         dealt[rank].append(place)
         load[rank] += work[place]
-    sampled = [list(range(rank * share, (rank + 1) * share)) for rank in range(world)]
+    sampled = [list(range(rank * share, (rank + 1) * share)) for rank in range(ranks)]
     busiest = max(sum(work[place] for place in places) for places in sampled)
     if busiest <= max(load):  # dealing them out would gain nothing
         return sampled

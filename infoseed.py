@@ -215,7 +215,7 @@ class Seeds:
             h, logits = self.engine(
                 part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
             )
-            # times world, because DeepSpeed averages over ranks what is meant to be a sum
+            # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
             loss = c["info_seed_lambda"] * dist.get_world_size() * loss_of(rows, h, logits)
             self.engine.backward(loss, scale_wrt_gas=False)
 

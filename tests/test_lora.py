@@ -206,7 +206,7 @@ def saved(tiny_model_dir, tmp_path_factory):
 
 
 def save(policy, step: int) -> Path:
-    memory = checkpoint.Memory(step, {}, {})
+    memory = checkpoint.TrainerState(step, {}, {})
     return checkpoint.save(memory, policy.engine, policy.tokenizer, policy.c)
 
 

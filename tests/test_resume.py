@@ -239,7 +239,7 @@ CONFIG = load_config(["--save_total_limit=2"])
 def save(folder: Path, step: int, engine, **changes) -> Path:
     config = CONFIG | {"output_dir": str(folder)} | changes
     state = controllers.init_state(config) | {"tau": 0.1 * step}
-    memory = checkpoint.Memory(step, state, {})
+    memory = checkpoint.TrainerState(step, state, {})
     return checkpoint.save(memory, engine, sft.tiny_tokenizer(), config)
 
 

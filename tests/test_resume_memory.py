@@ -33,15 +33,17 @@ CONFIG = load_config([])
 def test_a_memory_that_no_run_has_saved_is_one_sentence(change, tmp_path):
     """As somebody else could write it, with a manifest that fits."""
     state = controllers.init_state(CONFIG)
-    memory = checkpoint.Memory(2, state, {"total": 3, "prompts": {"a": [1, 0.5, 0.0]}})._asdict()
+    memory = checkpoint.TrainerState(
+        2, state, {"total": 3, "prompts": {"a": [1, 0.5, 0.0]}}
+    )._asdict()
     file = tmp_path / "controller_state.json"
     file.write_text(json.dumps(memory))
-    checkpoint.check_memory(tmp_path, CONFIG)
+    checkpoint.check_state(tmp_path, CONFIG)
     for key, value in change.items():
         (state if key in state and key != "step" else memory)[key] = value
     file.write_text(json.dumps(memory))
     with pytest.raises(UserError, match=r"controller_state\.json is damaged"):
-        checkpoint.check_memory(tmp_path, CONFIG)
+        checkpoint.check_state(tmp_path, CONFIG)
     assert checkpoint.steps_in(tmp_path) in (0, 1, 2, -3)  # no error of its own
 
 
