@@ -154,7 +154,7 @@ def learns_from_equal_rewards(c: dict) -> bool:
     """Whether groups in which all rewards are equal may teach something by their rewards."""
     if OBJECTIVES[c["objective"]].group_loss:
         return c["maxent_skip_equal_groups"] != "all"
-    return c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0
+    return c["unlikeliness_coef"] > 0
 
 
 def policy_gradient(c: dict) -> bool:
@@ -1047,8 +1047,7 @@ def reward_warnings(c: dict) -> list[str]:
         )
     if c["resample_equal_groups"] and learns_from_equal_rewards(c):
         warnings.append(
-            "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0, "
-            "policy_entropy_bonus_coef > 0 or "
+            "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0 or "
             f"maxent_skip_equal_groups={c['maxent_skip_equal_groups']!r} would learn from them"
         )
     if is_on(c["maxent_target_weight_entropy"]) and (

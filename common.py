@@ -665,6 +665,15 @@ def check_ranks(c: dict, ranks: int) -> None:
         )
 
 
+def check_tensor_parallel(c: dict, ranks: int) -> None:
+    """UserError if the ranks can't be divided into engines of tensor_parallel_size ranks each."""
+    size = checks.entries(c, "vllm_options")["tensor_parallel_size"]
+    if ranks % size:
+        raise UserError(
+            f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {ranks}"
+        )
+
+
 def check_lengths(path: Path, where: str) -> None:
     """UserError if a path, or a name in it, is too long for a file system."""
     longest = max(len(os.fsencode(name)) for name in path.parts)  # bytes: a letter may take 4
@@ -737,7 +746,7 @@ def read_settings(path: Path) -> dict:
 
 def say_on_rank_0(text: str, file=None) -> None:
     """Prints on rank 0 only, even before the process group exists."""
-    if os.environ.get("RANK", "0") == "0":  # torchrun sets RANK; without it there is one process
+    if launched_rank() == 0:
         print(text, file=file, flush=True)
 
 
@@ -848,12 +857,12 @@ def end_now(number: int, frame) -> None:
     libraries swallow exceptions while they load."""
     name = signal.Signals(number).name
     by_torchrun = under_torchrun() and number == signal.SIGTERM  # torchrun itself says why
-    if os.environ.get("RANK", "0") == "0" and not by_torchrun:
-        say(f"error: stopped by {name}")
+    if launched_rank() == 0 and not by_torchrun:
+        write_stderr(f"error: stopped by {name}")
     os._exit(128 + number)  # the status that shells give to a process ended by a signal
 
 
-def say(sentence: str) -> None:
+def write_stderr(sentence: str) -> None:
     """Prints to stderr from a signal handler, or from a thread that ends the process. print() is
     not safe there: the main thread may be in the middle of one and hold its lock."""
     try:
@@ -925,6 +934,16 @@ class Stop:
 # --- torchrun
 
 
+def launched_rank() -> int:
+    """This process's rank, as its launcher says: known before the ranks have met."""
+    return int(os.environ.get("RANK", 0))  # torchrun sets it; without it there is one process
+
+
+def launched_ranks() -> int:
+    """How many processes were launched together."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -946,7 +965,7 @@ def follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)  # seconds
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence per machine
-        say(
+        write_stderr(
             f"error: torchrun (process {parent}) is gone, and its ranks leave with it; "
             "go on with --resume_from_checkpoint=latest"
         )

@@ -46,7 +46,6 @@ from ranks import (
     gather_objects,
     leave_together,
     start_distributed,
-    start_sampler,
 )
 
 
@@ -276,7 +275,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     world = start_distributed()
     if warning := trained_on(len(rows), c):
         say_on_rank_0(warning)
-    exam = Exam(start_sampler(c, world.device), tokenizer, stop_ids, rows)
+    exam = Exam(rollout.start_sampler(c, world.device), tokenizer, stop_ids, rows)
     records = []  # of this rank
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)

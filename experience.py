@@ -24,13 +24,14 @@ from checks import entries
 from common import scheduled, tell
 from data import all_rows
 from preflight import Inputs
-from ranks import World, gather_groups, gather_objects, wait_for_ranks
+from ranks import World, gather_objects, gather_rows, wait_for_ranks
 from stream import Replay, step_rows
 
 
 class Collected(NamedTuple):
     """A step's completions and their rewards."""
 
+    rank: int
     rows: list[dict]  # this rank's p prompts
     rollouts: list[dict]  # their p * (G + S) completions, prompt-major
     values: torch.Tensor  # (p, G + S, F) the value that each reward function gives each completion
@@ -38,6 +39,12 @@ class Collected(NamedTuple):
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
     metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
     temperature: float  # at which the completions were sampled
+
+    @property
+    def own_rewards(self) -> torch.Tensor:
+        """(p, G + S): of this rank. `rewards` is in rank order, also after deal()."""
+        p = len(self.rows)
+        return self.rewards[self.rank * p : (self.rank + 1) * p]
 
     @property
     def unseeded_indices(self) -> torch.Tensor:
@@ -90,6 +97,7 @@ class Experience:
             rollouts += own.groups[place]
         values = torch.stack([own.values[place] for place in self.places])  # (p, G + S, F)
         return Collected(
+            rank=self.rank,
             rows=[rows[place] for place in self.places],
             rollouts=rollouts,
             values=values,
@@ -102,27 +110,11 @@ class Experience:
     def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
         """(this rank's Sampled, rewards (P, G + S) and metrics of the whole step). With
         resample_equal_groups, prompts whose completions are all equally good are replaced in `rows`
-        by others."""
+        by others, again and again."""
         c = self.config
         own = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.combine(own.values, timer)
-        judged = metrics
-        if c["resample_equal_groups"]:
-            sampled = own, rewards, metrics
-            own, rewards, metrics, judged = self.resample(rows, sampled, step, timer)
-        self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if own.failed:
-            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
-        scoring.check_failures(judged, rewards.numel(), c["max_reward_failures"])  # all ranks alike
-        return own, rewards, metrics
-
-    def resample(self, rows: list[dict], sampled: tuple, step: int, timer) -> tuple:
-        """sample_groups' three results, given those of the first attempt, after further attempts;
-        and the metrics of the attempt in which most rewards failed: such a failure counts even if
-        its group is replaced."""
-        c = self.config
-        own, rewards, metrics = sampled
-        worst = metrics
+        worst = metrics  # of the attempt in which most rewards failed
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             stale = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
@@ -135,7 +127,14 @@ class Experience:
             rewards, metrics = self.combine(own.values, timer)
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(stale.sum())
-        return own, rewards, metrics | {"resampled_groups": resampled}, worst
+        if c["resample_equal_groups"]:
+            metrics = metrics | {"resampled_groups": resampled}
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
+        if own.failed:
+            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
+        # a failure counts even if its group was replaced; all ranks find the same
+        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
+        return own, rewards, metrics
 
     def temperature(self, step: int) -> float:
         return scheduled(self.config["temperature"], step)
@@ -189,7 +188,7 @@ class Experience:
         """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
         wait_for_ranks(timer)
         local_values = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
-        return scoring.combine(gather_groups(local_values), self.inputs.columns)
+        return scoring.combine(gather_rows(local_values), self.inputs.columns)
 
     def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
         """Replaces, in place, the rows of the groups that taught nothing, stale (P,) bool. Returns
@@ -217,9 +216,10 @@ class Experience:
 # --- for a person to read
 
 
-def log_rollouts(folder, collected: Collected, rewards, columns: list, step: int, rank: int):
-    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl. rewards (p, G + S)."""
-    path = folder / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl"
+def log_rollouts(folder, collected: Collected, columns: list, step: int) -> None:
+    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl."""
+    rewards = collected.own_rewards  # (p, G + S)
+    path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
     values = collected.values.flatten(0, 1)  # (p * (G + S), F)
@@ -294,8 +294,9 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         mine[first + i] = (row, group, collected.values[i], collected.right[i])
 
     tokens = [group_tokens(group, c["pack_sequences"]) for _, group, _, _ in mine.values()]
-    tokens = gather_groups(torch.tensor(tokens)).long()  # (P,)
-    learns = ~learner.resting_groups(collected.rewards, c)  # (P,)
+    tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
+    # a guess: what it gets wrong costs time only
+    learns = learner.may_teach(collected.rewards, c["beta"], c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
     stays = dealt[world.rank]

@@ -35,6 +35,7 @@ from common import (
     UserError,
     as_read_back,
     check_writable,
+    launched_rank,
     load_config,
     progress,
     read_settings,
@@ -43,7 +44,7 @@ from common import (
 )
 from journal import hold_folder
 from preflight import check_context, load_model_files
-from ranks import leave_together, start_distributed, start_sampler
+from ranks import leave_together, start_distributed
 
 # keys that may change when an interrupted file is continued: the lines don't depend on them
 FREE = (
@@ -165,7 +166,7 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
     path = Path(own["output"])
     check_writable("--output", path, folder=False)
     # no second process may write lines there; the lock's folder is gone when this one ends
-    rank = int(os.environ.get("RANK", 0))
+    rank = launched_rank()
     with hold_folder(f"{path}.lock", rank, key="output"):
         write(c, own, path)
 
@@ -186,7 +187,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     shared = [finished_prompts(path, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     done = min(shared[0], len(rows))
-    sampler = start_sampler(c, world.device)
+    sampler = rollout.start_sampler(c, world.device)
     inputs = (rows, columns, tokenizer, stop_ids)
     P = c["prompts_per_step"]
     bar = progress(total=len(rows), initial=done, disable=world.rank > 0, unit="prompt")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import learner
 import rollout
 from prompts import seed_prompts
-from ranks import across_ranks, gather_groups
+from ranks import across_ranks, gather_rows
 
 # --- completions
 
@@ -129,10 +129,10 @@ def features(engine, batch: dict, c: dict) -> tuple:
             if logits is None:
                 logits = scores.new_zeros(len(h), S)
             logits[rows] = scores
-    h = gather_groups(h)
+    h = gather_rows(h)
     if logits is None:
         return h, log_q(h, S, c["info_seed_temperature"])
-    return h, gather_groups(logits).log_softmax(1)
+    return h, gather_rows(logits).log_softmax(1)
 
 
 def under_base_prompt(collected, S: int) -> list[dict]:

@@ -23,10 +23,10 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, learns_from_equal_rewards, policy_gradient
+from checks import OBJECTIVES, adds_kl, policy_gradient
 from common import RunStopped
 from policy import completion_mask
-from ranks import across_ranks, gather_groups
+from ranks import across_ranks, gather_rows
 
 # what a micro-batch adds to the sums of an update: its loss, then sums over completion tokens
 SUMS = ("loss", "log-prob", "entropy", "KL", "clipped below", "clipped above")
@@ -58,7 +58,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     right = collected.right
 
     def gather(values):
-        return gather_groups(values.view(len(rows), -1))  # (P, G)
+        return gather_rows(values.view(len(rows), -1))  # (P, G)
 
     measured = {
         "rewards": rewards,
@@ -322,17 +322,19 @@ def acts_on_all(beta: float, c: dict) -> bool:
     return OBJECTIVES[c["objective"]].term == "token_entropy" or (adds_kl(c) and beta > 0)
 
 
-def resting_groups(rewards, c: dict):
-    """(P,) bool: groups that will probably need no backward, guessed from their rewards (P, G + S).
-    The guess decides which rank gets which groups; resting_rows(), which is exact, needs forwards
-    that come after that."""
+def may_teach(rewards, beta: float, c: dict):
+    """(P,) bool: groups that may get a gradient, judged by their rewards (P, G + S) alone.
+    resting_rows() is exact, but needs forwards that come later."""
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
-    if acts_on_all(c["beta"], c) or seeds_earn:
-        return torch.zeros(len(rewards), dtype=torch.bool)
+    if acts_on_all(beta, c) or seeds_earn:
+        return torch.ones(len(rewards), dtype=torch.bool)
     if OBJECTIVES[c["objective"]].group_loss:
-        return ~L.active_groups(rewards, c["maxent_skip_equal_groups"])
-    return L.equal_groups(rewards) & (not learns_from_equal_rewards(c))
+        return L.active_groups(rewards, c["maxent_skip_equal_groups"])
+    differ = ~L.equal_groups(rewards)  # where they don't, an entropy bonus is 0 too
+    if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but no wrong ones
+        differ |= (rewards > 0).any(1)
+    return differ
 
 
 def resting_rows(targets: dict, beta: float, c: dict):
@@ -497,7 +499,7 @@ def learning_seconds(own: float) -> dict:
     """Seconds of forwards and backwards on the slowest rank and on average, and how long this rank
     waits for the slowest. own: this rank's seconds. (ZeRO 2 and 3 also wait inside every backward,
     which counts as work here.)"""
-    seconds = gather_groups(torch.tensor([float(own)]))  # (ranks,)
+    seconds = gather_rows(torch.tensor([float(own)]))  # (ranks,)
     slowest = seconds.max().item()
     return {
         "time/learn_slowest": slowest,

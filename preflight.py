@@ -38,6 +38,7 @@ from checks import (
 from common import (
     UserError,
     check_ranks,
+    check_tensor_parallel,
     check_writable,
     default_config,
     in_one_line,
@@ -66,7 +67,6 @@ from prompts import (
     set_chat_template,
     with_prompt,
 )
-from ranks import check_tensor_parallel
 from rollout import VLLM_ROWS, plan_cache, rows_at_once
 
 GIB = 2**30

@@ -22,10 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import rollout
-from checks import entries
-from common import DEADLINE, RunStopped, UserError, check_writable, say, under_torchrun
-from policy import dtype_of, named_weights
+from common import DEADLINE, RunStopped, UserError, under_torchrun, write_stderr
 
 MEETING_SECONDS = 45  # how long ranks started by hand wait for each other
 HELLO_SECONDS = 10  # for the one line that a rank sends as soon as it is connected
@@ -176,28 +173,6 @@ def be_alone() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def check_tensor_parallel(c: dict, world: int) -> None:
-    """UserError if the ranks can't be divided into engines of tensor_parallel_size ranks each."""
-    size = entries(c, "vllm_options")["tensor_parallel_size"]
-    if world % size:
-        raise UserError(
-            f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {world}"
-        )
-
-
-def start_sampler(c: dict, device):
-    """The rollout engine with the weights of config["model"], for scripts that do not train."""
-    check_tensor_parallel(c, dist.get_world_size())
-    serves = c["rollout_engine"] == "server"
-    if serves and "/" in c["weight_sync"]:
-        check_writable("weight_sync", c["weight_sync"], folder=True)
-    sampler = rollout.start_engine(c, device)
-    if serves:  # the servers may hold the weights of another model
-        lm = transformers.AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c))
-        sampler.sync(named_weights(lm.to(device), 0))
-    return sampler
-
-
 def leave_together(sampler=None) -> None:
     """Ends a script; all ranks call it. No rank leaves while another still writes, and the engine,
     if there is one, closes before the process group."""
@@ -309,7 +284,9 @@ class Heartbeat:
             return
         for peer in self.peers:
             peer.send(verdict.encode())
-        say(f"error: {verdict}; this rank leaves too (its own words, if any, are above or below)")
+        write_stderr(
+            f"error: {verdict}; this rank leaves too (its own words, if any, are above or below)"
+        )
         self.see_off()
         os._exit(1)
 
@@ -429,13 +406,13 @@ def any_rank(flag: bool) -> bool:
     return bool(across_ranks(torch.tensor(int(flag)), dist.ReduceOp.MAX))
 
 
-def gather_groups(tensor):
-    """Gathers the groups of all ranks: (P / world, G) on each becomes (P, G), in rank order, on the
-    CPU. Values per completion are few, so every rank works on all of them."""
-    local = tensor.float().to(collective_device()).contiguous()  # (P / world, G)
+def gather_rows(tensor):
+    """(n, ...) of each rank -> (ranks * n, ...) in rank order, as float32 on the CPU; n is the same
+    on all. Values per prompt or completion are few, so every rank works on all of them."""
+    local = tensor.float().to(collective_device()).contiguous()  # (n, ...)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
-    return torch.cat(parts).cpu()  # (P, G)
+    return torch.cat(parts).cpu()  # (ranks * n, ...)
 
 
 def gather_objects(value) -> list:

@@ -49,8 +49,18 @@ from transformers import (
 )
 
 from checks import entries, longest_row
-from common import DEADLINE, RunStopped, UserError, in_one_line, rank_memory, say_on_rank_0
-from policy import dtype_of
+from common import (
+    DEADLINE,
+    RunStopped,
+    UserError,
+    check_tensor_parallel,
+    check_writable,
+    in_one_line,
+    launched_ranks,
+    rank_memory,
+    say_on_rank_0,
+)
+from policy import dtype_of, named_weights
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
@@ -185,7 +195,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
     if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
-        engines = int(os.environ.get("WORLD_SIZE", 1)) // settings["tensor_parallel_size"]
+        engines = launched_ranks() // settings["tensor_parallel_size"]
         rows = rows_at_once(config, engines, VLLM_ROWS)
         model_config = AutoConfig.from_pretrained(model)
         settings["kv_cache_memory_bytes"] = kv_cache_bytes(config, model_config, rows)
@@ -548,6 +558,19 @@ def start_engine(config: dict, device: torch.device):
     hold other weights until the first sync()."""
     make = ENGINES[config["rollout_engine"]]
     return make(config["model"], config, dtype_of(config), device)
+
+
+def start_sampler(c: dict, device: torch.device):
+    """The rollout engine with the weights of config["model"], for scripts that do not train."""
+    check_tensor_parallel(c, dist.get_world_size())
+    serves = c["rollout_engine"] == "server"
+    if serves and "/" in c["weight_sync"]:
+        check_writable("weight_sync", c["weight_sync"], folder=True)
+    sampler = start_engine(c, device)
+    if serves:  # the servers may hold the weights of another model
+        lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c))
+        sampler.sync(named_weights(lm.to(device), 0))
+    return sampler
 
 
 # --- from prompts to rollouts with text

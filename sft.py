@@ -13,7 +13,7 @@ AdamW in float32, a whole --batch_size in one forward.
 """
 
 from checks import FLAGS, is_evaluated
-from common import load_with_flags, script
+from common import launched_rank, launched_ranks, load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
 # at once.
@@ -21,7 +21,6 @@ if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"]))
 
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -184,9 +183,9 @@ def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float)
 
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
     # from torchrun's variables, because the process group does not exist yet
-    with hold_folder(c["output_dir"], rank=int(os.environ.get("RANK", 0))):
+    with hold_folder(c["output_dir"], rank=launched_rank()):
         # only once we hold the folder, or another process could fill it after the check
-        check(c, own, int(os.environ.get("WORLD_SIZE", 1)))
+        check(c, own, launched_ranks())
         lm, tokenizer = load_model(c)
         sources, _ = data.training_sources(c, tokenizer)
         if is_evaluated(c):  # sft.py does not evaluate, but must not learn the answers either

@@ -50,7 +50,7 @@ import infoseed
 import learner
 import loss as L
 import rollout
-from checks import entries, learns_from_equal_rewards, warn_config
+from checks import entries, warn_config
 from common import (
     RewardsFailed,
     RolloutsLost,
@@ -58,6 +58,8 @@ from common import (
     Stop,
     default_config,
     in_one_line,
+    launched_rank,
+    launched_ranks,
     out_of_memory,
     progress,
     say_on_rank_0,
@@ -95,7 +97,7 @@ from ranks import (
     World,
     across_ranks,
     any_rank,
-    gather_groups,
+    gather_rows,
     leave_together,
     mean_over_ranks,
     start_distributed,
@@ -241,11 +243,11 @@ def start(c: dict) -> Run:
     resuming = checkpoint.check_request(c)
     check_run_folder(c, resuming)
     # before ranks meet: each can report what is wrong and exit without leaving a collective
-    inputs = load_inputs(c, int(os.environ.get("WORLD_SIZE", 1)))
+    inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model.vocab_size)
     hub = None
     # early: a token without the right to write is reported before weights load
-    if c["push_to_hub"] and int(os.environ.get("RANK", 0)) == 0:
+    if c["push_to_hub"] and launched_rank() == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
 
     world = start_distributed()
@@ -390,7 +392,7 @@ def steer(run: Run, metrics: dict, targets: dict, measured: dict, batch: dict) -
     meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
-        scores = gather_groups(scores.view(-1, measured["rewards"].shape[1]))  # (P, G)
+        scores = gather_rows(scores.view(-1, measured["rewards"].shape[1]))  # (P, G)
         groups = {
             "utilities": targets["utilities"][targets["active"]],
             "ref_scores": measured["ref_scores"][targets["active"]],
@@ -528,17 +530,14 @@ def show(run: Run, collected, metrics: dict, bar) -> None:
         words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
         bar.set_postfix_str(" ".join(words), refresh=False)
         bar.update()
-    # these places are still this rank's after deal(), which has reordered collected.rewards
-    places = run.experience.places
-    own_rewards = collected.rewards[places.start : places.stop]  # (p, G + S)
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
-            columns = run.inputs.columns
-            log_rollouts(run.folder, collected, own_rewards, columns, run.step, run.world.rank)
+            log_rollouts(run.folder, collected, run.inputs.columns, run.step)
         except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
-        run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, own_rewards[:, :G]))
+        rewards = collected.own_rewards[:, :G]  # without InfoSeed's
+        run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, rewards))
 
 
 def stop_if_folder_is_gone(run: Run) -> None:
@@ -547,16 +546,16 @@ def stop_if_folder_is_gone(run: Run) -> None:
         raise RunStopped(checkpoint.gone(run.folder))
 
 
-def warn_of_equal_rewards(run: Run, metrics: dict) -> None:
-    """Warns when for EQUAL_STEPS steps in a row the rewards of every group were all equal."""
-    run.equal = run.equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+def warn_of_equal_rewards(run: Run, rewards) -> None:
+    """Warns when for EQUAL_STEPS steps in a row no group's rewards (P, G) could teach anything."""
     c = run.config
-    # rows with a seed have rewards and a loss of their own
-    learns = c["info_seed_num_seeds"] > 0 or learns_from_equal_rewards(c)
-    if run.equal == EQUAL_STEPS and not learns and not learner.acts_on_all(run.state["beta"], c):
+    # InfoSeed's rows have rewards and a loss of their own
+    teach = c["info_seed_num_seeds"] > 0 or learner.may_teach(rewards, run.state["beta"], c).any()
+    run.equal = 0 if teach else run.equal + 1
+    if run.equal == EQUAL_STEPS:
         run.say(
             f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
-            f"(mean {metrics['reward']:.3g}), from which nothing is learnt: look at a few with "
+            f"(mean {rewards.mean():.3g}), from which nothing is learnt: look at a few with "
             f"--log_rollouts_steps=1, and at reward_funcs={c['reward_funcs']}"
         )
 
@@ -578,9 +577,9 @@ def stop_after_skipped_updates(run: Run) -> None:
 
 def look(c: dict) -> None:
     """Checks everything and prints what would run (--dry_run). Loads no weights."""
-    if int(os.environ.get("RANK", 0)) > 0:
+    if launched_rank() > 0:
         return
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    size = launched_ranks()
     inputs = dry_run(c, size, dtype_of(c), deepspeed_config(c))
     # last: everything shown above holds for any other folder too
     check_run_folder(c, checkpoint.check_request(c))
@@ -592,7 +591,7 @@ def look(c: dict) -> None:
 
 def main(c: dict) -> None:
     """Loads everything and trains, in a folder that is locked against other runs."""
-    with hold_folder(c["output_dir"], int(os.environ.get("RANK", 0))):
+    with hold_folder(c["output_dir"], launched_rank()):
         run = start(c)
         train(run)
     if run.hub:
@@ -669,7 +668,7 @@ def train(run: Run) -> None:
         metrics |= timer.take(tokens=counts["tokens"])
         stop_if_folder_is_gone(run)  # before anything is written into it
         show(run, collected, metrics, bar)
-        warn_of_equal_rewards(run, metrics)
+        warn_of_equal_rewards(run, collected.rewards[:, :G])
         stop_after_skipped_updates(run)
         last = run.step == c["max_steps"]
         # a stop in the last step changes nothing: the run is finished, and waits for its upload

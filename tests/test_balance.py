@@ -76,13 +76,18 @@ def test_tokens_of_a_group_count_a_shared_prompt_once():
         (["--maxent_skip_equal_groups=none"], [False] * 3),
         (["--objective=token_entropy"], [False] * 3),
         (["--objective=dr_grpo", "--beta=0.1"], [False] * 3),
-        (["--objective=grpo", "--policy_entropy_bonus_coef=0.1"], [False] * 3),
+        # its bonus is 0 where rewards are equal
+        (["--objective=grpo", "--policy_entropy_bonus_coef=0.1"], [True, True, False]),
+        # right answers differ by how likely they were, wrong ones do not
+        (["--objective=grpo", "--unlikeliness_coef=0.1"], [True, False, False]),
         (["--info_seed_num_seeds=2", "--info_seed_reward=0.1"], [False] * 3),
     ],
 )
 def test_which_groups_rest(flags, resting):
     rewards = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
-    assert learner.resting_groups(rewards, load_config(flags)).tolist() == resting
+    c = load_config(flags)
+    teaching = learner.may_teach(rewards, c["beta"], c)
+    assert (~teaching).tolist() == resting
 
 
 # --- a step on two ranks and on one
@@ -115,7 +120,16 @@ def collected_by(world: World) -> experience.Collected:
     own = slice(world.rank * share, world.rank * share + share)
     mine = rollouts[own.start * G : own.stop * G]
     right = rewards[own] == 1
-    return experience.Collected(rows[own], mine, rewards[own, :, None], right, rewards, {}, 1.0)
+    return experience.Collected(
+        rank=world.rank,
+        rows=rows[own],
+        rollouts=mine,
+        values=rewards[own, :, None],
+        right=right,
+        rewards=rewards,
+        metrics={},
+        temperature=1.0,
+    )
 
 
 def one_step(c: dict, world: World) -> dict:
@@ -194,6 +208,6 @@ def test_seconds_of_learning_are_those_of_the_slowest_rank_and_of_the_mean(resul
 
 
 def test_two_different_ranks_have_a_slowest_and_a_mean(monkeypatch):
-    monkeypatch.setattr(learner, "gather_groups", lambda own: torch.cat([own, own + 2.0]))
+    monkeypatch.setattr(learner, "gather_rows", lambda own: torch.cat([own, own + 2.0]))
     found = learner.learning_seconds(1.0)
     assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0, "time/wait": 2.0}

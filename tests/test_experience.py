@@ -145,7 +145,7 @@ def collect(
     parts = {}
     me = threading.local()
 
-    def gather_groups(tensor):
+    def gather_rows(tensor):
         parts[me.rank] = tensor.float()
         barrier.wait()
         whole = torch.cat([parts[rank] for rank in range(world)])
@@ -164,14 +164,14 @@ def collect(
             got = {"error": error}
         return SimpleNamespace(**got, engine=engine, buffer=source.replay)
 
-    real = experience.gather_groups, experience.wait_for_ranks
-    experience.gather_groups = gather_groups
+    real = experience.gather_rows, experience.wait_for_ranks
+    experience.gather_rows = gather_rows
     experience.wait_for_ranks = lambda timer: barrier.wait()
     try:
         with ThreadPoolExecutor(world) as threads:
             ranks = list(threads.map(one, range(world)))
     finally:
-        experience.gather_groups, experience.wait_for_ranks = real
+        experience.gather_rows, experience.wait_for_ranks = real
     errors = [rank.error for rank in ranks if hasattr(rank, "error")]
     if errors:
         # all stop alike, or something is wrong

@@ -460,15 +460,15 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
     run = SimpleNamespace(
         config={"num_generations": 4, "log_rollouts_steps": 1, "max_steps": 9},
         log=None,
-        experience=SimpleNamespace(places=range(2)),
         inputs=SimpleNamespace(columns=[]),
         folder=tmp_path / "gone",
         step=5,
-        world=SimpleNamespace(rank=1),
     )
     with pytest.raises(RunStopped, match="gone' is gone or another folder now"):
         empty = torch.zeros(2, 4, 0)
-        collected = SimpleNamespace(rewards=torch.zeros(2, 4), values=empty, right=empty)
+        collected = SimpleNamespace(
+            rank=1, own_rewards=torch.zeros(2, 4), values=empty, right=empty
+        )
         train.show(run, collected, {}, None)
 
 

@@ -95,7 +95,7 @@ def test_what_rank_0_finds_out_it_passes_on(monkeypatch):
     alive, theirs = pair(2)
     said = []
     ended = []
-    monkeypatch.setattr(ranks, "say", said.append)
+    monkeypatch.setattr(ranks, "write_stderr", said.append)
     monkeypatch.setattr(os, "_exit", ended.append)
     heart = ranks.Heartbeat([dead, alive], 45)
     heart.leave("rank 1 is gone")
@@ -124,7 +124,7 @@ def test_rank_0_leaves_after_the_others_have(monkeypatch):
     def leave(status):
         there.extend(peer.rank for peer, _ in pairs if not peer.ended)
 
-    monkeypatch.setattr(ranks, "say", str)
+    monkeypatch.setattr(ranks, "write_stderr", str)
     monkeypatch.setattr(ranks, "GRACE", PATIENCE)
     monkeypatch.setattr(os, "_exit", leave)
     threads = [threading.Thread(target=go, args=(theirs,)) for _, theirs in pairs[1:]]
@@ -148,7 +148,7 @@ def test_a_verdict_arrives_though_the_other_sides_beat_was_never_read(beats, mon
             side.beat()
         for side in (heart, other):
             assert listen(side) == ""
-    monkeypatch.setattr(ranks, "say", str)
+    monkeypatch.setattr(ranks, "write_stderr", str)
     monkeypatch.setattr(os, "_exit", lambda status: ours.close())  # as the system does it
     other.beat()
     heart.beat()

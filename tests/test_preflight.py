@@ -32,6 +32,7 @@ import evaluate
 import generate
 import policy
 import preflight
+import rollout
 import sft
 import train
 from checks import FLAGS
@@ -239,8 +240,8 @@ def test_every_script_refuses_a_bad_model_before_anything_starts(
 ):
     spoil, _ = BAD_WEIGHTS[case]
     spoil(folder)
-    for name in ("start_distributed", "start_sampler"):
-        monkeypatch.setattr(script, name, lambda *_: pytest.fail("it started"), raising=False)
+    for module, name in ((script, "start_distributed"), (rollout, "start_engine")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it started"), raising=False)
     monkeypatch.setattr(serve.os, "execve", lambda *_: pytest.fail("it started"))
     output = tmp_path / "out"
     lines = tmp_path / "out.jsonl"

@@ -37,10 +37,10 @@ def that_takes(seconds: int, real):
 
 
 def with_a_slower_rank(seconds):
-    """gather_groups, but where learning_seconds asks, by one value a rank."""
+    """gather_rows, but where learning_seconds asks, by one value a rank."""
     if seconds.dim() == 1:
         return torch.cat([seconds, seconds + 4])
-    return ranks.gather_groups(seconds)
+    return ranks.gather_rows(seconds)
 
 
 def with_a_clock() -> None:
@@ -49,7 +49,7 @@ def with_a_clock() -> None:
         setattr(place, name, that_takes(seconds, getattr(place, name)))
     journal.time = stopwatch
     learner.time = stopwatch
-    learner.gather_groups = with_a_slower_rank
+    learner.gather_rows = with_a_slower_rank
     train.run_header = lambda world: {}  # it asks for the date
 
 

@@ -364,4 +364,4 @@ def test_nothing_here_knows_of_other_ranks_and_workers_of_no_torch_and_no_reward
         assert "import rewards" not in Path(module.__file__).read_text()
     for module in (rewards, workers, scoring):
         words = Path(module.__file__).read_text().replace(".", " ").replace("(", " ").split()
-        assert not {"distributed", "all_reduce", "barrier", "gather_groups"} & set(words)
+        assert not {"distributed", "all_reduce", "barrier", "gather_rows"} & set(words)
