@@ -29,7 +29,6 @@ import shlex
 import subprocess
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -49,16 +48,7 @@ from ranks import (
 )
 
 
-class Exam(NamedTuple):
-    """Who answers, and which problems."""
-
-    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
-    tokenizer: object
-    stop_ids: list[int]  # the tokens that end a completion
-    rows: list[dict]  # the problems of all ranks
-
-
-def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
+def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
     of this rank's problems; distinct and num_modes are None if the task has no modes. Sampling
     seeds depend on the problem and `seed` only, so that evaluations of different models are
@@ -66,13 +56,6 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
-    # from all rows: under "auto" ranks must have the same columns, whatever tasks their rows have
-    columns = deciding(exam.rows, c)
-
-    def group_done(i: int, group: list[dict]) -> None:
-        # workers score this group while the others are still being sampled
-        scoring.begin(group, rows[i], columns, c)
-
     sampling = rollout.Sampling(
         temperature=c["eval_temperature"],
         max_tokens=c["max_completion_length"],
@@ -80,12 +63,10 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
         # i is the place among all rows, so seeds don't depend on the number of ranks
         seeds=[rollout.prompt_seed("eval", seed, i) for i in places],
     )
-    prompts = [row["prompt_ids"] for row in rows]
-    rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, k, sampling, group_done)
-    values, _ = scoring.measure(rollouts, rows, columns, c)  # (p, k, F)
+    rollouts, values, _ = scoring.sample_and_measure(exam, rows, k, sampling, c)  # values (p, k, F)
     # (p,); a rank without rows has values (0, 0, F)
     failures = values.isinf().any(-1).sum(1).tolist() if rows else []
-    found = scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
+    found = scoring.correct_modes(rollouts, rows, scoring.correct(values, exam.functions), c)
     records = []
     for row, (correct, modes), failed in zip(rows, found, failures):
         record = {"id": row["id"], "seed": seed, "samples": k, "correct": correct}
@@ -139,7 +120,8 @@ def summarize(records: list[dict], k: int) -> dict:
 def evaluate(sampler, inputs, c: dict, world: World) -> dict:
     """The metrics of summarize() over all held-out rows; each rank samples its share. inputs:
     preflight.Inputs."""
-    exam = Exam(sampler, inputs.tokenizer, inputs.stop_ids, inputs.eval_rows)
+    rows = inputs.eval_rows
+    exam = scoring.Exam(sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding(rows, c))
     return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
 
 
@@ -275,7 +257,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     world = start_distributed()
     if warning := trained_on(len(rows), c):
         say_on_rank_0(warning)
-    exam = Exam(rollout.start_sampler(c, world.device), tokenizer, stop_ids, rows)
+    sampler = rollout.start_sampler(c, world.device)
+    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding(rows, c))
     records = []  # of this rank
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)

@@ -101,7 +101,7 @@ class Experience:
             rows=[rows[place] for place in self.places],
             rollouts=rollouts,
             values=values,
-            right=scoring.correct(values, self.inputs.columns),
+            right=scoring.correct(values, self.inputs.reward_functions),
             rewards=rewards,
             metrics=metrics,
             temperature=self.temperature(step),
@@ -151,7 +151,8 @@ class Experience:
                 self.sampler, tokenizer, asked, rollouts, sampling, self.config
             )
         with timer("reward"):
-            values, failed = scoring.measure(rollouts, asked, self.inputs.columns, self.config)
+            functions = self.inputs.reward_functions
+            values, failed = scoring.measure(rollouts, asked, functions, self.config)
         size = len(rollouts) // max(1, len(asked))  # G + S
         groups = {}
         for n, place in enumerate(places):
@@ -180,7 +181,7 @@ class Experience:
 
         def group_done(i: int, group: list[dict]) -> None:
             # rewards are computed while other groups are still being sampled
-            scoring.begin(group, rows[i], self.inputs.columns, c)
+            scoring.begin(group, rows[i], self.inputs.reward_functions, c)
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
@@ -188,7 +189,7 @@ class Experience:
         """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
         wait_for_ranks(timer)
         local_values = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
-        return scoring.combine(gather_rows(local_values), self.inputs.columns)
+        return scoring.combine(gather_rows(local_values), self.inputs.reward_functions)
 
     def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
         """Replaces, in place, the rows of the groups that taught nothing, stale (P,) bool. Returns
@@ -216,7 +217,7 @@ class Experience:
 # --- for a person to read
 
 
-def log_rollouts(folder, collected: Collected, columns: list, step: int) -> None:
+def log_rollouts(folder, collected: Collected, functions: list, step: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl."""
     rewards = collected.own_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
@@ -233,7 +234,7 @@ def log_rollouts(folder, collected: Collected, columns: list, step: int) -> None
                 "prompt": row["prompt"],
                 "completion": r["text"],
                 "reward": reward,
-                "rewards": scoring.by_name(columns, values[i]),
+                "rewards": scoring.by_name(functions, values[i]),
                 "correct": right[i],
                 "finish_reason": r["finish_reason"],
                 "tokens": len(r["completion_ids"]),

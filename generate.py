@@ -101,7 +101,7 @@ def finished_prompts(path: Path, config: dict) -> int:
     return whole // config["num_generations"]
 
 
-def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> list[str]:
+def lines_of(group: list[dict], row: dict, values, rewards, functions: list) -> list[str]:
     """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,). The reward is null if
     a function failed on the completion."""
     lines = []
@@ -114,7 +114,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
             "sample": i,
             "completion": r["text"],
             "reward": None if values[i].isinf().any() else rewards[i].item(),
-            "rewards": scoring.by_name(columns, values[i]),
+            "rewards": scoring.by_name(functions, values[i]),
             "finish_reason": r["finish_reason"],
             "prompt_ids": list(r["prompt_ids"]),
             "completion_ids": r["completion_ids"],
@@ -125,36 +125,30 @@ def lines_of(group: list[dict], row: dict, values, rewards, columns: list) -> li
     return lines
 
 
-def batch_lines(sampler, inputs: tuple, places: range, c: dict) -> dict[int, list[str]]:
-    """{place: lines} of this rank's prompts in a batch; a place is an index into the rows. inputs:
-    (rows, columns, tokenizer, ids of tokens that end a completion)."""
-    all_rows, columns, tokenizer, stop_ids = inputs
-    rows = [all_rows[i] for i in places]  # p
+def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[str]]:
+    """{place: lines} of this rank's prompts in a batch; a place is an index into the exam's
+    rows."""
+    rows = [exam.rows[i] for i in places]  # p
     G = c["num_generations"]
-
-    def group_done(i: int, group: list[dict]) -> None:
-        scoring.begin(group, rows[i], columns, c)
-
     sampling = rollout.Sampling(
         temperature=scheduled(c["temperature"], c["max_steps"]),  # as at the end of training
         max_tokens=c["max_completion_length"],
-        stop_token_ids=stop_ids,
+        stop_token_ids=exam.stop_ids,
         # by the place in the dataset: a continued file gets the same lines, on any number of ranks
         seeds=[rollout.prompt_seed("generate", c["seed"], i) for i in places],
     )
-    prompts = [row["prompt_ids"] for row in rows]
-    rollouts = rollout.generate(sampler, tokenizer, prompts, G, sampling, group_done)
-    values, failed = scoring.measure(rollouts, rows, columns, c)  # (p, G, F)
+    # values (p, G, F)
+    rollouts, values, failed = scoring.sample_and_measure(exam, rows, G, sampling, c)
     if failed:
         tell(
             f"warning: {len(failed)} reward(s) failed, their lines have null; the first: "
             f"{scoring.describe_failure(failed[0])}"
         )
-    totals, _ = scoring.combine(values, columns)  # (p, G)
+    totals, _ = scoring.combine(values, exam.functions)  # (p, G)
     lines = {}
     for n, (i, row) in enumerate(zip(places, rows)):
         group = rollouts[n * G : (n + 1) * G]
-        lines[i] = lines_of(group, row, values[n], totals[n], columns)
+        lines[i] = lines_of(group, row, values[n], totals[n], exam.functions)
     return lines
 
 
@@ -179,8 +173,8 @@ def write(c: dict, own: dict, path: Path) -> None:
     check_context(model_config, c)
     rows = data.all_rows(data.training_sources(c, tokenizer)[0])
     rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
-    columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(columns, rows, data.names(c), c)
+    functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
+    scoring.check_answers(functions, rows, data.names(c), c)
 
     world = start_distributed()
     # only rank 0 opens the file, which it may cut; the others learn the number from it
@@ -188,13 +182,13 @@ def write(c: dict, own: dict, path: Path) -> None:
     dist.broadcast_object_list(shared)
     done = min(shared[0], len(rows))
     sampler = rollout.start_sampler(c, world.device)
-    inputs = (rows, columns, tokenizer, stop_ids)
+    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, functions)
     P = c["prompts_per_step"]
     bar = progress(total=len(rows), initial=done, disable=world.rank > 0, unit="prompt")
     # shared[0] may exceed len(rows): --max_prompts may have been larger before
     for first in range(shared[0], len(rows), P):
         places = range(first + world.rank, min(first + P, len(rows)), world.size)
-        lines = batch_lines(sampler, inputs, places, c)
+        lines = batch_lines(exam, places, c)
         shares = [None] * world.size if world.rank == 0 else None
         # a collective: ranks without a prompt in this batch must take part too
         dist.gather_object(lines, shares)

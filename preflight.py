@@ -429,7 +429,7 @@ class Inputs(NamedTuple):
     sources: list[list[dict]]  # training rows of each source of the mixture
     weights: list[float]  # of the sources
     easy: list[dict]  # rows of the easy pool
-    columns: list  # scoring.Column
+    reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
 
 
@@ -464,8 +464,8 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     sources, weights = data.training_sources(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     rows = data.all_rows([*sources, easy])  # all training rows that rewards will see
-    columns = rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(columns, rows, data.names(c), c)
+    functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
+    scoring.check_answers(functions, rows, data.names(c), c)
     warn_without_modes(rows, c)
 
     eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
@@ -477,7 +477,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         sources=sources,
         weights=weights,
         easy=easy,
-        columns=columns,
+        reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
     )
 
@@ -511,8 +511,8 @@ def held_out_rows(c: dict, tokenizer) -> list[dict]:
 
 
 def deciding(rows: list[dict], c: dict) -> list:
-    """The reward columns that decide what is correct: those of the first of reward_funcs."""
-    return rewards.columns_of(c["reward_funcs"][:1], [1.0], rows)
+    """The reward functions that decide what is correct: those of the first of reward_funcs."""
+    return rewards.reward_functions(c["reward_funcs"][:1], [1.0], rows)
 
 
 # --- dry run

@@ -1,7 +1,8 @@
 r"""Reward functions: what a completion's text is worth. Add your own here.
 
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)    # for scoring.py
-    rewards, metrics = score(rollouts, rows, config)                                # (P, G), {...}
+    # for scoring.py
+    functions = reward_functions(config["reward_funcs"], config["reward_weights"], rows)
+    rewards, metrics = score(rollouts, rows, config)    # (P, G), {...}
 
 A reward is a plain function (completion, answer, **row) -> float:
 
@@ -200,28 +201,28 @@ def check_tasks(rows: list[dict]) -> None:
             )
 
 
-def columns_of(names: list[str], weights: list[float], rows: list[dict]) -> list:
-    """A scoring.Column for each function that scores these rows; "auto" becomes one for each task
-    among them. UserError if a task has no reward, or if a function is named twice."""
-    from scoring import Column  # here: workers import this file and must not load torch
+def reward_functions(names: list[str], weights: list[float], rows: list[dict]) -> list:
+    """A scoring.RewardFunction for each function that scores these rows; "auto" becomes one for
+    each task among them. UserError if a task has no reward, or if a function is named twice."""
+    from scoring import RewardFunction  # here: workers import this file and must not load torch
 
-    columns = []
+    functions = []
     for i, (name, weight) in enumerate(zip(names, weights)):
         # the first of reward_funcs decides what is correct; the others only shape the reward
         decides = i == 0
-        # without rows "auto" has no tasks to make columns of
+        # without rows "auto" has no tasks to name functions by
         if name != "auto" or not rows:
-            columns.append(Column(name, weight, None, decides, function_of(name)))
+            functions.append(RewardFunction(name, weight, None, decides, function_of(name)))
             continue
         check_tasks(rows)
-        # sorted: a set's order differs between ranks, and the columns' order must not
+        # sorted: a set's order differs between ranks, and the order of functions must not
         for task in sorted({row["task"] for row in rows}):
-            columns.append(Column(task, weight, task, decides, function_of(task)))
-    called = [column.name for column in columns]
+            functions.append(RewardFunction(task, weight, task, decides, function_of(task)))
+    called = [function.name for function in functions]
     for name in called:
         if called.count(name) > 1:  # metrics and generate.py's output have one key per name
             raise UserError(f"reward_funcs={names} scores rows by {name!r} twice: name it once")
-    return columns
+    return functions
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict):
@@ -229,6 +230,6 @@ def score(rollouts: list[dict], rows: list[dict], config: dict):
     prompt-major, with "text" and "completion_ids"; rows: P."""
     import scoring  # here: workers import this file and must not load torch
 
-    columns = columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    values, _ = scoring.measure(rollouts, rows, columns, config)  # (P, G, F)
-    return scoring.combine(values, columns)
+    functions = reward_functions(config["reward_funcs"], config["reward_weights"], rows)
+    values, _ = scoring.measure(rollouts, rows, functions, config)  # (P, G, F)
+    return scoring.combine(values, functions)

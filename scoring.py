@@ -1,12 +1,12 @@
 """How completions are scored: the value of each function, failures, weights, answer modes.
 
-    columns = rewards.columns_of(config["reward_funcs"], config["reward_weights"], rows)
-    begin(group, row, columns, config)                  # as soon as one prompt's group is complete
-    values, failed = measure(rollouts, rows, columns, config)     # (p, G, F), this rank's
-    rewards, metrics = combine(values_of_all_ranks, columns)      # (P, G)
+    functions = rewards.reward_functions(config["reward_funcs"], config["reward_weights"], rows)
+    begin(group, row, functions, config)    # as soon as one prompt's group is complete
+    values, failed = measure(rollouts, rows, functions, config)    # (p, G, F), this rank's
+    rewards, metrics = combine(values_of_all_ranks, functions)    # (P, G)
 
-p is the number of prompts on this rank, P on all ranks; G completions per prompt; F columns, one
-per function. rollouts are p * G dicts with "text" and "completion_ids", prompt-major.
+p is the number of prompts on this rank, P on all ranks; G completions per prompt; F functions.
+rollouts are p * G dicts with "text" and "completion_ids", prompt-major.
 
 The functions run in the processes of workers.py. This file and the workers know a function only by
 its name, "module:function". reward_workers=0 runs the functions in this process, without limits.
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+import rollout
 import tasks
 import workers
 from common import RewardsFailed, UserError, quoted, tell
@@ -37,25 +38,25 @@ SAVED_CHARACTERS = 100_000  # per completion
 CHECKED_TASKS = 20  # at most: a user's column "task" may hold as many values as there are rows
 
 
-class Column(NamedTuple):
+class RewardFunction(NamedTuple):
     """A reward function of reward_funcs; "auto" becomes one for each task."""
 
     name: str  # as metrics call it
     weight: float
     task: str | None  # it scores the rows of this task only; None: all rows
     decides: bool  # whether a value of at least 1 makes the completion count as correct
-    function: str  # "module:function", which a worker imports
+    path: str  # "module:function", which a worker imports
 
     def scores(self, row: dict) -> bool:
         return self.task is None or self.task == row["task"]
 
 
-def by_name(columns: list[Column], values) -> dict:
+def by_name(functions: list[RewardFunction], values) -> dict:
     """{name: value} of the values (F,) of one completion, for JSON: None for NaN (does not apply)
     and infinity (failed)."""
     named = {}
-    for column, value in zip(columns, values.tolist()):
-        named[column.name] = value if math.isfinite(value) else None
+    for function, value in zip(functions, values.tolist()):
+        named[function.name] = value if math.isfinite(value) else None
     return named
 
 
@@ -91,14 +92,14 @@ def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[d
     return [(row, rollouts[i * G : (i + 1) * G]) for i, row in enumerate(rows)]
 
 
-def job_key(column: Column, row: dict, r: dict) -> tuple:
+def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
     """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
     # the number of tokens is part of it: the same text may be tokenised in two ways, and some
     # rewards count tokens
-    return column.function, id(row), r["text"], len(r["completion_ids"])
+    return function.path, id(row), r["text"], len(r["completion_ids"])
 
 
-def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dict:
+def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
     # without prompt_ids: no reward needs them, and every job pickles its arguments
     shared = {name: value for name, value in row.items() if name != "prompt_ids"}
@@ -107,44 +108,68 @@ def jobs_of(group: list[dict], row: dict, columns: list[Column], c: dict) -> dic
     jobs = {}
     for r in group:
         arguments = shared | {"tokens": len(r["completion_ids"])}
-        for column in columns:
-            if column.scores(row):
-                jobs[job_key(column, row, r)] = (column.function, r["text"], arguments)
+        for function in functions:
+            if function.scores(row):
+                jobs[job_key(function, row, r)] = (function.path, r["text"], arguments)
     return jobs
 
 
-def begin(group: list[dict], row: dict, columns: list[Column], c: dict) -> None:
+def begin(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> None:
     """Lets the workers start on one row's completions while others are still being sampled.
     measure() collects the values."""
     if pool := pool_of(c):
-        pool.ask(jobs_of(group, row, columns, c))
+        pool.ask(jobs_of(group, row, functions, c))
 
 
 def measure(
-    rollouts: list[dict], rows: list[dict], columns: list[Column], c: dict
+    rollouts: list[dict], rows: list[dict], functions: list[RewardFunction], c: dict
 ) -> tuple[torch.Tensor, list[dict]]:
     """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
     where it failed; and a record of each failure."""
     groups = groups_of(rollouts, rows)
     jobs = {}
     for row, group in groups:
-        jobs |= jobs_of(group, row, columns, c)
+        jobs |= jobs_of(group, row, functions, c)
     answers = answers_to(jobs, c)
     G = len(groups[0][1]) if groups else 0
     # (p, G, F)
-    values = torch.full((len(rows), G, len(columns)), math.nan)
+    values = torch.full((len(rows), G, len(functions)), math.nan)
     failed = []
     for i, (row, group) in enumerate(groups):
         for j, r in enumerate(group):
-            for f, column in enumerate(columns):
-                if not column.scores(row):
+            for f, function in enumerate(functions):
+                if not function.scores(row):
                     continue
-                value = as_reward(answers[job_key(column, row, r)])
+                value = as_reward(answers[job_key(function, row, r)])
                 if isinstance(value, Failure):
-                    failed.append(failure_record(value, column, row, r))
+                    failed.append(failure_record(value, function, row, r))
                     value = TIMEOUT if value.kind == "timeout" else ERROR
                 values[i, j, f] = value
     return values, failed
+
+
+class Exam(NamedTuple):
+    """Who answers, which problems, and what scores the answers. For scripts that do not train."""
+
+    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
+    tokenizer: object
+    stop_ids: list[int]  # the tokens that end a completion
+    rows: list[dict]  # the problems of all ranks
+    # from the rows of all ranks: under "auto" every rank must have the same functions
+    functions: list[RewardFunction]
+
+
+def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) -> tuple:
+    """(n rollouts of each of these rows of the exam, their values (p, n, F), records of failures).
+    Workers score a group while the others are still being sampled."""
+
+    def group_done(i: int, group: list[dict]) -> None:
+        begin(group, rows[i], exam.functions, c)
+
+    prompts = [row["prompt_ids"] for row in rows]
+    rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, n, sampling, group_done)
+    values, failed = measure(rollouts, rows, exam.functions, c)
+    return rollouts, values, failed
 
 
 def as_reward(answer) -> float | Failure:
@@ -155,9 +180,9 @@ def as_reward(answer) -> float | Failure:
     return Failure("error", f"gave {said}; a reward must be a number")
 
 
-def failure_record(failure: Failure, column: Column, row: dict, r: dict) -> dict:
+def failure_record(failure: Failure, function: RewardFunction, row: dict, r: dict) -> dict:
     return {
-        "reward": column.name,
+        "reward": function.name,
         "id": row["id"],
         "kind": failure.kind,
         "reason": failure.reason,
@@ -165,22 +190,22 @@ def failure_record(failure: Failure, column: Column, row: dict, r: dict) -> dict
     }
 
 
-def combine(values: torch.Tensor, columns: list[Column]) -> tuple[torch.Tensor, dict]:
+def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torch.Tensor, dict]:
     """Rewards (P, G): the weighted sum of values (P, G, F), where a failed function adds 0. And
     metrics: "reward/<name>/mean", ".../timeouts" and ".../errors" of each function over the rows
     that it scores; "reward/failures", the number of completions on which a function failed."""
     # any(-1): two failed functions on one completion count once
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
-    for f, column in enumerate(columns):
+    for f, function in enumerate(functions):
         scores = values[..., f]  # (P, G)
         metrics |= {
             # nanmean skips the NaN of other tasks' rows; a failure counts as 0, as it does in the
             # reward
-            f"reward/{column.name}/mean": scores.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
-            f"reward/{column.name}/timeouts": int((scores == TIMEOUT).sum()),
-            f"reward/{column.name}/errors": int((scores == ERROR).sum()),
+            f"reward/{function.name}/mean": scores.nan_to_num(math.nan, 0.0, 0.0).nanmean().item(),
+            f"reward/{function.name}/timeouts": int((scores == TIMEOUT).sum()),
+            f"reward/{function.name}/errors": int((scores == ERROR).sum()),
         }
-    weights = torch.tensor([column.weight for column in columns])  # (F,)
+    weights = torch.tensor([function.weight for function in functions])  # (F,)
     rewards = (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1)  # (P, G)
     return rewards, metrics
 
@@ -206,7 +231,7 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
     )
 
 
-def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict) -> None:
+def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: str, c: dict) -> None:
     """UserError if a function can't read the answers of its rows, as when another task's reward is
     used on one's own dataset. Tries the first row of each task."""
     first_of_task = {}
@@ -214,14 +239,14 @@ def check_answers(columns: list[Column], rows: list[dict], dataset: str, c: dict
         first_of_task.setdefault(row["task"], row)
     # "\\boxed{1}" too: the rewards of mathematics find no answer in a bare text
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
-    for column in columns:
+    for function in functions:
         for row in list(first_of_task.values())[:CHECKED_TASKS]:
-            if not column.scores(row):
+            if not function.scores(row):
                 continue
-            _, failed = measure(examples, [row], [column], c)
+            _, failed = measure(examples, [row], [function], c)
             if failed:
                 raise UserError(
-                    f"reward_funcs: {quoted(column.name)} can't score row {quoted(row['id'])} of "
+                    f"reward_funcs: {quoted(function.name)} can't score row {quoted(row['id'])} of "
                     f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
                     f"({failed[0]['reason']}): name a reward that reads such answers, or another "
                     f"column as the answer; your own is called as f(completion, answer, **row)"
@@ -253,9 +278,9 @@ def describe_failure(record: dict) -> str:
 # --- which completions are right, and whether they differ
 
 
-def correct(values: torch.Tensor, columns: list[Column]) -> torch.Tensor:
+def correct(values: torch.Tensor, functions: list[RewardFunction]) -> torch.Tensor:
     """(p, G) bool: whether the first of reward_funcs gave at least 1."""
-    deciding = [f for f, column in enumerate(columns) if column.decides]
+    deciding = [f for f, function in enumerate(functions) if function.decides]
     scores = values[..., deciding]  # (p, G, 1); under "auto" (p, G, number of tasks)
     # isfinite: ERROR is +inf, which is at least 1 too
     return ((scores >= 1) & scores.isfinite()).any(-1)

@@ -119,7 +119,7 @@ class Run:
 
     config: dict
     world: World  # rank, size, device
-    inputs: Inputs  # tokenizer, rows, reward columns
+    inputs: Inputs  # tokenizer, rows, reward functions
     sampler: object  # the rollout engine
     engine: object  # the DeepSpeed engine around the policy
     reference: object  # the frozen reference model; None at beta = 0
@@ -532,7 +532,7 @@ def show(run: Run, collected, metrics: dict, bar) -> None:
         bar.update()
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
-            log_rollouts(run.folder, collected, run.inputs.columns, run.step)
+            log_rollouts(run.folder, collected, run.inputs.reward_functions, run.step)
         except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
             raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):

@@ -319,7 +319,7 @@ def test_the_other_sources_bring_the_training_datas_columns_where_they_have_them
 def test_a_row_of_data_names_no_code(tmp_path, task):
     (row,) = load(jsonl(tmp_path, {"prompt": "a", "answer": "1", "task": task}))
     assert row["task"] == ""
-    assert "rewards.REWARDS" in refusal(rewards.columns_of, ["auto"], [1.0], [row])
+    assert "rewards.REWARDS" in refusal(rewards.reward_functions, ["auto"], [1.0], [row])
     path = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     (row,) = load(path, task="my_rewards:mine")  # a config may
     assert row["task"] == "my_rewards:mine"

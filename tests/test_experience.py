@@ -115,7 +115,7 @@ def rows_of(*answers, name: str = "q") -> list[dict]:
 
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
     # by hand, for REWARDS has the fake one only while a test runs
-    columns = [scoring.Column("fake", 1.0, None, True, f"{__name__}:fake_reward")]
+    functions = [scoring.RewardFunction("fake", 1.0, None, True, f"{__name__}:fake_reward")]
     return Inputs(
         None,
         TOKENIZER,
@@ -123,7 +123,7 @@ def inputs_of(*sources, weights=None, easy=()) -> Inputs:
         list(sources),
         weights or [1.0] * len(sources),
         list(easy),
-        columns,
+        functions,
         [],
     )
 
@@ -409,9 +409,9 @@ def test_a_remembered_prompt_with_nothing_left_to_teach_is_let_go_also_when_samp
 
 def test_collecting_leaves_rows_and_inputs_as_they_are():
     inputs = inputs_of(rows_of(*["same", "differ"] * 20))
-    before = copy.deepcopy((inputs.sources, inputs.weights, inputs.columns))
+    before = copy.deepcopy((inputs.sources, inputs.weights, inputs.reward_functions))
     collect(config("--resample_equal_groups=2"), inputs=inputs, size=5, world=2)
-    assert (inputs.sources, inputs.weights, inputs.columns) == before
+    assert (inputs.sources, inputs.weights, inputs.reward_functions) == before
 
 
 # --- rewards that fail

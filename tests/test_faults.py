@@ -460,7 +460,7 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
     run = SimpleNamespace(
         config={"num_generations": 4, "log_rollouts_steps": 1, "max_steps": 9},
         log=None,
-        inputs=SimpleNamespace(columns=[]),
+        inputs=SimpleNamespace(reward_functions=[]),
         folder=tmp_path / "gone",
         step=5,
     )

@@ -19,7 +19,7 @@ import journal
 import rollout
 import scoring
 from common import UserError, load_config, load_with_flags
-from scoring import Column
+from scoring import RewardFunction
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [
@@ -52,12 +52,12 @@ def run(model: Path, output: Path, *flags) -> subprocess.CompletedProcess:
 
 
 def test_a_reward_that_failed_is_null_and_so_is_the_sum():
-    columns = [Column(name, 1.0, None, i == 0, "m:f") for i, name in enumerate("ab")]
+    functions = [RewardFunction(name, 1.0, None, i == 0, "m:f") for i, name in enumerate("ab")]
     row = {"id": "1", "task": "t", "prompt": "p", "answer": "x"}
     r = {"text": "", "finish_reason": "stop", "prompt_ids": [1], "completion_ids": [2]}
     values = torch.tensor([[1.0, 0.5], [1.0, scoring.ERROR], [1.0, torch.nan]])
-    totals, _ = scoring.combine(values[None], columns)
-    lines = generate.lines_of([r | {"logprobs": [0.0]}] * 3, row, values, totals[0], columns)
+    totals, _ = scoring.combine(values[None], functions)
+    lines = generate.lines_of([r | {"logprobs": [0.0]}] * 3, row, values, totals[0], functions)
     lines = [json.loads(line) for line in lines]
     assert [line["reward"] for line in lines] == [1.5, None, 1.0]
     assert [line["rewards"]["b"] for line in lines] == [0.5, None, None]

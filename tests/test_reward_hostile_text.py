@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_tools import (
     ANSWERS,
-    columns_for,
     config,
+    functions_for,
     measured,
     refusal,
     rollouts_of,
@@ -53,9 +53,9 @@ def judged(texts: list[str], c: dict) -> tuple[dict, list]:
     """{reward: [what it says of each text]}, failures; and no reward says anything of another's
     row."""
     rows = rows_for_all()
-    columns = columns_for(c, rows)
-    values, failed = scoring.measure(rollouts_of(texts * len(rows)), rows, columns, c)
-    names = [column.name for column in columns]
+    functions = functions_for(c, rows)
+    values, failed = scoring.measure(rollouts_of(texts * len(rows)), rows, functions, c)
+    names = [function.name for function in functions]
     said = {}
     for i, row in enumerate(rows):
         own = names.index(row["task"])
@@ -356,12 +356,12 @@ ALIKE = [
 def test_answers_of_another_task_are_refused_in_one_sentence(reward):
     c = config(reward, reward_workers=0)
     for row in [*map(row_for, ANSWERS), row_of("list", [1, 2])]:
-        columns = columns_for(c, [row])
+        functions = functions_for(c, [row])
         readable = any({reward, row["task"]} <= alike for alike in [*ALIKE, {reward}])
         if readable:
-            scoring.check_answers(columns, [row], "my_data", c)
+            scoring.check_answers(functions, [row], "my_data", c)
             continue
-        said = refusal(scoring.check_answers, columns, [row], "my_data", c)
+        said = refusal(scoring.check_answers, functions, [row], "my_data", c)
         for word in (repr(reward), repr(row["id"]), "my_data", "reward_funcs"):
             assert word in said
 
@@ -369,14 +369,14 @@ def test_answers_of_another_task_are_refused_in_one_sentence(reward):
 def test_own_answers_are_fine_through_workers_too():
     c = config("auto")
     rows = rows_for_all()
-    scoring.check_answers(columns_for(c, rows), rows, "my_data", c)
+    scoring.check_answers(functions_for(c, rows), rows, "my_data", c)
 
 
 def test_answers_are_looked_at_for_every_task_of_the_rows_not_its_first_alone():
     c = config("countdown")
     rows = [row_for(name) for name in ANSWERS]
-    said = refusal(scoring.check_answers, columns_for(c, rows), rows, "my_data", c)
+    said = refusal(scoring.check_answers, functions_for(c, rows), rows, "my_data", c)
     assert "'countdown'" in said and "my_data" in said
     rows = [row_of("", "42")]
-    said = refusal(scoring.check_answers, columns_for(c, rows), rows, "my_data", c)
+    said = refusal(scoring.check_answers, functions_for(c, rows), rows, "my_data", c)
     assert "'countdown'" in said and "'42'" in said and "'a row of '" in said

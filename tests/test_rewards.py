@@ -12,8 +12,8 @@ import torch
 from reward_tools import (
     ANSWERS,
     TEN,
-    columns_for,
     config,
+    functions_for,
     refusal,
     rollouts_of,
     row_of,
@@ -203,10 +203,14 @@ def test_a_reward_that_does_not_exist_is_refused_by_its_name():
 
 
 def test_a_function_that_would_score_rows_twice_is_refused():
-    """Both columns would have one name, and one metric."""
-    said = refusal(rewards.columns_of, ["auto", "countdown"], [1.0, 0.5], [row_of("countdown")])
+    """Both functions would have one name, and one metric."""
+    said = refusal(
+        rewards.reward_functions, ["auto", "countdown"], [1.0, 0.5], [row_of("countdown")]
+    )
     assert "'countdown' twice" in said
-    assert "'length' twice" in refusal(rewards.columns_of, ["length", "length"], [1.0, 1.0], [])
+    assert "'length' twice" in refusal(
+        rewards.reward_functions, ["length", "length"], [1.0, 1.0], []
+    )
 
 
 def test_every_registered_reward_is_found_by_module_and_name():
@@ -230,24 +234,26 @@ def test_a_registered_reward_that_no_worker_could_import_is_refused(monkeypatch,
 
 def test_a_task_without_a_reward_is_refused_by_its_row():
     rows = [row_of("countdown", TEN), row_of("poetry")]
-    said = refusal(rewards.columns_of, ["auto"], [1.0], rows)
+    said = refusal(rewards.reward_functions, ["auto"], [1.0], rows)
     for word in ("auto", "'poetry'", "'a row of poetry'", "countdown"):
         assert word in said
     rows = [row_of("countdown", TEN), row_of("")]
-    said = refusal(rewards.columns_of, ["countdown", "auto"], [1.0, 1.0], rows)
+    said = refusal(rewards.reward_functions, ["countdown", "auto"], [1.0, 1.0], rows)
     assert "'a row of '" in said
 
 
 def test_a_reward_that_is_named_scores_rows_of_any_task():
-    columns = rewards.columns_of(["countdown"], [1.0], [row_of("poetry")])
-    assert columns == [scoring.Column("countdown", 1.0, None, True, "tasks.countdown:reward")]
+    functions = rewards.reward_functions(["countdown"], [1.0], [row_of("poetry")])
+    assert functions == [
+        scoring.RewardFunction("countdown", 1.0, None, True, "tasks.countdown:reward")
+    ]
 
 
-def test_a_rank_without_rows_has_as_many_columns_as_reward_functions():
-    columns = rewards.columns_of(["auto", "length"], [1.0, 1.0], [])
-    values, failed = scoring.measure([], [], columns, config("auto", "length", reward_workers=0))
+def test_a_rank_without_rows_has_as_many_functions_as_others():
+    functions = rewards.reward_functions(["auto", "length"], [1.0, 1.0], [])
+    values, failed = scoring.measure([], [], functions, config("auto", "length", reward_workers=0))
     assert values.shape == (0, 0, 2) and not failed
-    assert scoring.correct(values, columns).shape == (0, 0)
+    assert scoring.correct(values, functions).shape == (0, 0)
 
 
 # --- rows and the functions that score them
@@ -264,23 +270,25 @@ MIXED_TEXTS = ["2*3+4", "RGR", "\\boxed{10}", "2*3+4", "RGR", "RRR", "2*3+5", "2
 @pytest.mark.parametrize("count", [0, 2])
 def test_auto_scores_every_row_by_its_own_task_alone(count):
     c = config("auto", "length", weights=[2.0, -0.5], reward_workers=count)
-    columns = columns_for(c, MIXED)
-    assert [(column.name, column.weight, column.task, column.decides) for column in columns] == [
+    functions = functions_for(c, MIXED)
+    assert [
+        (function.name, function.weight, function.task, function.decides) for function in functions
+    ] == [
         ("countdown", 2.0, "countdown", True),
         ("graph_coloring", 2.0, "graph_coloring", True),
         ("math", 2.0, "math", True),
         ("length", -0.5, None, False),
     ]
-    values, failed = scoring.measure(rollouts_of(MIXED_TEXTS), MIXED, columns, c)
+    values, failed = scoring.measure(rollouts_of(MIXED_TEXTS), MIXED, functions, c)
     assert not failed
     own = torch.tensor([[1.0, 0], [1, 0], [1, 0], [1, 0]])
     for i, f in enumerate((0, 2, 1, 0)):
         assert torch.equal(values[i, :, f], own[i])
         others = [k for k in range(3) if k != f]
         assert values[i, :, others].isnan().all()
-    assert torch.equal(scoring.correct(values, columns), own.bool())
+    assert torch.equal(scoring.correct(values, functions), own.bool())
 
-    scores, metrics = scoring.combine(values, columns)
+    scores, metrics = scoring.combine(values, functions)
     torch.testing.assert_close(scores, 2 * own + 0.05)
     expected = {"reward/failures": 0}
     means = {"countdown": 0.5, "graph_coloring": 0.5, "math": 0.5, "length": -0.1}
@@ -293,9 +301,9 @@ def test_auto_scores_every_row_by_its_own_task_alone(count):
 
 def test_a_mean_is_over_the_rows_of_its_task_and_nothing_where_the_batch_has_none():
     c = config("auto", reward_workers=0)
-    columns = columns_for(c, MIXED)
-    values, _ = scoring.measure(rollouts_of(MIXED_TEXTS[:4]), MIXED[:2], columns, c)
-    scores, metrics = scoring.combine(values, columns)
+    functions = functions_for(c, MIXED)
+    values, _ = scoring.measure(rollouts_of(MIXED_TEXTS[:4]), MIXED[:2], functions, c)
+    scores, metrics = scoring.combine(values, functions)
     assert scores.tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert metrics["reward/countdown/mean"] == metrics["reward/math/mean"] == 0.5
     assert math.isnan(metrics["reward/graph_coloring/mean"])
@@ -335,14 +343,14 @@ def test_what_a_row_of_data_has_as_task_is_never_imported(reward_folder, kind):
 
     rows = row_files.load(str(path))
     assert [row["task"] for row in rows] == [""]
-    assert "has task ''" in refusal(rewards.columns_of, ["auto"], [1.0], rows)
+    assert "has task ''" in refusal(rewards.reward_functions, ["auto"], [1.0], rows)
 
     c = config("math", reward_workers=0)
-    columns = columns_for(c, rows)
+    functions = functions_for(c, rows)
     rollouts = rollouts_of(["\\boxed{1}", "2"])
-    values, failed = scoring.measure(rollouts, rows, columns, c)
+    values, failed = scoring.measure(rollouts, rows, functions, c)
     assert values[..., 0].tolist() == [[1.0, 0.0]] and not failed
-    right = scoring.correct(values, columns)
+    right = scoring.correct(values, functions)
     assert scoring.correct_modes(rollouts, rows, right, c) == [(1, None)]
     assert scoring.answer_clusters(rollouts, rows, right, c).tolist() == [[0, 1]]
     assert not (reward_folder / "spy.py.imported").exists() and "spy" not in sys.modules

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_tools import (
     TEN,
-    column,
-    columns_for,
     config,
+    function,
+    functions_for,
     lines_of,
     measured,
     rollouts_of,
@@ -36,20 +36,20 @@ NAN = math.nan
 # --- values, weights, metrics
 
 
-def slow_combine(values: list, columns: list) -> tuple[list, dict]:
+def slow_combine(values: list, functions: list) -> tuple[list, dict]:
     scores = []
     failures = 0
     for group in values:
         scores.append([])
         for cell in group:
             total = 0.0
-            for value, one in zip(cell, columns):
+            for value, one in zip(cell, functions):
                 if math.isfinite(value):
                     total += one.weight * value
             scores[-1].append(total)
             failures += any(value in (TIMEOUT, ERROR) for value in cell)
     metrics = {"reward/failures": failures}
-    for f, one in enumerate(columns):
+    for f, one in enumerate(functions):
         asked = []
         for group in values:
             asked += [cell[f] for cell in group if not math.isnan(cell[f])]
@@ -68,12 +68,12 @@ def test_combine_is_the_slow_loop(data, P, G, F):
     groups = st.lists(cells, min_size=G, max_size=G)
     values = data.draw(st.lists(groups, min_size=P, max_size=P))
     weights = st.sampled_from([0.0, 1.0, -0.5, 3.0])
-    columns = [column(f"f{f}", data.draw(weights), None, f == 0) for f in range(F)]
+    functions = [function(f"f{f}", data.draw(weights), None, f == 0) for f in range(F)]
 
     given_values = torch.tensor(values)
-    scores, metrics = scoring.combine(given_values, columns)
+    scores, metrics = scoring.combine(given_values, functions)
 
-    slow_scores, slow_metrics = slow_combine(values, columns)
+    slow_scores, slow_metrics = slow_combine(values, functions)
     torch.testing.assert_close(scores, torch.tensor(slow_scores))
     for name, value in slow_metrics.items():
         slow_metrics[name] = pytest.approx(value, nan_ok=True)
@@ -137,7 +137,7 @@ def test_what_is_no_finite_number_is_an_error_with_reward_value_and_row_and_coun
         "reward/odd/timeouts": 0,
         "reward/odd/errors": 1,
     }
-    _, (failed,) = scoring.measure(rollouts_of(FOUR), rows, columns_for(c, rows), c)
+    _, (failed,) = scoring.measure(rollouts_of(FOUR), rows, functions_for(c, rows), c)
     assert (failed["reward"], failed["id"]) == ("odd", "1")
     assert (failed["kind"], failed["completion"]) == ("error", "3*4-2")
     assert said in failed["reason"]
@@ -152,10 +152,10 @@ def test_a_thousand_countdown_rewards_are_the_same_with_and_without_workers():
         for i in range(0, 100, 2):
             texts.append(f"{i} {row['solutions'][0]}")
             texts.append(f"<think>{i + 1}</think><answer>{wrong}</answer>")
-    columns = columns_for(c, rows)
-    values, failed = scoring.measure(rollouts_of(texts), rows, columns, c)
+    functions = functions_for(c, rows)
+    values, failed = scoring.measure(rollouts_of(texts), rows, functions, c)
     assert not failed and (values[:, ::2] == 1).all()
-    alone, failed = scoring.measure(rollouts_of(texts), rows, columns, c | {"reward_workers": 0})
+    alone, failed = scoring.measure(rollouts_of(texts), rows, functions, c | {"reward_workers": 0})
     assert not failed and values.equal(alone)
 
 
@@ -209,7 +209,7 @@ def test_a_completion_on_which_three_functions_fail_is_one_failure():
             [[NAN, 1.0, 0.0], [0.0, 0.0, 0.0]],
         ]
     )
-    _, metrics = scoring.combine(values, [column(name) for name in "abc"])
+    _, metrics = scoring.combine(values, [function(name) for name in "abc"])
     assert metrics["reward/failures"] == 2
 
 
@@ -242,10 +242,10 @@ def test_failures_are_saved_with_their_texts_cut_and_not_more_than_twenty_a_step
 
 
 def test_correct_is_what_the_first_function_says_and_a_failure_is_not():
-    columns = [
-        column("a", 1.0, "a", True),
-        column("b", 1.0, "b", True),
-        column("format", 1.0, None, False),
+    functions = [
+        function("a", 1.0, "a", True),
+        function("b", 1.0, "b", True),
+        function("format", 1.0, None, False),
     ]
     values = torch.tensor(
         [
@@ -253,7 +253,7 @@ def test_correct_is_what_the_first_function_says_and_a_failure_is_not():
             [[NAN, 2.0, ERROR], [NAN, 0.0, 5.0], [NAN, -1.0, 0.0], [NAN, 1.0, 0.0]],
         ]
     )
-    assert scoring.correct(values, columns).tolist() == [
+    assert scoring.correct(values, functions).tolist() == [
         [True, False, False, False],
         [True, False, False, True],
     ]
@@ -263,9 +263,9 @@ def modes_of_right_answers(rows: list[dict]) -> list:
     texts = ["2*3+4", "4+3*2", "3*4-2", "1", "2", "3", "4", "2+3+4"]
     c = config("countdown", reward_workers=0)
     rollouts = rollouts_of(texts)
-    columns = columns_for(c, rows)
-    values, _ = scoring.measure(rollouts, rows, columns, c)
-    return scoring.correct_modes(rollouts, rows, scoring.correct(values, columns), c)
+    functions = functions_for(c, rows)
+    values, _ = scoring.measure(rollouts, rows, functions, c)
+    return scoring.correct_modes(rollouts, rows, scoring.correct(values, functions), c)
 
 
 def test_correct_modes_count_right_answers_and_different_ones():

@@ -16,10 +16,10 @@ from hang_clock import Clock
 from reward_tools import (
     SLACK,
     TEN,
-    column,
-    columns_for,
     come_true,
     config,
+    function,
+    functions_for,
     job,
     lines_of,
     measured,
@@ -92,7 +92,7 @@ def test_what_hangs_is_a_timeout_and_what_breaks_is_an_error(battle):
     assert {name: values[name] for name in FAILS} == dict.fromkeys(FAILS, ERROR)
     assert values["stack"] in (TIMEOUT, ERROR)  # memory or time, whichever is less
     said = torch.tensor([[[values[text]] for text in battle["texts"]]])
-    _, metrics = scoring.combine(said, [column("act")])
+    _, metrics = scoring.combine(said, [function("act")])
     failures = metrics["reward/act/timeouts"] + metrics["reward/act/errors"]
     assert failures == len(HANGS) + len(FAILS) + 1  # and the stack
 
@@ -190,7 +190,7 @@ def test_many_hangs_in_a_row_and_the_pool_still_works(battle):
     assert values == list(range(20))
     rows = [row_of("own") for _ in range(3)]  # the same text on another row is another job
     rollouts = rollouts_of(["sleep", "spin", "5"] * 3)
-    values, failed = scoring.measure(rollouts, rows, columns_for(c, rows), c)
+    values, failed = scoring.measure(rollouts, rows, functions_for(c, rows), c)
     assert values[..., 0].tolist() == [[TIMEOUT, TIMEOUT, 5.0]] * 3 and len(failed) == 6
     assert measured(["1", "2", "3"], battle["row"], c) == ([1.0, 2.0, 3.0], [])
     assert len(battle["pool"].workers) == 6
@@ -260,7 +260,7 @@ def test_begin_waits_for_nothing_and_measure_computes_nothing_twice(
     battle, reward_folder, monkeypatch
 ):
     c, pool = battle["c"], battle["pool"]
-    columns = columns_for(c, [battle["row"]])
+    functions = functions_for(c, [battle["row"]])
     measured(["1"], battle["row"], c)
     rows = [row_of("own"), row_of("own")]
     texts = ["count a", "sleep", "count b", "count a"]
@@ -268,13 +268,13 @@ def test_begin_waits_for_nothing_and_measure_computes_nothing_twice(
     waits = []
     monkeypatch.setattr(pool, "attend", lambda seconds: waits.append(seconds) or attend(seconds))
     for row in rows:
-        scoring.begin(rollouts_of(texts), row, columns, c)
+        scoring.begin(rollouts_of(texts), row, functions, c)
     assert waits == [0, 0]
     counted = reward_folder / "counted"
     # they run while nobody waits for them
     assert come_true(lambda: pool.attend(0) or len(lines_of(counted)) == 4)
-    scoring.begin(rollouts_of(texts), rows[0], columns, c)
-    values, failed = scoring.measure(rollouts_of(texts * 2), rows, columns, c)
+    scoring.begin(rollouts_of(texts), rows[0], functions, c)
+    values, failed = scoring.measure(rollouts_of(texts * 2), rows, functions, c)
     assert values[..., 0].tolist() == [[1.0, TIMEOUT, 1.0, 1.0]] * 2 and len(failed) == 2
     assert sorted(lines_of(counted)) == ["count a", "count a", "count b", "count b"]
     assert pool.asked == pool.found == {} and not pool.waiting
@@ -282,8 +282,8 @@ def test_begin_waits_for_nothing_and_measure_computes_nothing_twice(
 
 def test_answers_that_are_asked_for_while_others_are_under_way_are_their_own(battle, reward_folder):
     c, pool = battle["c"], battle["pool"]
-    columns = columns_for(c, [battle["row"]])
-    scoring.begin(rollouts_of(["count c", "sleep"]), battle["row"], columns, c)
+    functions = functions_for(c, [battle["row"]])
+    scoring.begin(rollouts_of(["count c", "sleep"]), battle["row"], functions, c)
     counted = reward_folder / "counted"
     assert come_true(lambda: pool.attend(0) or "count c" in lines_of(counted))
     right = torch.tensor([[True]])

@@ -83,17 +83,19 @@ def rows_for_all() -> list[dict]:
     return [row_for(name) for name in rewards.REWARDS]
 
 
-def column(name: str, weight: float = 1.0, task=None, decides: bool = True) -> scoring.Column:
-    return scoring.Column(name, weight, task, decides, f"nowhere:{name}")
+def function(
+    name: str, weight: float = 1.0, task=None, decides: bool = True
+) -> scoring.RewardFunction:
+    return scoring.RewardFunction(name, weight, task, decides, f"nowhere:{name}")
 
 
-def columns_for(c: dict, rows: list[dict]) -> list:
-    return rewards.columns_of(c["reward_funcs"], c["reward_weights"], rows)
+def functions_for(c: dict, rows: list[dict]) -> list:
+    return rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
 
 
 def measured(texts, row: dict, c: dict) -> tuple[list, list]:
     """What the first function says of each text, and the record of failures."""
-    values, failed = scoring.measure(rollouts_of(texts), [row], columns_for(c, [row]), c)
+    values, failed = scoring.measure(rollouts_of(texts), [row], functions_for(c, [row]), c)
     return values[0, :, 0].tolist(), failed
 
 
