@@ -169,10 +169,14 @@ ODD_HEAD = (
 
 
 def has_plain_head(lm) -> bool:
-    """False if the model's parameters or config, without any weights, show a bias or a cap on its
-    logits."""
-    has_bias = getattr(lm.get_output_embeddings(), "bias", None) is not None
-    return not has_bias and not getattr(lm.config, "final_logit_softcapping", None)
+    """False if the model's parameters or config, without any weights, show a bias, a cap or a scale
+    on its logits."""
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        return False
+    if getattr(lm.config, "final_logit_softcapping", None):
+        return False
+    scales = [getattr(lm.config, name, None) for name in ("logits_scaling", "logit_scale")]
+    return all(scale in (None, 1) for scale in scales)
 
 
 def turn_off_dropout(lm) -> float:

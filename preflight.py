@@ -67,7 +67,7 @@ from prompts import (
     set_chat_template,
     with_prompt,
 )
-from rollout import VLLM_ROWS, plan_cache, rows_at_once
+from rollout import SMALL, VLLM_ROWS, plan_cache, rows_at_once
 
 GIB = 2**30
 # bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster
@@ -628,9 +628,6 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, ranks: int) -> N
     table["of weights on every rank while it loads"] = parameters.all * dtype.itemsize
     for what, size in table.items():
         print(f"  {memory_text(size):>12}  {what}")
-    if c["rollout_engine"] == "vllm" and entries(c, "vllm_options")["enable_sleep_mode"]:
-        awake = memory_text(together - table["rollout engine's weights"])
-        print(f"on a GPU the rollout engine sleeps while the policy learns: {awake} then")
     if together > device_memory():
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 
@@ -663,7 +660,7 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, ranks: int) -> di
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
         "activations of a micro-batch": tokens_at_once(c, ranks) * per_token,
-        "vocabulary logits": head_bytes(model, tokens_at_once(c, ranks)),
+        "vocabulary logits": head_bytes(model, tokens_at_once(c, ranks), c["lora_rank"] == 0),
     }
     return table | engine_bytes(c, model, weights, ranks)
 
@@ -678,14 +675,15 @@ def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
     return 0
 
 
-def head_bytes(model, tokens: int) -> int:
+def head_bytes(model, tokens: int, trains: bool) -> int:
     """Bytes that loss.token_logps takes: four float32 tensors (chunk, vocabulary), the gradient of
-    the head, and on a CPU the softmaxes that it keeps for the backward. On a GPU it keeps as many
-    as there is room for, so they are not counted."""
+    the head if that trains, and on a CPU the softmaxes that it keeps for the backward. On a GPU it
+    keeps as many as there is room for, so they are not counted."""
     on_gpu = torch.cuda.is_available()
     chunk = CHUNK if on_gpu else CPU_CHUNK
     kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model.vocab_size)
-    return 4 * 4 * chunk * model.vocab_size + 4 * model.vocab_size * model.hidden_size + kept
+    gradient = 4 * model.vocab_size * model.hidden_size if trains else 0
+    return 4 * 4 * chunk * model.vocab_size + gradient + kept
 
 
 def engine_bytes(c: dict, model, weights: int, ranks: int) -> dict:
@@ -695,8 +693,10 @@ def engine_bytes(c: dict, model, weights: int, ranks: int) -> dict:
     if c["rollout_engine"] == "hf":
         return {"rollout engine's weights": weights}
     share = entries(c, "vllm_options")["tensor_parallel_size"]
-    if torch.cuda.is_available():  # it sleeps, so at most its weights are on the GPU
-        return {"rollout engine's weights": weights / share}
+    if torch.cuda.is_available():  # its cache is free while it sleeps
+        moves = entries(c, "vllm_options")["enable_sleep_mode"]
+        moves = moves and weights / share >= SMALL * device_memory()
+        return {"rollout engine's weights" + (IN_CPU_MEMORY if moves else ""): weights / share}
     rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize

@@ -145,6 +145,33 @@ def test_an_engine_elsewhere_takes_no_memory_here(given):
     assert of_engine()["rollout engine's cache"] > 0
 
 
+def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(given, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a fake
+    model = Qwen2Config(**SMALL)
+
+    def total(*flags: str) -> float:
+        c = load_config(["--dtype=float32", *flags])
+        table = memory_estimate(c, model, Parameters(10_000, 10_000), 4, 1)
+        return preflight.on_device(table)
+
+    elsewhere = total("--rollout_engine=server")
+    awake = "--vllm_options.enable_sleep_mode=False"
+    given(40_000 * 10)  # the engine's weights are a tenth of it
+    assert total() == elsewhere
+    assert total(awake) == elsewhere + 40_000
+    given(40_000 * 11)
+    assert total() == elsewhere + 40_000
+
+
+def test_a_frozen_head_has_no_gradient(given):
+    def of_head(*flags: str) -> float:
+        c = load_config([*SIZES, *flags])
+        return memory_estimate(c, model, Parameters(1000, 1000), 4, 1)["vocabulary logits"]
+
+    model = Qwen2Config(**SMALL)
+    assert of_head() - of_head("--lora_rank=4") == 4 * model.vocab_size * model.hidden_size
+
+
 # --- whole, through train.py
 
 

@@ -10,6 +10,7 @@ import transformers
 from packed_rows import MIXED, batch_of, both, model
 
 import packing
+import policy
 from common import UserError
 from policy import Policy
 
@@ -147,3 +148,9 @@ def test_a_model_whose_logits_are_more_than_its_head_says_is_refused(name, chang
     lm = model(name, **changes)
     with pytest.raises(UserError, match="has a bias, a cap or a scale on the logits"):
         Policy(lm, 1.0, 64, pack=pack)
+    assert not policy.has_plain_head(lm)  # what preflight asks, before weights load
+
+
+@pytest.mark.parametrize("name, changes", [("Granite", {"logits_scaling": 1.0}), ("Qwen2", {})])
+def test_a_plain_head_is_known_without_weights(name, changes):
+    assert policy.has_plain_head(model(name, **changes))
