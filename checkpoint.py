@@ -7,7 +7,8 @@
                                  checkpoint is "shallow", model.safetensors; and
         adapter/                 with lora_rank > 0: the adapters alone, in peft's format
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
-        controller_state.json    step, tau, beta, the controllers' memory, the replay buffer
+        controller_state.json    step, tau, beta, the controllers' memory, the replay buffer,
+                                 how many steps in a row were skipped or taught nothing
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
@@ -79,7 +80,7 @@ TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a sav
 UPLOAD_SECONDS = 3600.0
 
 
-# Steps in a row whose update was skipped, and in which all groups had equal rewards.
+# Steps in a row whose update was skipped, and in which no group's rewards could teach anything.
 NO_STREAKS = {"skipped": 0, "equal": 0}
 
 

@@ -1,8 +1,12 @@
 """Validation of a config: every rule that needs the config's values alone, as an error or a warning
 of one sentence.
 
-for holds, sentence in claims(config): ...  # common.load_config raises the first that doesn't hold
+for holds, sentence in claims(config): ...  # common.check_config raises the first that doesn't hold
 for sentence in warn_config(config, vocabulary, default_config()): ...
+
+A new key has its line in config/default.py; here it is in RANGES (a number) or CHOICES (a word), in
+USED or SWITCHES if only some configs read it, in STEPS if it may change during a run, and in a claim
+if it excludes another.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
@@ -1053,10 +1057,15 @@ def reward_warnings(c: dict) -> list[str]:
     if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
     ):
+        cure = "; use maxent_target_excess_entropy"
+        if c["controller_meta_method"]:  # which knows no other target
+            cure = "; set maxent_skip_equal_groups='all'"
+        if seed_reward:
+            cure = ""
         warnings.append(
             "maxent_target_weight_entropy counts every active group, and here those whose answers "
             "are all equally good are active, with flat weights at any tau: the target may be out "
-            "of reach" + ("" if seed_reward else "; use maxent_target_excess_entropy")
+            f"of reach{cure}"
         )
     scale = c["scale_rewards"] or objective.scale
     if seed_reward and scale == "group" and not objective.group_loss:

@@ -3,7 +3,7 @@ phases take.
 
     with hold_folder(config["output_dir"], rank):
         check_run_folder(config, resuming)          # before anything is loaded
-        make_run_folder(config, run_header(world), resuming)
+        make_run_folder(config, run_header(ranks), resuming)
         log = MetricsLog(folder, config, step)      # log.write(step, metrics); log.close()
 """
 
@@ -65,7 +65,8 @@ def run_header(ranks: int) -> dict:
 
 
 def git_commit() -> str:
-    """The commit of this program, with "-dirty" if its files differ from it; "" without git."""
+    """The commit of this program, with "-dirty" if its tracked files differ from it (a new file,
+    such as your own task, does not show); "" without git."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]

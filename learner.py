@@ -147,7 +147,7 @@ def score_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
     )
     targets = {
         "rewards": measured.get("task_rewards", rewards),
-        # from the rewards before shaping: a bonus would make equal rewards differ
+        # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
         "active": L.active_groups(rewards, c["maxent_skip_equal_groups"]),
         "utilities": utilities,
     }

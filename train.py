@@ -110,7 +110,7 @@ TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
 TRIAL_PROMPTS = 4  # prove_sync() samples 2 completions of each,
 TRIAL_TOKENS = 16  # of at most so many tokens
 MAX_SKIPPED_STEPS = 5  # a run stops after so many steps in a row with a non-finite update
-EQUAL_STEPS = 5  # a run warns after so many steps in a row in which all groups had equal rewards
+EQUAL_STEPS = 5  # a run warns after so many steps in a row in which no group could teach
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Run:
     state: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
     skipped: int = 0  # steps in a row with an update that was not applied
-    equal: int = 0  # steps in a row in which every group had equal rewards
+    equal: int = 0  # steps in a row in which no group's rewards could teach anything
     stopping: bool = False
 
     @property

@@ -7,8 +7,9 @@ should take about five minutes: an estimate, from their parts.
     python -m bench.gpu --shape=tiny --device=cpu    shows that the checks themselves run: figures
                                                  mean nothing, stand-ins take the kernels' place
 
-Every check is a process of its own with a time limit, and needs only what it tests: those of
-learner, attention, head and packing run where vLLM is not installed. Exit status: 0 all is well, 1
+Every check is a process of its own with a time limit, and needs only what it tests: the kernels'
+(alignment, attention, waits, head) and the learner's (zero0 to speed) run where vLLM is not
+installed. Exit status: 0 all is well, 1
 a check failed, 3 there is no GPU.
 """
 

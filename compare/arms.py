@@ -1,4 +1,4 @@
-# The arms of the experiment in docs/results.md; the first one is the baseline.
+# The arms of an experiment of 120 steps (LOG.md, 2026-11-21); the first one is the baseline.
 #   python -m compare config/countdown_tiny.py --arms=compare/arms.py --seeds=3 --ranks=1 --jobs=2
 #   --max_steps=120 --eval_steps=20 --learning_rate=2e-4 --lr_scheduler_type=linear
 #   --warmup_steps=10

@@ -68,12 +68,12 @@ delta = -1.0  # cap of the unclipped branch for negative advantages, >= 1 + epsi
 cispo_epsilon_max = 5.0  # cap of cispo's ratio
 importance_sampling = "token_truncate"  # "token_mask", "sequence_truncate/mask/geometric", "none"
 importance_sampling_cap = 3.0  # largest ratio trainer / sampler
-beta = 0.0  # weight of the reference model, start of its controller (init_kl_coeff); 0 loads none
+beta = 0.0  # weight of the reference model, and where its controller starts; 0 loads none
 kl_loss_type = "k3"  # beta * KL in the loss: "k3" (forward KL's gradient), "k2" (reverse KL's)
 policy_entropy_bonus_coef = 0.0  # reward for completions less certain than their group; 0 off
 token_entropy_coef = 0.01  # for token_entropy: weight of the policy's entropy, summed like dr_grpo
 seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ
-unlikeliness_coef = 0.0  # a right answer earns less the likelier it was in its group; 0 off
+unlikeliness_coef = 0.0  # rewards above 0 shrink the likelier the answer was in its group; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
 maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: the largest that
 #                    is safe: 1 / ln(vocabulary), less if scores are scaled or summed
@@ -95,7 +95,7 @@ mode_entropy_score_norm = "sum"  # what becomes equal: "sum" log-probs, "length"
 # --- controllers
 maxent_target_weight_entropy = -1.0  # (steps) target for the entropy of w, nats; steers tau; -1 off
 maxent_target_excess_entropy = -1.0  # (steps) or this: 0 uniform over best rows, 1 over all; -1 off
-maxent_tau_lr = 0.03  # step of log tau per unit of error (a nat; all of the excess)
+maxent_tau_lr = 0.03  # change of log tau a step and unit of error: 1 nat, or 1.0 of excess
 maxent_tau_min = 0.01
 maxent_tau_max = 1.0  # 1 is much: above checks.tau_limit, 1 / ln(vocabulary), wrong answers win
 maxent_tau_warmup_steps = -1  # steps before tau moves; -1: warmup_steps; meta does not wait
@@ -108,13 +108,13 @@ controller_meta_method = ""  # moves tau and beta together: "analytic", "first_o
 #                              "truncated_backprop"; "" off: the two rules above
 controller_meta_optimizer = "sgd"  # on log tau and log beta; "adam": for methods with a gradient
 controller_meta_lr = 0.03  # step of log tau and log beta per unit of gradient
-controller_meta_tau_lr = -1.0  # -1: controller_meta_lr
-controller_meta_beta_lr = -1.0  # -1: controller_meta_lr
+controller_meta_tau_lr = -1.0  # that of log tau alone; -1: controller_meta_lr
+controller_meta_beta_lr = -1.0  # that of log beta alone; -1: controller_meta_lr
 controller_meta_beta_grad_clip = 0.0  # largest gradient by log beta; 0 off
 controller_meta_update_interval = 1  # steps from one update to the next
 controller_meta_virtual_lr = 1.0  # size of a virtual policy step, stable below 4
 controller_meta_truncation_steps = 8  # virtual steps of "truncated_backprop"
-controller_meta_use_hessian = True  # False: a virtual step's own softmax counts as a constant
+controller_meta_use_hessian = True  # False: cheaper; softmax(s) of a virtual step is a constant
 
 # --- InfoSeed: more completions per prompt, each asked with a seed that it should come to show
 info_seed_num_seeds = 0  # S, such as 4; 0 off
