@@ -47,6 +47,7 @@ from checks import state_bytes
 from common import (
     RunStopped,
     UserError,
+    as_read_back,
     in_one_line,
     lost_a_rank,
     memory_text,
@@ -57,6 +58,15 @@ from common import (
     tell,
 )
 
+# Settings of which a change at a resume need not be told: where, how long, and what follows from
+# memory.
+HARMLESS = (
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "max_steps",
+    "max_tokens_per_micro_batch",
+)
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
 # Entries of config.json that are equal for models with weights of the same shapes, used alike.
@@ -597,6 +607,17 @@ def find(config: dict) -> Path | None:
     if path is not None:
         check_config(path, config)
     return path
+
+
+def changes(path: Path, config: dict) -> str:
+    """One sentence about the settings that differ from those a checkpoint was made with; "" if none
+    does that matters here."""
+    before = as_read_back(settings_of(path))
+    told = []
+    for key, value in as_read_back(config).items():
+        if key in before and before[key] != value and key not in HARMLESS:
+            told.append(f"{key} {before[key]!r} -> {value!r}")
+    return f"changed since {path}: {', '.join(told)}" if told else ""
 
 
 def check_config(path: Path, config: dict) -> None:

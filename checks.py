@@ -4,9 +4,9 @@ of one sentence.
 for holds, sentence in claims(config): ...  # common.check_config raises the first that doesn't hold
 for sentence in warn_config(config, vocabulary, default_config()): ...
 
-A new key has its line in config/default.py; here it is in RANGES (a number) or CHOICES (a word), in
-USED or SWITCHES if only some configs read it, in STEPS if it may change during a run, and in a claim
-if it excludes another.
+A new key has its line in config/default.py. Here it is in RANGES (a number) or CHOICES (a word), in
+USED or SWITCHES if only some configs read it, in STEPS if it may change during a run, and in a
+claim if it excludes another.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.

@@ -27,6 +27,7 @@ import math
 import os
 import shlex
 import subprocess
+import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -241,6 +242,36 @@ def trained_on(count: int, c: dict) -> str:
     )
 
 
+def unread(argv: list[str]) -> str:
+    """A warning about flags that are for training and change nothing here, "" if there is none."""
+    instead = {"temperature": "eval_temperature", "num_generations": "eval_num_generations"}
+    instead["seed"] = "seeds"
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name in instead:
+            return (
+                f"warning: {word} is for training and changes nothing here; an evaluation has "
+                f"--{instead[name]}"
+            )
+    return ""
+
+
+def check_output(path: Path) -> None:
+    """UserError if --output would replace a file that is no evaluation."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.loads(file.readline())
+        if {"id", "samples", "correct"} <= record.keys():
+            return
+    except (ValueError, RecursionError, AttributeError):  # no text, no JSON, no object
+        pass
+    raise UserError(
+        f"--output={str(path)!r} is there and no evaluation: name another file or remove it"
+    )
+
+
 def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     if own["seeds"] < 1:
         raise UserError(f"--seeds={own['seeds']} must be at least 1")
@@ -250,13 +281,15 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         # now, not after an hour of sampling
         check_writable("--output", output, folder=False)
         check_writable("--output", unfinished, folder=False)
+        check_output(output)
     rewards.check_names(c["reward_funcs"])
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c)
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
-    if warning := trained_on(len(rows), c):
-        say_on_rank_0(warning)
+    for warning in (unread(sys.argv[1:]), trained_on(len(rows), c)):
+        if warning:
+            say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding(rows, c))
     records = []  # of this rank

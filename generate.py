@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from common import (
     launched_rank,
     load_config,
     progress,
+    quoted,
     read_settings,
     scheduled,
     tell,
@@ -82,10 +84,10 @@ def check_settings(path: Path, config: dict) -> dict:
     return settings
 
 
-def finished_prompts(path: Path, config: dict) -> int:
+def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
     """The number of prompts of which the file holds all completions. Cuts off what follows them: a
     part of a group or of a line. Makes the file, and its settings, if there is none. UserError if
-    its lines were made with other settings."""
+    its lines were made with other settings, or of other rows."""
     settings = check_settings(path, config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,23 @@ def finished_prompts(path: Path, config: dict) -> int:
     whole = len(lengths) // config["num_generations"] * config["num_generations"]
     # a prompt with some of its lines only is sampled again
     os.truncate(path, sum(lengths[:whole]))
-    return whole // config["num_generations"]
+    done = whole // config["num_generations"]
+    check_rows(path, rows[:done], config["num_generations"])
+    return done
+
+
+def check_rows(path: Path, rows: list[dict], G: int) -> None:
+    """UserError unless these rows are those of the file's first groups of G lines."""
+    with open(path, encoding="utf-8") as file:
+        firsts = islice(file, 0, None, G)  # of each group
+        for i, (row, text) in enumerate(zip(rows, firsts)):
+            line = json.loads(text)
+            if any(line[key] != as_read_back(row[key]) for key in ("id", "prompt")):
+                raise UserError(
+                    f"--output={str(path)!r} was made of other rows: its prompt {i + 1} is "
+                    f"{quoted(line['id'])}, and that of the dataset is {quoted(row['id'])}: name "
+                    f"another file or remove it"
+                )
 
 
 def lines_of(group: list[dict], row: dict, values, rewards, functions: list) -> list[str]:
@@ -178,7 +196,7 @@ def write(c: dict, own: dict, path: Path) -> None:
 
     world = start_distributed()
     # only rank 0 opens the file, which it may cut; the others learn the number from it
-    shared = [finished_prompts(path, c) if world.rank == 0 else None]
+    shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     done = min(shared[0], len(rows))
     sampler = rollout.start_sampler(c, world.device)
@@ -196,7 +214,8 @@ def write(c: dict, own: dict, path: Path) -> None:
             bar.update(write_batch(path, shares))
     bar.close()
     if world.rank == 0:
-        print(f"{path}: {len(rows)} prompts x {c['num_generations']}")
+        # the file may hold more than --max_prompts already
+        print(f"{path}: {max(shared[0], len(rows))} prompts x {c['num_generations']}")
     leave_together(sampler)
 
 

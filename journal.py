@@ -272,8 +272,7 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Removes from metrics.jsonl what a run that died wrote after its last checkpoint: steps after
-    `step`, half a line."""
+    """Removes from a file of lines with a "step" those after `step`, and half a line."""
     rows, broken = read_metrics(path)
     if broken:
         print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
@@ -283,6 +282,16 @@ def rewind_metrics(path: Path, step: int) -> None:
             if row["step"] <= step:
                 file.write(json.dumps(row) + "\n")
     kept.rename(path)
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Removes what a run that died, or went another way, wrote into its folder after `step`."""
+    for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
+        rewind_metrics(path, step)
+    for path in folder.glob("rollouts/step_*.rank_*.jsonl"):
+        number = path.name.removeprefix("step_").partition(".")[0]
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
 
 
 def start_wandb(folder: Path, config: dict):
@@ -326,8 +335,8 @@ class MetricsLog:
 
     def __init__(self, folder: Path, config: dict, step: int):
         """step: finished steps, from which this run starts or continues."""
+        rewind(folder, step)
         path = folder / "metrics.jsonl"
-        rewind_metrics(path, step)
         self.file = open(path, "a", buffering=1)  # flushed line by line
         self.folder = folder
         # for lost(): while the folder is open, no other folder can get its inode number

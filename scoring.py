@@ -15,6 +15,7 @@ its name, "module:function". reward_workers=0 runs the functions in this process
 import atexit
 import json
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +83,8 @@ def answers_to(jobs: dict, c: dict) -> dict:
     """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
     if pool := pool_of(c):
         return pool.answers(jobs)
-    return {key: workers.believed(workers.answer(*job)) for key, job in jobs.items()}
+    # a copy, as a worker would get one: a reward may change what it is given
+    return {key: workers.believed(workers.answer(*deepcopy(job))) for key, job in jobs.items()}
 
 
 def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[dict]]]:

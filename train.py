@@ -269,6 +269,8 @@ def start(c: dict) -> Run:
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
         saved = checkpoint.load(resume_path, engine, world.rank)
+        if changes := checkpoint.changes(resume_path, c):
+            say_on_rank_0(changes)
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
     parameters = count_parameters(engine.module)

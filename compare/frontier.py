@@ -28,6 +28,7 @@ from compare.results import (
     metrics_of,
     parse_lines,
     prepare_picture,
+    read_lines,
     runs_in,
     smoothed,
 )
@@ -91,7 +92,10 @@ def measured_by(source: Path) -> dict:
     """{"problems", "k"} of the evaluations: those of a folder's first run, or 256 and 8."""
     for _, _, run in runs_in(source, having="config.json"):  # none in a file
         config = DEFAULTS | read_settings(run / "config.json")
-        return {"problems": config["eval_max_prompts"], "k": config["eval_num_generations"]}
+        problems = config["eval_max_prompts"]  # at most: the data may have fewer
+        if (run / "eval.jsonl").exists():
+            problems = len({record["id"] for record in read_lines(run / "eval.jsonl")})
+        return {"problems": problems, "k": config["eval_num_generations"]}
     return {"problems": 256, "k": 8}
 
 

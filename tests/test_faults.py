@@ -424,6 +424,21 @@ def test_a_broken_line_of_metrics_is_left_out_with_a_warning_and_blocks_no_resum
     assert f"{path}: what can't be read is left out: line 2\n" in capsys.readouterr().out
 
 
+def test_what_came_after_the_checkpoint_leaves_the_folder_with_its_metrics(tmp_path):
+    """Also files of ranks that the run that goes on does not have."""
+    (tmp_path / "rollouts").mkdir()
+    for step in (2, 3):
+        for rank in (0, 1):
+            (tmp_path / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl").touch()
+    (tmp_path / "rollouts" / "step_of_mine.jsonl").touch()
+    failures = tmp_path / "reward_failures.rank_1.jsonl"
+    failures.write_text('{"step": 2, "id": "a"}\n{"step": 3, "id": "b"}\n')
+    journal.MetricsLog(tmp_path, CONFIG, 2).close()
+    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert left == ["step_000002.rank_0.jsonl", "step_000002.rank_1.jsonl", "step_of_mine.jsonl"]
+    assert failures.read_text() == '{"step": 2, "id": "a"}\n'
+
+
 def test_a_run_notices_that_its_folder_is_deleted_renamed_or_replaced(tmp_path):
     folder = tmp_path / "run"
     for spoil in (shutil.rmtree, lambda path: path.rename(tmp_path / "other")):

@@ -138,15 +138,22 @@ def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_
 def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     config = json.loads(Path(f"{whole}.config.json").read_text())
     flags = [f"--model={config['model']}", *FLAGS[1:]]  # without --max_prompts
-    assert generate.finished_prompts(whole, load_config(["config/countdown_tiny.py", *flags])) == 5
+    c = load_config(["config/countdown_tiny.py", *flags])
+    lines = lines_of(whole)
+    rows = [{"id": line["id"], "prompt": line["prompt"]} for line in lines[::3]]
+    assert generate.finished_prompts(whole, rows, c) == 5
     with pytest.raises(UserError, match=r"temperature=1\.0, not 0\.5"):
-        generate.finished_prompts(
-            whole, load_config(["config/countdown_tiny.py", *flags, "--temperature=0.5"])
-        )
+        generate.finished_prompts(whole, rows, c | {"temperature": 0.5})
+    # the first row was deleted, or its text changed, since
+    with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
+        generate.finished_prompts(whole, rows[1:], c)
+    changed = [*rows[:3], rows[3] | {"prompt": "another"}, rows[4]]
+    with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
+        generate.finished_prompts(whole, changed, c)
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
     with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):
-        generate.finished_prompts(stray, load_config(["config/countdown_tiny.py", *flags]))
+        generate.finished_prompts(stray, rows, c)
     assert stray.read_text() == "{}\n"
 
 
@@ -163,6 +170,8 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
         tmp_path / "out.jsonl",
         load_config(["config/countdown_tiny.py", "--num_generations=2"]),
     )
-    assert generate.finished_prompts(path, config) == 0
-    path.write_text("a\nb\nc\nhalf")
-    assert generate.finished_prompts(path, config) == 1 and path.read_text() == "a\nb\n"
+    rows = [{"id": "x", "prompt": "y"}] * 2
+    assert generate.finished_prompts(path, rows, config) == 0
+    line = json.dumps(rows[0]) + "\n"
+    path.write_text(line * 3 + line[:7])
+    assert generate.finished_prompts(path, rows, config) == 1 and path.read_text() == line * 2

@@ -394,6 +394,17 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
+def test_what_has_changed_since_the_checkpoint_is_told(alone, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    c = checkpoint.settings_of(path)
+    assert checkpoint.changes(path, c) == ""
+    longer = {"max_steps": 99, "output_dir": "elsewhere", "resume_from_checkpoint": "latest"}
+    assert checkpoint.changes(path, c | longer) == ""
+    said = checkpoint.changes(path, c | {"beta": 0.5, "temperature": {0: 1.0, 9: 0.5}})
+    assert said.startswith(f"changed since {path}: ")
+    assert f"beta {c['beta']} -> 0.5" in said and "temperature 1.0 -> " in said
+
+
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_out_of_sight_of_latest(
     alone, tiny_model_dir, tmp_path
 ):

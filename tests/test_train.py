@@ -293,6 +293,35 @@ def test_different_answers_are_counted_where_their_number_is_unknown(monkeypatch
     assert "eval/distinct@4" not in no_modes
 
 
+@pytest.mark.parametrize(
+    "there, refused",
+    [
+        ('{"id": "a", "samples": 8, "correct": 3}\n', False),
+        ("", False),
+        ('{"step": 1, "reward": 0.5}\n', True),
+        ("[]\n", True),
+        ("no json", True),
+        ("[" * 100_000, True),
+    ],
+)
+def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path):
+    path = tmp_path / "out.jsonl"
+    evaluate.check_output(path)  # nothing there
+    path.write_text(there)
+    if not refused:
+        return evaluate.check_output(path)
+    with pytest.raises(common.UserError, match="is there and no evaluation"):
+        evaluate.check_output(path)
+
+
+def test_flags_of_training_that_an_evaluation_does_not_read_are_warned_about():
+    assert evaluate.unread(["config/a.py", "--model=m", "--eval_temperature=0.1", "seed=9"]) == ""
+    said = evaluate.unread(["config/a.py", "--temperature=0.1"])
+    assert "--temperature=0.1 is for training" in said and "--eval_temperature" in said
+    assert "--seeds" in evaluate.unread(["--seed=9"])
+    assert "--eval_num_generations" in evaluate.unread(["--num_generations=64"])
+
+
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     said = []
     config = common.load_config(["--objective=dr_grpo", "--reward_funcs=countdown"])
