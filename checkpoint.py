@@ -361,13 +361,13 @@ def take_over(config: dict, step: int, parameters) -> str:
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         # start a new run on Weights & Biases: it accepts no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
-    sentences.append(report(config, parameters))
+    sentences.append(forecast(config, parameters))
     return "\n".join(sentences)
 
 
-def report(config: dict, parameters) -> str:
+def forecast(config: dict, parameters) -> str:
     """A sentence about the checkpoints to come: where, how often, how large, and how many seconds
-    each takes, estimated by a short trial of the disk. parameters: policy.Parameters."""
+    each takes, estimated by a short trial of the disk. parameters: policy.ParameterCounts."""
     if config["save_steps"] < 0:
         return "checkpoints: none (save_steps=-1)"
     folder = Path(config["output_dir"])
@@ -390,7 +390,7 @@ def report(config: dict, parameters) -> str:
 
 def checkpoint_bytes(config: dict, parameters) -> int:
     """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and the
-    optimizer's state. parameters: policy.Parameters."""
+    optimizer's state. parameters: policy.ParameterCounts."""
     from policy import dtype_of
 
     itemsize = dtype_of(config).itemsize
@@ -605,7 +605,7 @@ def find(config: dict) -> Path | None:
     rank finds it damaged, or if this config can't go on from it. All ranks call it together."""
     path = asked_for(config, verify_together)
     if path is not None:
-        check_config(path, config)
+        check_resumable(path, config)
     return path
 
 
@@ -620,7 +620,7 @@ def changes(path: Path, config: dict) -> str:
     return f"changed since {path}: {', '.join(told)}" if told else ""
 
 
-def check_config(path: Path, config: dict) -> None:
+def check_resumable(path: Path, config: dict) -> None:
     """UserError if a run of this config can't go on from a checkpoint. Reads only small files."""
     check_fit(path, config)
     check_state(path, config)
@@ -723,13 +723,13 @@ def alike(value, example) -> bool:
     return value is None or type(value) is float
 
 
-def check_model(path: Path, model) -> None:
-    """UserError if a checkpoint's model has another shape than this run's. model: the Hugging Face
-    config of this run's model. Of other shapes DeepSpeed would say so too, but only after loading
+def check_model(path: Path, model_config) -> None:
+    """UserError if a checkpoint's model has another shape than this run's. model_config: that of
+    this run, Hugging Face's. Of other shapes DeepSpeed would say so too, but only after loading
     everything, and tensor by tensor."""
     saved = read_table(path / "config.json")
     for name in SHAPE:
-        now = getattr(model, name, None)
+        now = getattr(model_config, name, None)
         if name in saved and saved[name] != now:
             raise UserError(
                 f"{path} is of a model with {name}={saved[name]!r}, and this run's has {now!r}: "

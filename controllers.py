@@ -4,7 +4,7 @@ round trip.
     state = init_state(config)          # step, tau, beta, entropy, steering, skipped, meta
     state = update_tau(state, entropy, config)      # each step, with the entropy of its weights
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
-    state, metrics = meta_step(state, batch, config)    # instead of both: controller_meta_method
+    state, metrics = meta_step(state, groups, config)    # instead of both: controller_meta_method
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). A larger tau makes the
 weights flatter and their entropy larger, so the feedback is negative.
@@ -166,17 +166,24 @@ class Virtual(NamedTuple):
     use_hessian: bool  # False: softmax(s) counts as a constant in the gradient
 
 
-def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) -> tuple:
-    """(Phi, H, K), differentiable by log_tau and log_beta. batch: "utilities" u, "scores" s,
-    "ref_scores" l, each (groups, G); targets (H*, KL*).
+class Targets(NamedTuple):
+    """What the meta-controller steers to."""
+
+    entropy: float  # H*, of w, nats
+    kl: float  # KL*, of the policy's scores from the reference's over a group, nats
+
+
+def potential(log_tau, log_beta, groups: dict, targets: Targets, virtual: Virtual) -> tuple:
+    """(Phi, H, K), differentiable by log_tau and log_beta. groups: "utilities" u, "scores" s,
+    "ref_scores" l, each (groups, G).
 
     H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)). K is the mean
     KL(softmax(s) || softmax(l)) after virtual.steps steps s <- s + virtual.lr * (w - softmax(s)),
     which stand for training on w. With 0 steps K is that of the measured policy and does not
     depend on tau and beta."""
-    u = batch["utilities"].double()  # (groups, G), like s, ref and w below
-    s = batch["scores"].double()
-    ref = batch["ref_scores"].double()
+    u = groups["utilities"].double()  # (groups, G), like s, ref and w below
+    s = groups["scores"].double()
+    ref = groups["ref_scores"].double()
     tau = log_tau.exp()
     beta = log_beta.exp()
     log_w = ((u + beta * ref) / (tau + beta)).log_softmax(1)
@@ -190,7 +197,7 @@ def potential(log_tau, log_beta, batch: dict, targets: tuple, virtual: Virtual) 
     # nats. Not entr(w), whose slope is infinite where w underflows to 0
     H = -(w * log_w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
-    return 0.5 * (H - targets[0]) ** 2 + 0.5 * (K - targets[1]) ** 2, H, K
+    return 0.5 * (H - targets.entropy) ** 2 + 0.5 * (K - targets.kl) ** 2, H, K
 
 
 def virtual_policy(config: dict) -> Virtual:
@@ -207,13 +214,13 @@ def virtual_policy(config: dict) -> Virtual:
     )
 
 
-def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[float]]:
+def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[float]]:
     """((Phi, H, K), what to subtract from (log tau, log beta), times a learning rate, so that Phi
     falls). That is the gradient of Phi through the virtual steps; for "analytic", the residuals
     (H - H*, KL* - K), which need no differentiation."""
     import torch
 
-    targets = (entropy_target(state["step"], config), config["kl_target"])
+    targets = Targets(entropy_target(state["step"], config), config["kl_target"])
     virtual = virtual_policy(config)
     differentiates = virtual.steps > 0
     logs = []
@@ -221,27 +228,27 @@ def meta_gradient(state: dict, batch: dict, config: dict) -> tuple[tuple, list[f
         # steps are taken in the logarithm, so that neither can become negative
         log = math.log(state[name])
         logs.append(torch.tensor(log, dtype=torch.float64, requires_grad=differentiates))
-    phi, H, K = potential(*logs, batch, targets, virtual)
+    phi, H, K = potential(*logs, groups, targets, virtual)
     # signs: a larger tau means more entropy, a larger beta less KL
-    gradient = (H - targets[0], targets[1] - K)
+    gradient = (H - targets.entropy, targets.kl - K)
     if differentiates:
         gradient = torch.autograd.grad(phi, logs)
     return (phi.item(), H.item(), K.item()), [slope.item() for slope in gradient]
 
 
-def meta_step(state: dict, batch: dict, config: dict) -> tuple[dict, dict]:
+def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
     """Moves tau and beta by controller_meta_method, every controller_meta_update_interval steps,
     and clips them to their bounds. Returns (state, meta/* metrics); tau_projected and
     beta_projected are 1 where a bound acted.
 
-    batch: see potential(); the active groups of the step, measured before the update. Without an
+    groups: see potential(); the active groups of the step, measured before the update. Without an
     active group, or with a non-finite gradient, nothing changes but the counts."""
     # no update in this step
     if state["step"] % config["controller_meta_update_interval"]:
         return counted(state), {}
-    if len(batch["utilities"]) == 0:
+    if len(groups["utilities"]) == 0:
         return skipped(state), {}
-    (phi, H, K), (tau_grad, beta_grad) = meta_gradient(state, batch, config)
+    (phi, H, K), (tau_grad, beta_grad) = meta_gradient(state, groups, config)
     if not (is_measured(phi) and is_measured(tau_grad) and is_measured(beta_grad)):
         return skipped(state), {}
     most = config["controller_meta_beta_grad_clip"]

@@ -220,14 +220,16 @@ class Seeds:
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def metrics(self, targets: dict) -> dict:
-        """Metrics of the seed rows before the update: see `measure`."""
+        """Metrics of the seed rows before the update: see `seed_metrics`."""
         if self.count == 0:
             return {}
         seed_rewards = self.task_rewards[:, -self.count :]
-        return measure(self.h, self.log_q, seed_rewards, targets.get("weights"), targets["active"])
+        return seed_metrics(
+            self.h, self.log_q, seed_rewards, targets.get("weights"), targets["active"]
+        )
 
 
-def measure(h, log_q, seed_rewards, weights, active) -> dict:
+def seed_metrics(h, log_q, seed_rewards, weights, active) -> dict:
     """seed/* metrics. pred_acc: how often the most likely seed is the right one (chance 1/S).
     diversity_l2: mean distance between two seeds' mean h. reward: mean task reward of the seed
     rows. With weights w (P, G + S) also entropy_gap: the entropy of w within the ordinary rows

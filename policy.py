@@ -278,21 +278,21 @@ def completion_mask(lengths):
 # --- weights by name
 
 
-class Parameters(NamedTuple):
+class ParameterCounts(NamedTuple):
     """How many parameters a model has, and how many of them are trained."""
 
     all: int
     trained: int
 
 
-def count_parameters(module) -> Parameters:
+def count_parameters(module) -> ParameterCounts:
     total = trained = 0
     for parameter in module.parameters():
         # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
         size = getattr(parameter, "ds_numel", parameter.numel())
         total += size
         trained += size if parameter.requires_grad else 0
-    return Parameters(total, trained)
+    return ParameterCounts(total, trained)
 
 
 def named_weights(lm, zero_stage: int):

@@ -423,7 +423,7 @@ def check_context(model_config, c: dict) -> None:
 class Inputs(NamedTuple):
     """The result of load_inputs()."""
 
-    model: object  # the model's config
+    model_config: object  # Hugging Face's
     tokenizer: object
     stop_ids: list[int]  # the tokens that end a completion
     sources: list[list[dict]]  # training rows of each source of the mixture
@@ -471,7 +471,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
     *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
     return Inputs(
-        model=files.config,
+        model_config=files.config,
         tokenizer=files.tokenizer,
         stop_ids=files.stop_ids,
         sources=sources,
@@ -536,14 +536,15 @@ def dry_run(c: dict, ranks: int, dtype: torch.dtype, deepspeed_config: dict) -> 
 
     inputs = load_inputs(c, ranks, dry_run=True)
     show_data(inputs, c)
-    model = empty_model(c["model"], inputs.model)
+    lm = empty_model(c["model"], inputs.model_config)
     if c["lora_rank"]:
-        print(add_adapters(model, c["lora_rank"], base=c["model"]))
-    show_memory(c, inputs.model, count_parameters(model), dtype, ranks)
-    known = with_tau(c, inputs.model.vocab_size)
+        print(add_adapters(lm, c["lora_rank"], base=c["model"]))
+    show_memory(c, inputs.model_config, count_parameters(lm), dtype, ranks)
+    vocabulary = inputs.model_config.vocab_size
+    known = with_tau(c, vocabulary)
     if known != c:
-        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {inputs.model.vocab_size} tokens")
-    for warning in warn_config(known, inputs.model.vocab_size, default_config()):
+        print(f"maxent_tau = {known['maxent_tau']:.3g}, for {vocabulary} tokens")
+    for warning in warn_config(known, vocabulary, default_config()):
         print(f"warning: {warning}")
     return inputs
 
@@ -577,14 +578,14 @@ def tokens_at_once(c: dict, ranks: int) -> int:
     return min(limit, rows_of_a_rank(c, ranks) * longest_row(c))
 
 
-def fitting_tokens(c: dict, model, parameters, ranks: int) -> int:
+def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
     """What max_tokens_per_micro_batch=0 stands for: the largest power of two for which the memory
-    estimate is at most MEMORY_SHARE of a rank's memory. model: the Hugging Face config; parameters:
-    policy.Parameters."""
+    estimate is at most MEMORY_SHARE of a rank's memory. model_config: Hugging Face's; parameters:
+    policy.ParameterCounts."""
     tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
     while tokens > FEWEST_TOKENS:
         trial = c | {"max_tokens_per_micro_batch": tokens}
-        table = memory_estimate(trial, model, parameters, dtype_of(c).itemsize, ranks)
+        table = memory_estimate(trial, model_config, parameters, dtype_of(c).itemsize, ranks)
         if on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
@@ -608,10 +609,10 @@ def on_device(table: dict) -> float:
     return sizes
 
 
-def show_memory(c: dict, model, parameters, dtype: torch.dtype, ranks: int) -> None:
-    """Prints the estimate of a rank's memory as a table. model: the Hugging Face config;
-    parameters: policy.Parameters."""
-    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model, parameters, ranks)
+def show_memory(c: dict, model_config, parameters, dtype: torch.dtype, ranks: int) -> None:
+    """Prints the estimate of a rank's memory as a table. model_config: Hugging Face's;
+    parameters: policy.ParameterCounts."""
+    tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model_config, parameters, ranks)
     c = c | {"max_tokens_per_micro_batch": tokens}
     longest = longest_row(c)
     # max: rows are not cut, so a micro-batch holds one row at least
@@ -621,7 +622,7 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, ranks: int) -> N
         f"them if every row had all {longest} tokens and no prompt was shared"
     )
     name = str(dtype).removeprefix("torch.")
-    table = memory_estimate(c, model, parameters, dtype.itemsize, ranks)
+    table = memory_estimate(c, model_config, parameters, dtype.itemsize, ranks)
     together = on_device(table)
     print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table[f"together, of {memory_text(device_memory())}"] = together
@@ -632,9 +633,9 @@ def show_memory(c: dict, model, parameters, dtype: torch.dtype, ranks: int) -> N
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
-def memory_estimate(c: dict, model, parameters, itemsize: int, ranks: int) -> dict:
-    """{what: bytes} of memory on each rank during the backward of a micro-batch. model:
-    the Hugging Face config; parameters: policy.Parameters; itemsize: bytes of a weight."""
+def memory_estimate(c: dict, model_config, parameters, itemsize: int, ranks: int) -> dict:
+    """{what: bytes} of memory on each rank during the backward of a micro-batch. model_config:
+    Hugging Face's; parameters: policy.ParameterCounts; itemsize: bytes of a weight."""
     weights = parameters.all * itemsize
     optimizer = parameters.trained * state_bytes(c, itemsize)
     place = IN_CPU_MEMORY if c["offload_optimizer"] else ""
@@ -643,10 +644,12 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, ranks: int) -> di
     if c["reference_placement"] == "sharded":  # ZeRO-3; "cpu" is on the device while it scores
         reference /= ranks
     # GPT-2's config does not give the width of its feed-forward layers
-    inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
     # with checkpointing, layers are recomputed one at a time
-    layers = 1 if c["gradient_checkpointing"] else model.num_hidden_layers
-    per_token = layers * (18 * model.hidden_size + 4 * inner) * itemsize  # kept for the backward
+    layers = 1 if c["gradient_checkpointing"] else model_config.num_hidden_layers
+    # kept for the backward
+    per_token = layers * (18 * model_config.hidden_size + 4 * inner) * itemsize
+    tokens = tokens_at_once(c, ranks)
 
     def share(stage: int) -> int:
         """The number of ranks that share what ZeRO shards from this stage on."""
@@ -659,10 +662,10 @@ def memory_estimate(c: dict, model, parameters, itemsize: int, ranks: int) -> di
         "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, ranks),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
-        "activations of a micro-batch": tokens_at_once(c, ranks) * per_token,
-        "vocabulary logits": head_bytes(model, tokens_at_once(c, ranks), c["lora_rank"] == 0),
+        "activations of a micro-batch": tokens * per_token,
+        "vocabulary logits": head_bytes(model_config, tokens, c["lora_rank"] == 0),
     }
-    return table | engine_bytes(c, model, weights, ranks)
+    return table | engine_bytes(c, model_config, weights, ranks)
 
 
 def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
@@ -675,18 +678,18 @@ def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
     return 0
 
 
-def head_bytes(model, tokens: int, trains: bool) -> int:
+def head_bytes(model_config, tokens: int, trains: bool) -> int:
     """Bytes that loss.token_logps takes: four float32 tensors (chunk, vocabulary), the gradient of
     the head if that trains, and on a CPU the softmaxes that it keeps for the backward. On a GPU it
     keeps as many as there is room for, so they are not counted."""
     on_gpu = torch.cuda.is_available()
     chunk = CHUNK if on_gpu else CPU_CHUNK
-    kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model.vocab_size)
-    gradient = 4 * model.vocab_size * model.hidden_size if trains else 0
-    return 4 * 4 * chunk * model.vocab_size + gradient + kept
+    kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model_config.vocab_size)
+    gradient = 4 * model_config.vocab_size * model_config.hidden_size if trains else 0
+    return 4 * 4 * chunk * model_config.vocab_size + gradient + kept
 
 
-def engine_bytes(c: dict, model, weights: int, ranks: int) -> dict:
+def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
     """{what: bytes} that the rollout engine holds while the policy learns."""
     if c["rollout_engine"] == "server":
         return {}
@@ -699,8 +702,8 @@ def engine_bytes(c: dict, model, weights: int, ranks: int) -> dict:
         return {"rollout engine's weights" + (IN_CPU_MEMORY if moves else ""): weights / share}
     rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
-    embedding = model.vocab_size * model.hidden_size * dtype_of(c).itemsize
+    embedding = model_config.vocab_size * model_config.hidden_size * dtype_of(c).itemsize
     return {
         "rollout engine's weights": max(weights, 2 * weights - embedding) / share,
-        "rollout engine's cache": plan_cache(c, model, rows).size,
+        "rollout engine's cache": plan_cache(c, model_config, rows).size,
     }

@@ -291,9 +291,9 @@ class VllmEngine:
         # not worth the time of two copies
         self.keeps_weights = self.sleeps and self.weight_bytes() < SMALL * device_bytes(device)
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
-        self.group = None
+        self.process_group = None
         if self.size > 1:  # these ranks must make the same requests, so they pool their prompts
-            self.group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
+            self.process_group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
         """The vllm.LLM; UserError if it doesn't know an option or can't start with it."""
@@ -368,11 +368,11 @@ class VllmEngine:
         if self.size == 1:
             return requests, 0
         shares = [None] * self.size
-        dist.all_gather_object(shares, requests, group=self.group)
+        dist.all_gather_object(shares, requests, group=self.process_group)
         pooled = []
         for share in shares:
             pooled += share
-        before = shares[: dist.get_rank(self.group)]
+        before = shares[: dist.get_rank(self.process_group)]
         return pooled, sum(map(len, before))
 
     def sync(self, named_parameters) -> None:

@@ -231,7 +231,7 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
     size = dist.get_world_size()
     if resume_path and checkpoint.ranks_of(resume_path) == size:
         return checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
-    fitting = fitting_tokens(c, inputs.model, parameters, size)
+    fitting = fitting_tokens(c, inputs.model_config, parameters, size)
     fitting = int(across_ranks(torch.tensor(fitting), dist.ReduceOp.MIN))  # machines may differ
     say_on_rank_0(f"max_tokens_per_micro_batch={fitting}: it follows the memory of a rank")
     return fitting
@@ -244,7 +244,7 @@ def start(c: dict) -> Run:
     check_run_folder(c, resuming)
     # before ranks meet: each can report what is wrong and exit without leaving a collective
     inputs = load_inputs(c, launched_ranks())
-    c = with_tau(c, inputs.model.vocab_size)
+    c = with_tau(c, inputs.model_config.vocab_size)
     hub = None
     # early: a token without the right to write is reported before weights load
     if c["push_to_hub"] and launched_rank() == 0:
@@ -253,10 +253,10 @@ def start(c: dict) -> Run:
     world = start_distributed()
     resume_path = checkpoint.find(c)
     if resume_path:
-        checkpoint.check_model(resume_path, inputs.model)
+        checkpoint.check_model(resume_path, inputs.model_config)
     header = run_header(world.size)
     say_on_rank_0(" ".join(f"{key}={value!r}" for key, value in header.items()))
-    for warning in warn_config(c, inputs.model.vocab_size, default_config()):
+    for warning in warn_config(c, inputs.model_config.vocab_size, default_config()):
         say_on_rank_0(f"warning: {warning}")
 
     # The sampler loads first, because on a GPU vLLM measures the free memory. Policy and reference
@@ -577,7 +577,7 @@ def stop_after_skipped_updates(run: Run) -> None:
 # --- the loop
 
 
-def look(c: dict) -> None:
+def dry_run_main(c: dict) -> None:
     """Checks everything and prints what would run (--dry_run). Loads no weights."""
     if launched_rank() > 0:
         return
@@ -587,8 +587,8 @@ def look(c: dict) -> None:
     check_run_folder(c, checkpoint.check_request(c))
     resume_path = checkpoint.asked_for(c)
     if resume_path:
-        checkpoint.check_config(resume_path, c)
-        checkpoint.check_model(resume_path, inputs.model)
+        checkpoint.check_resumable(resume_path, c)
+        checkpoint.check_model(resume_path, inputs.model_config)
 
 
 def main(c: dict) -> None:
@@ -684,4 +684,4 @@ def train(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    script(look if flags["dry_run"] else main, config)
+    script(dry_run_main if flags["dry_run"] else main, config)

@@ -18,7 +18,7 @@ import sys
 from checks import entries, longest_row
 from common import UserError, load_config, own_flags, script
 
-VLLM_ROWS = 128  # completions that `vllm serve` runs at once by default on a CPU
+SERVE_ROWS = 128  # completions that `vllm serve` runs at once by default on a CPU
 OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
 # vllm_options that command() handles itself; --tp replaces tensor_parallel_size
 SET_HERE = ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes")
@@ -61,7 +61,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         options["kv_cache_memory_bytes"] = cache
     if not on_gpu:  # as in rollout.vllm_settings
         shared = c | {"vllm_options": c["vllm_options"] | {"tensor_parallel_size": own["tp"]}}
-        rows = rollout.rows_at_once(shared, own["dp"], VLLM_ROWS)
+        rows = rollout.rows_at_once(shared, own["dp"], SERVE_ROWS)
         options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes(shared, model_config, rows)
         options["block_size"] = rollout.CPU_BLOCK
         options["enable_chunked_prefill"] = False

@@ -272,7 +272,7 @@ def refused_by(tiny_model_dir, tmp_path, monkeypatch):
             if script is not train:
                 script.main(config, own)
             elif own["dry_run"]:
-                train.look(config)
+                train.dry_run_main(config)
             else:
                 train.main(config)
         return str(caught.value)

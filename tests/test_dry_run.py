@@ -17,7 +17,7 @@ import rollout
 import sft
 import train
 from common import UserError, load_config
-from policy import Parameters
+from policy import ParameterCounts
 from preflight import dry_run, memory_estimate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +114,7 @@ SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_splits_a_part_more_with_every_stage(stage, given):
     c = load_config([*SIZES, f"--zero_stage={stage}"])
-    sizes = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, 8)
+    sizes = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), 4, 8)
     # from stage 1 on the optimizer has its own copy of the weights
     split = {"optimizer": 12_000 if stage else 8000, "gradients": 4000, "weights": 4000}
     for needed, (what, size) in enumerate(split.items(), 1):
@@ -125,7 +125,7 @@ def test_zero_splits_a_part_more_with_every_stage(stage, given):
 def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
     def under_way(stage: int, world: int) -> int:
         c = load_config([*SIZES, f"--zero_stage={stage}"])
-        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(1000, 1000), 4, world)
+        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), 4, world)
         return table["gradients under way between ranks"]
 
     assert under_way(0, 1) == 0
@@ -135,7 +135,7 @@ def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
 def test_an_engine_elsewhere_takes_no_memory_here(given):
     def of_engine(*flags: str) -> dict:
         c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, Qwen2Config(**SMALL), Parameters(10_000, 10_000), 4, 1)
+        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(10_000, 10_000), 4, 1)
         return {what: size for what, size in table.items() if what.startswith("rollout")}
 
     assert of_engine("--rollout_engine=server") == {}
@@ -151,7 +151,7 @@ def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(giv
 
     def total(*flags: str) -> float:
         c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, model, Parameters(10_000, 10_000), 4, 1)
+        table = memory_estimate(c, model, ParameterCounts(10_000, 10_000), 4, 1)
         return preflight.on_device(table)
 
     elsewhere = total("--rollout_engine=server")
@@ -166,7 +166,7 @@ def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(giv
 def test_a_frozen_head_has_no_gradient(given):
     def of_head(*flags: str) -> float:
         c = load_config([*SIZES, *flags])
-        return memory_estimate(c, model, Parameters(1000, 1000), 4, 1)["vocabulary logits"]
+        return memory_estimate(c, model, ParameterCounts(1000, 1000), 4, 1)["vocabulary logits"]
 
     model = Qwen2Config(**SMALL)
     assert of_head() - of_head("--lora_rank=4") == 4 * model.vocab_size * model.hidden_size
@@ -194,7 +194,7 @@ def deepspeed_of(text: str) -> dict:
 
 
 def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_path, capsys):
-    train.look(
+    train.dry_run_main(
         load_config(
             [
                 TINY,
@@ -226,7 +226,7 @@ def test_a_dry_run_says_in_the_end_that_its_run_folder_would_be_refused(
 ):
     argv = [TINY, f"--model={no_weights}", f"--output_dir={no_weights}", *flags]
     with pytest.raises(UserError, match=words):
-        train.look(load_config(argv))
+        train.dry_run_main(load_config(argv))
     assert "512 rows" in capsys.readouterr().out
 
 
@@ -242,7 +242,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
 
     files = {"train_config.json": saved, "controller_state.json": state, "config.json": model}
     save_files(path, files)
-    train.look(load_config(argv))  # one that fits is let through
+    train.dry_run_main(load_config(argv))  # one that fits is let through
     for flags, changes, words in [
         ("--optimizer=sgd", {}, "optimizer='adamw'"),
         ("--lora_rank=4", {}, "lora_rank=0"),
@@ -252,7 +252,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
     ]:
         save_files(path, files | changes)
         with pytest.raises(UserError, match=words):
-            train.look(load_config([*argv, *flags.split()]))
+            train.dry_run_main(load_config([*argv, *flags.split()]))
 
 
 def save_files(path: Path, files: dict) -> None:
@@ -270,7 +270,7 @@ def test_a_dry_run_of_the_math_config_reads_its_columns_and_drops_long_prompts(
 ):
     problem = {"problem": "What is 1+1?", "answer": "2"}
     path = jsonl(tmp_path, problem, {**problem, "problem": "1" * 600}, {"problem": "And?"})
-    train.look(
+    train.dry_run_main(
         load_config(
             [
                 str(ROOT / "config" / "math_maxent.py"),

@@ -31,7 +31,7 @@ import journal
 import scoring
 import train
 from common import RunStopped, UserError
-from policy import Parameters
+from policy import ParameterCounts
 
 HF = [
     "--rollout_engine=hf",
@@ -123,7 +123,7 @@ def test_a_disk_without_room_for_the_trial_of_a_checkpoint_is_one_sentence(disk)
     (disk / "other").write_bytes(bytes(8 * 2**20))
     config = common.load_config([f"--output_dir={disk}"])
     with pytest.raises(UserError, match=f"output_dir='{disk}'") as caught:
-        checkpoint.report(config, Parameters(1000, 1000))
+        checkpoint.forecast(config, ParameterCounts(1000, 1000))
     assert "\n" not in str(caught.value) and not (disk / "trial.tmp").exists()
 
 

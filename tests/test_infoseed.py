@@ -95,7 +95,9 @@ def test_completions_that_tell_nothing_are_guessed_at_chance_however_much_their_
 def test_seeds_that_show_are_found_and_their_loss_is_lower():
     S, h = 3, features(6, 3, 0, H=8)
     shown = h + 9 * torch.eye(8, dtype=torch.float64)[:3].repeat(6, 1)
-    metrics = infoseed.measure(shown, infoseed.log_q(shown, S, 0.1), torch.ones(6, S), None, None)
+    metrics = infoseed.seed_metrics(
+        shown, infoseed.log_q(shown, S, 0.1), torch.ones(6, S), None, None
+    )
     assert metrics["seed/pred_acc"] == 1.0
     assert metrics["seed/reward"] == 1.0
     assert infoseed.info_nce(shown, S, 0.1) < infoseed.info_nce(h, S, 0.1)
@@ -118,7 +120,7 @@ def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows()
     def gap(w):
         h = features(1, 2, 0)
         log_q = torch.zeros(2, 2)
-        metrics = infoseed.measure(h, log_q, torch.zeros(1, 2), w, torch.tensor([True]))
+        metrics = infoseed.seed_metrics(h, log_q, torch.zeros(1, 2), w, torch.tensor([True]))
         return metrics["seed/entropy_gap"]
 
     assert gap(torch.tensor([[0.25, 0.25, 0.5, 0.0]])) == pytest.approx(math.log(2))

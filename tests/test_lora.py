@@ -27,7 +27,7 @@ import sft
 import train
 from checkpoint import checkpoint_bytes
 from common import UserError, load_config
-from policy import Parameters, add_adapters, count_parameters, model_weights, named_weights
+from policy import ParameterCounts, add_adapters, count_parameters, model_weights, named_weights
 from preflight import memory_estimate
 
 CPU = torch.device("cpu")
@@ -323,7 +323,7 @@ def test_peft_is_imported_for_adapters_only(tiny_model_dir):
 def test_memory_and_checkpoints_count_an_optimizer_for_adapters_only():
     c = load_config(["--lora_rank=4", "--beta=0.1", "--dtype=bfloat16"])
     shape = Qwen2Config(num_hidden_layers=2)
-    parameters = Parameters(1010, 10)
+    parameters = ParameterCounts(1010, 10)
     table = memory_estimate(c, shape, parameters, 2, 1)
     assert (table["weights"], table["gradients"]) == (2020, 20)
     assert (table["optimizer"], table["reference"]) == (10 * (4 + 8), 0)

@@ -13,7 +13,7 @@ import preflight
 import rollout
 import train
 from common import RolloutsLost, RunStopped, load_config, memory_limits
-from policy import Parameters
+from policy import ParameterCounts
 from preflight import fitting_tokens, memory_estimate, tokens_at_once
 
 GIB = 2**30
@@ -25,7 +25,7 @@ SMOL = LlamaConfig(
     intermediate_size=1536,
     vocab_size=49152,
 )
-PARAMETERS = Parameters(134_515_008, 134_515_008)
+PARAMETERS = ParameterCounts(134_515_008, 134_515_008)
 
 
 def config(*flags: str) -> dict:

@@ -8,7 +8,7 @@ import train
 from checkpoint import checkpoint_bytes
 from checks import OPTIMIZERS
 from common import UserError, load_config
-from policy import Parameters, make_optimizer, try_optimizer
+from policy import ParameterCounts, make_optimizer, try_optimizer
 from preflight import memory_estimate
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_memory_and_size_of_a_checkpoint_follow_the_optimizer():
     from transformers import Qwen2Config
 
     sizes = {}
-    parameters = Parameters(1000, 1000)
+    parameters = ParameterCounts(1000, 1000)
     for name in ("adamw", "adafactor"):
         c = load_config([f"--optimizer={name}", "--dtype=float32"])
         table = memory_estimate(c, Qwen2Config(num_hidden_layers=2), parameters, 4, 1)

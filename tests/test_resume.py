@@ -30,7 +30,7 @@ import sft
 import train
 from common import RunStopped, UserError, load_config
 from journal import make_run_folder
-from policy import Parameters
+from policy import ParameterCounts
 from ranks import start_distributed
 
 
@@ -597,10 +597,10 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
 def test_the_report_names_size_frequency_and_place(tmp_path):
     c = CONFIG | {"output_dir": str(tmp_path), "save_steps": 50, "keep_every": 500}
     c["dtype"] = "float32"
-    parameters = Parameters(2**30, 2**30)
-    text = checkpoint.report(c, parameters)
+    parameters = ParameterCounts(2**30, 2**30)
+    text = checkpoint.forecast(c, parameters)
     for words in ("16.00 GiB", "every 50 steps", str(tmp_path), "every 500 steps"):
         assert words in text
-    assert "12.00 GiB" in checkpoint.report(c | {"checkpoint_mode": "shallow"}, parameters)
-    assert "none" in checkpoint.report(c | {"save_steps": -1}, parameters)
+    assert "12.00 GiB" in checkpoint.forecast(c | {"checkpoint_mode": "shallow"}, parameters)
+    assert "none" in checkpoint.forecast(c | {"save_steps": -1}, parameters)
     assert not list(tmp_path.iterdir())
