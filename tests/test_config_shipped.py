@@ -70,41 +70,8 @@ def test_a_steered_recipe_differs_from_its_plain_one_in_the_keys_of_steering_onl
     assert {
         key
         for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"}
-        if not key.startswith(("maxent_t", "sft_", "warmup_steps"))
+        if not key.startswith(("maxent_t", "warmup_steps"))
     } == set()
-
-
-def test_the_published_settings_are_those_of_the_issue():
-    half = load_config([str(ROOT / "config" / "countdown_0.5b.py")])
-    assert [
-        half[k]
-        for k in (
-            "model",
-            "num_generations",
-            "learning_rate",
-            "lr_scheduler_type",
-            "max_completion_length",
-            "objective",
-            "maxent_tau",
-        )
-    ] == ["Qwen/Qwen2.5-0.5B-Instruct", 16, 2e-7, "constant", 192, "xdr", 0.05]
-    maths = load_config([str(ROOT / "config" / "math_maxent.py")])
-    assert [
-        maths[k]
-        for k in (
-            "model",
-            "dataset",
-            "eval_dataset",
-            "eval_steps",
-            "seed",
-        )
-    ] == [
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        {"name": "open-r1/OpenR1-Math-220k", "prompt": "problem"},
-        {"name": "HuggingFaceH4/MATH-500", "prompt": "problem"},
-        25,
-        42,
-    ]
 
 
 def used_keys(path: Path) -> set:

@@ -91,7 +91,7 @@ def test_ranks_agree_on_the_smallest_and_a_run_that_goes_on_takes_what_it_had(
     monkeypatch.setattr(train, "fitting_tokens", lambda *args: 4096)
     monkeypatch.setattr(train, "across_ranks", lambda tensor, op: torch.tensor(1024))
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
-    inputs = SimpleNamespace(model=SMOL)
+    inputs = SimpleNamespace(model_config=SMOL)
 
     def chosen(given: int, path=None) -> int:
         c = config(f"--max_tokens_per_micro_batch={given}")

@@ -24,6 +24,7 @@ SECONDS = {  # of every call
     (learner, "learning_seconds"): 4,  # in which it meets another rank
     (ranks.dist, "barrier"): 4,  # as there
 }
+LEARNING_SECONDS = learner.learning_seconds
 clock = SimpleNamespace(seconds=0)
 stopwatch = SimpleNamespace(perf_counter=lambda: clock.seconds)
 
@@ -36,20 +37,21 @@ def that_takes(seconds: int, real):
     return work
 
 
-def with_a_slower_rank(seconds):
-    """gather_rows, but where learning_seconds asks, by one value a rank."""
-    if seconds.dim() == 1:
-        return torch.cat([seconds, seconds + 4])
-    return ranks.gather_rows(seconds)
+def seconds_beside_a_slower_rank(own: float) -> dict:
+    """learning_seconds of two ranks, of which the other took 4 seconds more."""
+    learner.gather_rows = lambda seconds: torch.cat([seconds, seconds + 4])
+    found = LEARNING_SECONDS(own)
+    learner.gather_rows = ranks.gather_rows
+    return found
 
 
 def with_a_clock() -> None:
     """SECONDS pass while these run, and none otherwise."""
+    learner.learning_seconds = seconds_beside_a_slower_rank
     for (place, name), seconds in SECONDS.items():
         setattr(place, name, that_takes(seconds, getattr(place, name)))
     journal.time = stopwatch
     learner.time = stopwatch
-    learner.gather_rows = with_a_slower_rank
     train.run_header = lambda world: {}  # it asks for the date
 
 
