@@ -14,6 +14,7 @@ from reward_tools import (
     TEN,
     config,
     functions_for,
+    measured,
     refusal,
     rollouts_of,
     row_of,
@@ -22,6 +23,7 @@ from reward_tools import (
 import rewards
 import scoring
 import workers
+from common import ROOT
 
 # --- form
 
@@ -362,3 +364,16 @@ def test_what_a_row_of_data_has_as_task_is_never_imported(reward_folder, kind):
     del sys.modules["spy"]
     (reward_folder / "spy.py.imported").unlink()
     workers.imported.cache_clear()
+
+
+@pytest.mark.parametrize("prompt", ["say cba", [{"role": "user", "content": "say cba"}]])
+def test_a_reward_written_for_trl_goes_on_working_as_the_document_says(
+    prompt, tmp_path, monkeypatch
+):
+    document = (ROOT / "docs" / "from_trl.md").read_text()
+    code = document.split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    c = config("my_rewards:reward", reward_workers=0)
+    row = row_of("own", "cba", level=2) | {"prompt": prompt}
+    assert measured([" cba ", "abc"], row, c) == ([1.0, 0.0], [])
