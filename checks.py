@@ -21,33 +21,40 @@ class Objective(NamedTuple):
     """Everything about an objective except its formula, which is in loss.py. The defaults are those
     of dr_grpo."""
 
-    # how token terms are summed
-    tokens: Literal["constant", "row_mean", "token_mean"] = "constant"
+    # how token terms are summed; "constant": divided by N * L
+    token_sum: Literal["constant", "row_mean", "token_mean"] = "constant"
     advantage: str = "centred"  # how a row compares with its group: a name in loss.ADVANTAGES
     # its default of scale_rewards: the divisor of "centred" advantages
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
     group_loss: Literal["", "listwise", "balance"] = ""  # a loss over a group's scores; "" none
-    # the policy is trained towards w, the "target", or w are factors of "rows"; "" none
-    weights: Literal["", "target", "rows"] = ""
-    beta: Literal["loss", "weights"] = "loss"  # the reference: a KL in the loss, or it tilts w
+    row_weights: bool = False  # advantages are multiplied by weights of the rows
+    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group
+    beta_acts_on: Literal["loss", "weights"] = "loss"
     term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether tau and beta make weights w of the rows of a group."""
+        return self.row_weights or self.group_loss == "listwise"
 
 
 OBJECTIVES = {
-    "maxent": Objective(group_loss="listwise", weights="target", beta="weights"),
-    "xdr": Objective(weights="rows"),
-    "grpo": Objective(tokens="row_mean", scale="group"),
+    "maxent": Objective(group_loss="listwise", beta_acts_on="weights"),
+    "xdr": Objective(row_weights=True),
+    "grpo": Objective(token_sum="row_mean", scale="group"),
     "dr_grpo": Objective(),
-    "dapo": Objective(tokens="token_mean", scale="group"),
-    "gspo": Objective(tokens="row_mean", scale="group", ratio="sequence"),
-    "cispo": Objective(tokens="token_mean", scale="group", ratio="cispo"),
+    "dapo": Objective(token_sum="token_mean", scale="group"),
+    "gspo": Objective(token_sum="row_mean", scale="group", ratio="sequence"),
+    "cispo": Objective(token_sum="token_mean", scale="group", ratio="cispo"),
     "seed_grpo": Objective(term="answer_entropy"),
     "token_entropy": Objective(term="token_entropy"),
     "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
-    "flow": Objective(group_loss="balance", beta="weights"),  # a pull that does not saturate
+    "flow": Objective(
+        group_loss="balance", beta_acts_on="weights"
+    ),  # a pull that does not saturate
 }
 
 
@@ -104,7 +111,7 @@ USED = {
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
     "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
-    "maxent_tau": lambda o, c: o.group_loss != "" or o.weights != "",
+    "maxent_tau": lambda o, c: o.group_loss != "" or o.has_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
     "maxent_score_norm": lambda o, c: scores_count(o, c) or tilts(o, c),
@@ -112,7 +119,7 @@ USED = {
     "maxent_group_weight": lambda o, c: o.group_loss != "",
     "maxent_loss": lambda o, c: o.group_loss == "listwise",
     "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
-    "xdr_utility": lambda o, c: o.weights == "rows",
+    "xdr_utility": lambda o, c: o.row_weights,
     "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
     "maxent_tau_lr": lambda o, c: not c["controller_meta_method"],
     "maxent_tau_warmup_steps": lambda o, c: not c["controller_meta_method"],
@@ -131,13 +138,13 @@ def scores_count(objective: Objective, c: dict) -> bool:
 
 def tilts(objective: Objective, c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
-    return c["xdr_ref_tilt"] or (objective.beta == "weights" and c["beta"] > 0)
+    return c["xdr_ref_tilt"] or (objective.beta_acts_on == "weights" and c["beta"] > 0)
 
 
 def adds_kl(c: dict) -> bool:
     """Whether beta * KL is a term of the loss. In maxent, flow and a tilted xdr beta acts on the
     weights or goals instead."""
-    if OBJECTIVES[c["objective"]].beta == "weights":
+    if OBJECTIVES[c["objective"]].beta_acts_on == "weights":
         return c["maxent_kl"]
     return not c["xdr_ref_tilt"]
 
@@ -807,19 +814,19 @@ def objective_claims(c: dict):
         f"to 0, or change objective={c['objective']!r}",
     )
     yield (
-        not c["xdr_ref_tilt"] or (objective.weights == "rows" and c["beta"] > 0),
+        not c["xdr_ref_tilt"] or (objective.row_weights and c["beta"] > 0),
         f"xdr_ref_tilt=True needs objective='xdr' and beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )
     yield (
         # all other objectives have beta * KL in the loss anyway
-        not c["maxent_kl"] or (objective.beta == "weights" and c["beta"] > 0),
-        f"maxent_kl=True needs one of {names(lambda o: o.beta == 'weights')} as objective and "
-        f"beta > 0, not objective={c['objective']!r} "
+        not c["maxent_kl"] or (objective.beta_acts_on == "weights" and c["beta"] > 0),
+        f"maxent_kl=True needs one of {names(lambda o: o.beta_acts_on == 'weights')} as objective "
+        f"and beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )
     yield (
-        not c["xdr_mode_adaptive_tau"] or objective.weights == "rows",
+        not c["xdr_mode_adaptive_tau"] or objective.row_weights,
         f"xdr_mode_adaptive_tau=True needs objective='xdr', not {c['objective']!r}",
     )
 
@@ -843,7 +850,7 @@ def controller_claims(c: dict):
     )
     if method:
         yield (
-            OBJECTIVES[c["objective"]].weights == "target",
+            OBJECTIVES[c["objective"]].group_loss == "listwise",
             f"controller_meta_method={method!r} steers the weights of maxent; "
             f"objective={c['objective']!r} has none that it knows",
         )
@@ -862,8 +869,8 @@ def controller_claims(c: dict):
         )
     if method or steers_tau(c):
         yield (
-            OBJECTIVES[c["objective"]].weights != "",
-            f"an entropy target steers the weights of {names(lambda o: o.weights)}; "
+            OBJECTIVES[c["objective"]].has_weights,
+            f"an entropy target steers the weights of {names(lambda o: o.has_weights)}; "
             f"objective={c['objective']!r} has none",
         )
         yield (
@@ -1021,7 +1028,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
         )
-    if steers_tau(c) and OBJECTIVES[c["objective"]].weights == "rows":
+    if steers_tau(c) and OBJECTIVES[c["objective"]].row_weights:
         warnings.append(
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
             "the wrong way"

@@ -127,7 +127,7 @@ def group_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
         "active": ~L.equal_groups(rewards),
         "advantages": advantages,
     }
-    if objective.weights == "rows":
+    if objective.row_weights:
         targets["weights"] = row_weights(advantages, measured, tau, beta, c)
         if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
             targets["advantages"] = G * targets["weights"] * advantages
@@ -289,7 +289,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -
     objective = OBJECTIVES[c["objective"]]
     mask = completion_mask(part["lengths"])  # (n, T)
     token_weight = L.token_weights(
-        objective.tokens, mask, counts["rows"], counts["tokens"], c["max_completion_length"]
+        objective.token_sum, mask, counts["rows"], counts["tokens"], c["max_completion_length"]
     )  # (n, T)
     total = logps.new_zeros(())
     kl_sum = logps.new_zeros(())
