@@ -13,8 +13,9 @@ dapo = {"objective": "dapo"}
 dapo_high = {"objective": "dapo", "epsilon_high": 0.28, "num_iterations": 2}
 maxrl = {"objective": "maxrl"}
 maxrl_half = {"objective": "maxrl", "learning_rate": 1e-4}
-# the control of maxent_cosine
+# the controls of maxent_cosine
 maxrl_cosine = {"objective": "maxrl", "lr_scheduler_type": "cosine", "warmup_steps": 100}
+dr_grpo_cosine = {"objective": "dr_grpo", "lr_scheduler_type": "cosine", "warmup_steps": 100}
 pkpo_2 = {"objective": "pkpo", "pkpo_k": 2}
 pkpo_anneal = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4, 600: 2, 900: 1}}
 flow_20 = {"objective": "flow", "maxent_tau": 0.2}
