@@ -186,6 +186,15 @@ def names(wanted) -> str:
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
 
+# script -> {key of a training run that it does not read: what to set instead}
+INSTEAD = {
+    "evaluate": {
+        "temperature": "eval_temperature",
+        "num_generations": "eval_num_generations",
+        "seed": "seeds",
+    },
+    "sft": {"max_steps": "steps", "prompts_per_step": "batch_size"},
+}
 # script -> its own flags, --flag=value, with their defaults: they are no keys of the config.
 FLAGS = {
     "train": {"dry_run": False},  # True: check everything, print what would run, load no weights

@@ -598,6 +598,19 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     return own, rest
 
 
+def unread(argv, instead: dict) -> str:
+    """A warning about a flag that is for training runs and changes nothing in this script, "" if
+    there is none. instead: an entry of checks.INSTEAD."""
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name in instead:
+            return (
+                f"warning: {word} is for training runs and changes nothing here; set "
+                f"--{instead[name]}"
+            )
+    return ""
+
+
 def only_source(words: list[str], takes: str) -> Path:
     """The single file or folder among the words that own_flags() leaves. UserError, beginning with
     `takes` (what the command takes), if these are not exactly one path."""

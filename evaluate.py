@@ -14,7 +14,7 @@ distinct@k  number of different correct answers (modes) among k
 coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
-from checks import FLAGS, eval_source, is_evaluated, sources
+from checks import FLAGS, INSTEAD, eval_source, is_evaluated, sources
 from common import load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -37,7 +37,7 @@ import rewards
 import rollout
 import scoring
 from checkpoint import settings_of
-from common import UserError, check_writable, say_on_rank_0
+from common import UserError, check_writable, say_on_rank_0, unread
 from journal import read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import (
@@ -242,20 +242,6 @@ def trained_on(count: int, c: dict) -> str:
     )
 
 
-def unread(argv: list[str]) -> str:
-    """A warning about flags that are for training and change nothing here, "" if there is none."""
-    instead = {"temperature": "eval_temperature", "num_generations": "eval_num_generations"}
-    instead["seed"] = "seeds"
-    for word in argv:
-        name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in instead:
-            return (
-                f"warning: {word} is for training and changes nothing here; an evaluation has "
-                f"--{instead[name]}"
-            )
-    return ""
-
-
 def check_output(path: Path) -> None:
     """UserError if --output would replace a file that is no evaluation."""
     if not path.exists() or not path.stat().st_size:
@@ -287,7 +273,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     check_context(model_config, c)
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
-    for warning in (unread(sys.argv[1:]), trained_on(len(rows), c)):
+    for warning in (unread(sys.argv[1:], INSTEAD["evaluate"]), trained_on(len(rows), c)):
         if warning:
             say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)

@@ -12,7 +12,7 @@ the same probability. So are the keys that say how RL trains (dtype, optimizer, 
 AdamW in float32, a whole --batch_size in one forward.
 """
 
-from checks import FLAGS, is_evaluated
+from checks import FLAGS, INSTEAD, is_evaluated
 from common import launched_rank, launched_ranks, load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import RunStopped, UserError, progress, quoted, say_on_rank_0
+from common import RunStopped, UserError, progress, quoted, say_on_rank_0, unread
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, held_out_rows, load_model_files
@@ -198,6 +199,8 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
 
 def check(c: dict, own: dict, world: int) -> None:
     """UserError if something is wrong that can be seen before anything is loaded."""
+    if warning := unread(sys.argv[1:], INSTEAD["sft"]):
+        say_on_rank_0(warning)
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty, and sft.py replaces nothing: choose "

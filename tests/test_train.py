@@ -314,12 +314,17 @@ def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path
         evaluate.check_output(path)
 
 
-def test_flags_of_training_that_an_evaluation_does_not_read_are_warned_about():
-    assert evaluate.unread(["config/a.py", "--model=m", "--eval_temperature=0.1", "seed=9"]) == ""
-    said = evaluate.unread(["config/a.py", "--temperature=0.1"])
-    assert "--temperature=0.1 is for training" in said and "--eval_temperature" in said
-    assert "--seeds" in evaluate.unread(["--seed=9"])
-    assert "--eval_num_generations" in evaluate.unread(["--num_generations=64"])
+def test_flags_of_training_that_another_script_does_not_read_are_warned_about():
+    instead = checks.INSTEAD["evaluate"]
+    read = ["config/a.py", "--model=m", "--eval_temperature=0.1", "seed=9"]
+    assert common.unread(read, instead) == ""
+    said = common.unread(["config/a.py", "--temperature=0.1"], instead)
+    assert "--temperature=0.1 is for training runs" in said and "--eval_temperature" in said
+    for script, table in checks.INSTEAD.items():
+        for key, cure in table.items():
+            assert key in common.default_config()
+            assert cure in common.default_config() or cure in checks.FLAGS[script]
+            assert f"set --{cure}" in common.unread([f"--{key}=9"], table)
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
