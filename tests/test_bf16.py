@@ -13,7 +13,7 @@ import learner
 import rollout
 import sft
 import train
-from checkpoint import Memory
+from checkpoint import TrainerState
 from common import load_config
 from journal import Timer
 from policy import named_weights
@@ -85,7 +85,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     assert not same(before, after)
     assert {w.dtype for w in after.values()} == {torch.bfloat16}
 
-    memory = Memory(1, {"tau": 0.2, "beta": 0.0}, {})
+    memory = TrainerState(1, {"tau": 0.2, "beta": 0.0}, {})
     saved = checkpoint.save(memory, run.engine, sft.tiny_tokenizer(), run.config)
     wanted = step(run), weights_of(run)
     other = run_of(tiny_model_dir, tmp_path, stage, world)

@@ -14,7 +14,7 @@ import reasoning_gym
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 from reasoning_gym.factory import DATASETS
-from reward_tools import LEGS, columns_for, config, measured, row_of
+from reward_tools import LEGS, config, functions_for, measured, row_of
 from row_files import check_words, load, refusal
 
 import scoring
@@ -247,9 +247,9 @@ def test_a_grader_that_raises_at_a_text_calls_it_wrong_and_one_that_can_not_read
 def test_a_row_is_scored_by_its_task_under_auto_and_other_answers_are_refused():
     c = config("auto", reward_workers=0)
     rows = [row_of("reasoning_gym", SPIDERS), row_of("math", "10")]
-    assert [column.name for column in columns_for(c, rows)] == ["math", "reasoning_gym"]
+    assert [function.name for function in functions_for(c, rows)] == ["math", "reasoning_gym"]
     c = config("reasoning_gym", reward_workers=0)
-    message = refusal(scoring.check_answers, columns_for(c, rows), rows, "my_data", c)
+    message = refusal(scoring.check_answers, functions_for(c, rows), rows, "my_data", c)
     check_words(message, "'reasoning_gym'", "my_data", "'a row of math'")
 
 

@@ -13,9 +13,9 @@ import pytest
 from reward_tools import (
     SLACK,
     close_pools,
-    columns_for,
     come_true,
     config,
+    functions_for,
     job,
     lines_of,
     refusal,
@@ -63,7 +63,7 @@ def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
         (reward_folder / f"{module}.py").write_text(text + "\n")
     c = config(name, reward_workers=count)
     row = row_of("math", "1")
-    said = refusal(scoring.check_answers, columns_for(c, [row]), [row], "data", c)
+    said = refusal(scoring.check_answers, functions_for(c, [row]), [row], "data", c)
     close_pools()  # as the run that hears this is over
     assert "reward_funcs" in said and repr(name) in said and word in said
 
