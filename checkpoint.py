@@ -124,8 +124,8 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     """ "" if the checkpoint is whole, else a sentence about the first file that is missing or has
     changed.
 
-    Names and sizes are always compared. Contents are read and hashed as well: ranks that
-    call this together divide the files among them; ranks=0 reads none."""
+    Names and sizes are always compared. Contents are read and hashed as well: ranks that call
+    this together divide the files among them; ranks=0 reads none."""
     path = Path(path)
     try:
         manifest = json.loads((path / "manifest.json").read_text())

@@ -52,9 +52,8 @@ OBJECTIVES = {
     "token_entropy": Objective(term="token_entropy"),
     "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
-    "flow": Objective(
-        group_loss="balance", beta_acts_on="weights"
-    ),  # a pull that does not saturate
+    # a pull that does not saturate
+    "flow": Objective(group_loss="balance", beta_acts_on="weights"),
 }
 
 
@@ -1073,11 +1072,12 @@ def reward_warnings(c: dict) -> list[str]:
     if is_on(c["maxent_target_weight_entropy"]) and (
         c["maxent_skip_equal_groups"] != "all" or seed_reward
     ):
-        cure = "; use maxent_target_excess_entropy"
-        if c["controller_meta_method"]:  # which knows no other target
-            cure = "; set maxent_skip_equal_groups='all'"
         if seed_reward:
             cure = ""
+        elif c["controller_meta_method"]:  # which knows no other target
+            cure = "; set maxent_skip_equal_groups='all'"
+        else:
+            cure = "; use maxent_target_excess_entropy"
         warnings.append(
             "maxent_target_weight_entropy counts every active group, and here those whose answers "
             "are all equally good are active, with flat weights at any tau: the target may be out "

@@ -624,9 +624,12 @@ def coerce_flag(word: str, defaults: dict) -> dict:
     return {key: coerce(value, defaults[key], f"command line: {key}")}
 
 
-def load_with_flags(argv, defaults: dict) -> tuple[dict, dict]:
-    """A command line's own flags, as own_flags() reads them, and the config of the rest."""
+def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:
+    """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
+    warning of unread(), if there is one."""
     own, rest = own_flags(argv, defaults)
+    if warning := unread(rest, instead or {}):
+        say_on_rank_0(warning, file=sys.stderr)
     return own, load_config(rest)
 
 

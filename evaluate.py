@@ -20,14 +20,13 @@ from common import load_with_flags, script
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
 # at once.
 if __name__ == "__main__":
-    own, config = script(lambda argv: load_with_flags(argv, FLAGS["evaluate"]))
+    own, config = script(lambda argv: load_with_flags(argv, FLAGS["evaluate"], INSTEAD["evaluate"]))
 
 import json
 import math
 import os
 import shlex
 import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -37,7 +36,7 @@ import rewards
 import rollout
 import scoring
 from checkpoint import settings_of
-from common import UserError, check_writable, say_on_rank_0, unread
+from common import UserError, check_writable, say_on_rank_0
 from journal import read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import (
@@ -273,9 +272,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     check_context(model_config, c)
     rows = load_eval_rows(c, tokenizer)
     world = start_distributed()
-    for warning in (unread(sys.argv[1:], INSTEAD["evaluate"]), trained_on(len(rows), c)):
-        if warning:
-            say_on_rank_0(warning)
+    if warning := trained_on(len(rows), c):
+        say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding(rows, c))
     records = []  # of this rank

@@ -110,11 +110,15 @@ def check_rows(path: Path, rows: list[dict], G: int) -> None:
     with open(path, encoding="utf-8") as file:
         firsts = islice(file, 0, None, G)  # of each group
         for i, (row, text) in enumerate(zip(rows, firsts)):
-            line = json.loads(text)
-            if any(line[key] != as_read_back(row[key]) for key in ("id", "prompt")):
+            try:
+                line = json.loads(text)
+                made_of = [line["id"], line["prompt"]]
+            except (ValueError, KeyError, TypeError, RecursionError):  # somebody changed the file
+                made_of = [text, None]
+            if made_of != as_read_back([row["id"], row["prompt"]]):
                 raise UserError(
                     f"--output={str(path)!r} was made of other rows: its prompt {i + 1} is "
-                    f"{quoted(line['id'])}, and that of the dataset is {quoted(row['id'])}: name "
+                    f"{quoted(made_of[0])}, and that of the dataset is {quoted(row['id'])}: name "
                     f"another file or remove it"
                 )
 

@@ -271,7 +271,7 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     return rows, ", ".join(broken)
 
 
-def rewind_metrics(path: Path, step: int) -> None:
+def rewind_lines(path: Path, step: int) -> None:
     """Removes from a file of lines with a "step" those after `step`, and half a line."""
     rows, broken = read_metrics(path)
     if broken:
@@ -287,7 +287,7 @@ def rewind_metrics(path: Path, step: int) -> None:
 def rewind(folder: Path, step: int) -> None:
     """Removes what a run that died, or went another way, wrote into its folder after `step`."""
     for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
-        rewind_metrics(path, step)
+        rewind_lines(path, step)
     for path in folder.glob("rollouts/step_*.rank_*.jsonl"):
         number = path.name.removeprefix("step_").partition(".")[0]
         if number.isdecimal() and int(number) > step:

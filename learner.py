@@ -331,7 +331,7 @@ def may_teach(rewards, beta: float, c: dict):
         return torch.ones(len(rewards), dtype=torch.bool)
     if OBJECTIVES[c["objective"]].group_loss:
         return L.active_groups(rewards, c["maxent_skip_equal_groups"])
-    differ = ~L.equal_groups(rewards)  # where they don't, an entropy bonus is 0 too
+    differ = ~L.equal_groups(rewards)  # in equal ones an entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but no wrong ones
         differ |= (rewards > 0).any(1)
     return differ

@@ -67,7 +67,7 @@ from prompts import (
     set_chat_template,
     with_prompt,
 )
-from rollout import SMALL, VLLM_ROWS, plan_cache, rows_at_once
+from rollout import VLLM_ROWS, plan_cache, rows_at_once, stays_on_gpu
 
 GIB = 2**30
 # bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster
@@ -697,9 +697,10 @@ def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
         return {"rollout engine's weights": weights}
     share = entries(c, "vllm_options")["tensor_parallel_size"]
     if torch.cuda.is_available():  # its cache is free while it sleeps
-        moves = entries(c, "vllm_options")["enable_sleep_mode"]
-        moves = moves and weights / share >= SMALL * device_memory()
-        return {"rollout engine's weights" + (IN_CPU_MEMORY if moves else ""): weights / share}
+        size = weights / share
+        stays = stays_on_gpu(size, device_memory())
+        moves = entries(c, "vllm_options")["enable_sleep_mode"] and not stays
+        return {"rollout engine's weights" + (IN_CPU_MEMORY if moves else ""): size}
     rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model_config.vocab_size * model_config.hidden_size * dtype_of(c).itemsize

@@ -68,7 +68,7 @@ CPU_BLOCK = 32
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
-SMALL = 0.1  # weights below this share of a GPU's memory stay there while vLLM sleeps
+SMALL = 0.1  # see stays_on_gpu()
 
 
 class Sampling(NamedTuple):
@@ -262,6 +262,12 @@ def device_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def stays_on_gpu(weights: int, memory: int) -> bool:
+    """Whether vLLM's weights (bytes) stay on a GPU of so much memory while vLLM sleeps: small ones
+    do, because what moving them would free is not worth the time of two copies."""
+    return weights < SMALL * memory
+
+
 class VllmEngine:
     """vLLM inside this process, under torchrun: one engine per rank, or one that
     tensor_parallel_size ranks share. sync() must be given lm_head.weight even if the model ties its
@@ -287,9 +293,7 @@ class VllmEngine:
         seconds = time.perf_counter() - began
         say_on_rank_0(f"vLLM {self.vllm.__version__} is ready after {seconds:.0f} s", sys.stderr)
         self.sleeps = settings["enable_sleep_mode"]
-        # small weights stay on the GPU while vLLM sleeps: the memory that moving them would free is
-        # not worth the time of two copies
-        self.keeps_weights = self.sleeps and self.weight_bytes() < SMALL * device_bytes(device)
+        self.keeps_weights = self.sleeps and stays_on_gpu(self.weight_bytes(), device_bytes(device))
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.process_group = None
         if self.size > 1:  # these ranks must make the same requests, so they pool their prompts
@@ -393,8 +397,8 @@ class VllmEngine:
         """Until no batch is being sampled ahead, which only servers do."""
 
     def sleep(self) -> None:
-        """Frees the cache, and moves the weights to CPU memory unless they are small (SMALL). On a
-        CPU this does nothing."""
+        """Frees the cache, and moves the weights to CPU memory unless stays_on_gpu(). On a CPU
+        this does nothing."""
         if not self.sleeps:
             return
         if not self.keeps_weights:

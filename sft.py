@@ -18,11 +18,10 @@ from common import launched_rank, launched_ranks, load_with_flags, script
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
 # at once.
 if __name__ == "__main__":
-    own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"]))
+    own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"], INSTEAD["sft"]))
 
 import json
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
-from common import RunStopped, UserError, progress, quoted, say_on_rank_0, unread
+from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, held_out_rows, load_model_files
@@ -197,10 +196,8 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         train(c, own, lm, tokenizer, groups)
 
 
-def check(c: dict, own: dict, world: int) -> None:
+def check(c: dict, own: dict, ranks: int) -> None:
     """UserError if something is wrong that can be seen before anything is loaded."""
-    if warning := unread(sys.argv[1:], INSTEAD["sft"]):
-        say_on_rank_0(warning)
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
             f"output_dir={c['output_dir']!r} is not empty, and sft.py replaces nothing: choose "
@@ -219,9 +216,9 @@ def check(c: dict, own: dict, world: int) -> None:
     if steps < 1 or not 0 < learning_rate <= 1e30:
         raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
     # every rank needs at least one row
-    if own["batch_size"] < world:
+    if own["batch_size"] < ranks:
         raise UserError(
-            f"--batch_size={own['batch_size']} must be at least the number of ranks, {world}"
+            f"--batch_size={own['batch_size']} must be at least the number of ranks, {ranks}"
         )
 
 

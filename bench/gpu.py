@@ -9,8 +9,7 @@ should take about five minutes: an estimate, from their parts.
 
 Every check is a process of its own with a time limit, and needs only what it tests: the kernels'
 (alignment, attention, waits, head) and the learner's (zero0 to speed) run where vLLM is not
-installed. Exit status: 0 all is well, 1
-a check failed, 3 there is no GPU.
+installed. Exit status: 0 all is well, 1 a check failed, 3 there is no GPU.
 """
 
 import importlib.util

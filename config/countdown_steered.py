@@ -1,6 +1,6 @@
 # Countdown as in countdown_tiny.py with both controllers on: tau holds an excess entropy of the
-# weights, beta a distance to the warm start. Two CPU cores, 5 minutes; the warm
-# start is that of countdown_tiny:
+# weights, beta a distance to the warm start. Two CPU cores, 5 minutes; the warm start is that of
+# countdown_tiny:
 #   torchrun --standalone --nproc_per_node 2 train.py config/countdown_steered.py
 model = "runs/countdown_sft"
 output_dir = "runs/countdown_steered"

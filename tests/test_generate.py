@@ -150,6 +150,11 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     changed = [*rows[:3], rows[3] | {"prompt": "another"}, rows[4]]
     with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
         generate.finished_prompts(whole, changed, c)
+    spoilt = tmp_path / "spoilt.jsonl"
+    for text in ("no json", "[]", "{}", "[" * 100_000):
+        spoilt.write_text(f"{text}\n" * 3)
+        with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
+            generate.check_rows(spoilt, rows[:1], 3)
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
     with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):

@@ -314,7 +314,7 @@ def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path
         evaluate.check_output(path)
 
 
-def test_flags_of_training_that_another_script_does_not_read_are_warned_about():
+def test_flags_of_training_that_another_script_does_not_read_are_warned_about(capsys):
     instead = checks.INSTEAD["evaluate"]
     read = ["config/a.py", "--model=m", "--eval_temperature=0.1", "seed=9"]
     assert common.unread(read, instead) == ""
@@ -325,6 +325,8 @@ def test_flags_of_training_that_another_script_does_not_read_are_warned_about():
             assert key in common.default_config()
             assert cure in common.default_config() or cure in checks.FLAGS[script]
             assert f"set --{cure}" in common.unread([f"--{key}=9"], table)
+    common.load_with_flags(["--temperature=0.1"], checks.FLAGS["evaluate"], instead)
+    assert said in capsys.readouterr().err
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
