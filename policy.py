@@ -225,13 +225,14 @@ def is_checked(c: dict) -> bool:
     return c["zero_stage"] == 0 and dtype_of(c) == torch.float32
 
 
-def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
+def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
     """The optimizer that the config names. UserError for options that it does not take."""
     cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
     arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
-    # fused: one kernel, where the default takes a dozen passes. torch refuses it beside foreach.
+    # fused: one kernel, where the default takes a dozen passes with tensors of their own. torch
+    # refuses it beside foreach.
     if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
-        arguments.setdefault("fused", device.type == "cuda")
+        arguments.setdefault("fused", True)
     kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
     try:
         optimizer = kind(parameters, **arguments)
@@ -244,7 +245,7 @@ def make_optimizer(parameters, c: dict, device) -> torch.optim.Optimizer:
 def try_optimizer(c: dict) -> None:
     """UserError for optimizer options that fail, some only in the first step."""
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = make_optimizer([weight], c, weight.device)
+    optimizer = make_optimizer([weight], c)
     weight.grad = torch.ones_like(weight)
     try:
         optimizer.step()

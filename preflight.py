@@ -70,9 +70,10 @@ from prompts import (
 from rollout import VLLM_ROWS, plan_cache, rows_at_once, stays_on_gpu
 
 GIB = 2**30
-# bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster
+# bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster: on a GPU
+# tokens, on a CPU values in one activation, tokens x width (LOG.md, 2026-11-26)
 MOST_TOKENS = 16384
-MOST_TOKENS_ON_CPU = 4096
+MOST_VALUES_ON_CPU = 2**19
 FEWEST_TOKENS = 256  # below this the activations are small beside the weights anyway
 # main memory of Python, torch, vLLM and DeepSpeed (LOG.md, 2026-11-22)
 LIBRARIES = int(0.85 * GIB)
@@ -579,14 +580,16 @@ def tokens_at_once(c: dict, ranks: int) -> int:
 
 
 def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
-    """What max_tokens_per_micro_batch=0 stands for: the largest power of two for which the memory
-    estimate is at most MEMORY_SHARE of a rank's memory. model_config: Hugging Face's; parameters:
-    policy.ParameterCounts."""
-    tokens = MOST_TOKENS if torch.cuda.is_available() else MOST_TOKENS_ON_CPU
+    """What max_tokens_per_micro_batch=0 stands for: the largest power of two within the bounds
+    above for which the memory estimate is at most MEMORY_SHARE of a rank's memory. model_config:
+    Hugging Face's; parameters: policy.ParameterCounts."""
+    tokens = MOST_TOKENS
     while tokens > FEWEST_TOKENS:
+        values = tokens * model_config.hidden_size
+        useful = torch.cuda.is_available() or values <= MOST_VALUES_ON_CPU
         trial = c | {"max_tokens_per_micro_batch": tokens}
         table = memory_estimate(trial, model_config, parameters, dtype_of(c).itemsize, ranks)
-        if on_device(table) <= MEMORY_SHARE * device_memory():
+        if useful and on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
     return tokens

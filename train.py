@@ -190,7 +190,7 @@ def load_policy(c: dict, device):
     """The DeepSpeed engine around the policy."""
     policy = load_lm(c, trains=True, device=device)
     trained = [p for p in policy.parameters() if p.requires_grad]  # with lora_rank: adapters only
-    optimizer = make_optimizer(trained, c, device)
+    optimizer = make_optimizer(trained, c)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     if c["offload_optimizer"] and device.type == "cuda":
         # the optimizer then steps on the CPU, where torchrun and vLLM leave it one thread

@@ -54,7 +54,8 @@ def together(c: dict, tokens: int, world: int = 1) -> float:
 
 
 @pytest.mark.parametrize("tokens", [1024, 2048])
-def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tokens):
+def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tokens, monkeypatch):
+    monkeypatch.setattr(preflight, "MOST_VALUES_ON_CPU", 2**30)
     c = config()
     needed = together(c, tokens) / preflight.MEMORY_SHARE
     memory(needed * 1.001)
@@ -63,9 +64,14 @@ def test_the_default_is_the_largest_power_of_two_whose_estimate_fits(memory, tok
     assert fitting_tokens(c, SMOL, PARAMETERS, 1) == tokens // 2
 
 
-def test_the_default_has_bounds(memory):
+def test_the_default_has_bounds(memory, monkeypatch):
     memory(10_000)
-    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.MOST_TOKENS_ON_CPU
+    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == 512  # x 576 values in an activation
+    narrow = LlamaConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
+    assert fitting_tokens(config(), narrow, PARAMETERS, 1) == 4096
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
+    assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.MOST_TOKENS
+    monkeypatch.undo()
     memory(0.1)
     assert fitting_tokens(config(), SMOL, PARAMETERS, 1) == preflight.FEWEST_TOKENS
 

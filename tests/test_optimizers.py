@@ -19,7 +19,7 @@ def one_step(name: str, gradient: float = 0.1, **flags):
     c = load_config([f"--optimizer={name}", "--learning_rate=1e-3"])
     weights = torch.nn.Parameter(torch.ones(64, 64))
     before = weights.detach().clone()
-    optimizer = make_optimizer([weights], c | flags, CPU)
+    optimizer = make_optimizer([weights], c | flags)
     weights.grad = torch.full((64, 64), gradient)
     optimizer.step()
     return optimizer, before, weights.detach()
@@ -69,7 +69,7 @@ def test_an_option_that_the_optimizer_does_not_take_is_one_sentence(options, wor
     c = load_config(["--optimizer=sgd", f"--optimizer_options={options}"])
     sentence = f"optimizer_options=.*torch.optim.SGD refuses them: .*{words}"
     with pytest.raises(UserError, match=sentence):
-        make_optimizer([torch.zeros(2, 2)], c, CPU)
+        make_optimizer([torch.zeros(2, 2)], c)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,6 @@ def test_old_names_of_adamws_arguments_are_taken_or_explained():
     assert load_config(["--weight_decay=0.1"])["optimizer_options"] == {"weight_decay": 0.1}
     with pytest.raises(UserError, match="betas"):
         load_config(["--adam_beta1=0.8"])
-
-
-def test_an_optimizer_is_fused_on_a_gpu_only():
-    c = load_config([])
-    weights = [torch.zeros(2, 2)]
-    assert make_optimizer(weights, c, torch.device("cuda")).defaults["fused"] is True
-    assert make_optimizer(weights, c, CPU).defaults["fused"] is False
-    # adafactor has no such kernel
-    make_optimizer(weights, c | {"optimizer": "adafactor"}, torch.device("cuda"))
 
 
 def test_memory_and_size_of_a_checkpoint_follow_the_optimizer():
@@ -144,10 +135,10 @@ def test_deepspeed_shows_adafactor_whole_matrices_at_stage_0(dtype, tiny_model_d
     assert tuple(weight.shape) in shapes
 
 
-def test_a_gpu_gets_one_kernel_unless_another_way_is_asked_for():
-    """torch takes one of fused and foreach; on a CPU none is set by us."""
-    gpu = torch.device("cuda")
+def test_an_optimizer_is_one_kernel_unless_another_way_is_asked_for():
+    """torch takes one of fused and foreach."""
     for options, fused in (({}, True), ({"foreach": True}, None), ({"fused": False}, False)):
         c = load_config([f"--optimizer_options={options}"])
-        optimizer = make_optimizer([torch.zeros(2, 2)], c, gpu)
-        assert optimizer.defaults["fused"] == fused
+        assert make_optimizer([torch.zeros(2, 2)], c).defaults["fused"] == fused
+    # adafactor has no such kernel
+    make_optimizer([torch.zeros(2, 2)], load_config(["--optimizer=adafactor"]))
