@@ -219,14 +219,12 @@ class Seeds:
             loss = c["info_seed_lambda"] * dist.get_world_size() * loss_of(rows, h, logits)
             self.engine.backward(loss, scale_wrt_gas=False)
 
-    def metrics(self, targets: dict) -> dict:
+    def metrics(self, targets) -> dict:
         """Metrics of the seed rows before the update: see `seed_metrics`."""
         if self.count == 0:
             return {}
         seed_rewards = self.task_rewards[:, -self.count :]
-        return seed_metrics(
-            self.h, self.log_q, seed_rewards, targets.get("weights"), targets["active"]
-        )
+        return seed_metrics(self.h, self.log_q, seed_rewards, targets.weights, targets.active)
 
 
 def seed_metrics(h, log_q, seed_rewards, weights, active) -> dict:

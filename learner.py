@@ -3,7 +3,7 @@ and on many.
 
     measured = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(measured, tau, beta, config)    # weights, advantages, active groups
-    counts = step_counts(targets, measured["lengths"])
+    counts = step_counts(targets, measured.lengths)
     metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
     engine.step()
 
@@ -45,12 +45,47 @@ class MicroBatchPlan(NamedTuple):
         return self.resting + self.learning
 
 
+class GroupMeasures(NamedTuple):
+    """What was measured of a step's groups, on all ranks; None is what this config does not use."""
+
+    rewards: torch.Tensor  # (P, G) to be maximised: the task's, plus what InfoSeed adds to them
+    task_rewards: torch.Tensor  # (P, G) these decide which rows are best or right
+    lengths: torch.Tensor  # (P, G) tokens
+    ref_scores: torch.Tensor | None = None  # (P, G) of the reference, which tilt weights or goals
+    seq_logps: torch.Tensor | None = None  # (P, G)
+    mean_logps: torch.Tensor | None = None  # (P, G) over a row's tokens
+    entropies: torch.Tensor | None = None  # (P, G) over a row's tokens, in nats
+    clusters: torch.Tensor | None = None  # (P, G) rows of a group with the same answer share one
+    correct_modes: torch.Tensor | None = None  # (P,) different right answers of a group
+    pass_k: int | None = None  # k of pkpo
+
+
+class GroupTargets(NamedTuple):
+    """What the groups of a step, or of one rank, ask of the policy; None is what this objective
+    does not use."""
+
+    rewards: torch.Tensor  # (P, G) of the task
+    active: torch.Tensor  # (P,) bool: groups that are not left out
+    advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
+    utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
+    weights: torch.Tensor | None = None  # (P, G) the distribution over a group to learn
+    goals: torch.Tensor | None = None  # (P, G) flow's
+    group_weight: torch.Tensor | None = None  # (P,)
+
+    def taken(self, groups):
+        """The targets of some groups, given by index, slice or mask."""
+        return GroupTargets(*[None if value is None else value[groups] for value in self])
+
+    def to(self, device):
+        return GroupTargets(*[None if value is None else value.to(device) for value in self])
+
+
 # --- what the groups of a step ask of the policy
 
 
-def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) -> dict:
-    """The measurements of the whole step, all ranks, that group_targets needs: "rewards",
-    "task_rewards", "lengths" and what else this config uses. Sets batch["ref_logps"].
+def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) -> GroupMeasures:
+    """The measurements of the whole step, all ranks, that group_targets needs. Sets
+    batch["ref_logps"].
 
     collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
     rows = collected.rows
@@ -60,30 +95,26 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     def gather(values):
         return gather_rows(values.view(len(rows), -1))  # (P, G)
 
-    measured = {
-        "rewards": rewards,
-        "task_rewards": collected.rewards,
-        "lengths": gather(batch["lengths"]),
-    }
+    found = {}
     # passes without a gradient need not keep a group together: the unit is one row
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
-        measured["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
+        found["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
     # below, the sampler's log-probs stand for the policy's, which takes its first forward later
     if c["unlikeliness_coef"] > 0:
-        measured["seq_logps"] = gather(batch["sampler_logps"].sum(1))
+        found["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
-        measured["entropies"] = gather(entropies.sum(1) / batch["lengths"])
+        found["entropies"] = gather(entropies.sum(1) / batch["lengths"])
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
-        measured["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
-        measured["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
+        found["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
+        found["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
         modes = [len(modes or ()) for _, modes in scoring.correct_modes(rollouts, rows, right, c)]
-        measured["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
-    return measured
+        found["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
+    return GroupMeasures(rewards, collected.rewards, gather(batch["lengths"]), **found)
 
 
 def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
@@ -108,122 +139,111 @@ def tilt_scores(logps, batch: dict, c: dict):
     )
 
 
-def group_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
-    """What the whole step asks of the policy: "rewards" and, by objective, "advantages",
-    "weights" or "goals" (P, G); "active" and perhaps "group_weight" (P,).
-
-    measured: "rewards" and "lengths" (P, G). Optional: "task_rewards" (P, G), the rewards before
-    InfoSeed added to them, which decide which rows are best or correct. Where the config needs
-    them: "ref_scores", "entropies" (mean over a row's tokens), "seq_logps", "clusters" and
-    "mean_logps" (P, G), "correct_modes" (P,), "pass_k"."""
+def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
+    """What the whole step asks of the policy, by the objective."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return score_targets(measured, tau, beta, c)
-    rewards = measured["rewards"]
+    rewards = measured.rewards
     G = rewards.shape[1]
     advantages = row_advantages(measured, c)  # (P, G)
-    targets = {
-        "rewards": measured.get("task_rewards", rewards),
-        "active": ~L.equal_groups(rewards),
-        "advantages": advantages,
-    }
+    weights = None
     if objective.row_weights:
-        targets["weights"] = row_weights(advantages, measured, tau, beta, c)
+        weights = row_weights(advantages, measured, tau, beta, c)  # (P, G)
         if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
-            targets["advantages"] = G * targets["weights"] * advantages
+            advantages = G * weights * advantages
     if objective.term == "answer_entropy":
-        entropy = L.semantic_entropy(measured["clusters"], measured["mean_logps"])  # (P,)
-        targets["advantages"] = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    return targets
+        entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
+        advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
+    active = ~L.equal_groups(rewards)
+    return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
-def score_targets(measured: dict, tau: float, beta: float, c: dict) -> dict:
+def score_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
     """group_targets for an objective whose loss is over the scores of a group (maxent, flow).
     Under maxent_loss="policy_gradient" the weights become advantages."""
-    rewards = measured["rewards"]
-    ref_scores = measured.get("ref_scores")
+    rewards = measured.rewards
+    ref_scores = measured.ref_scores
     utilities = L.log_reward_targets(
         shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
-    targets = {
-        "rewards": measured.get("task_rewards", rewards),
-        # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
-        "active": L.active_groups(rewards, c["maxent_skip_equal_groups"]),
-        "utilities": utilities,
-    }
+    weights = goals = None
     if OBJECTIVES[c["objective"]].group_loss == "listwise":
-        targets["weights"] = L.maxent_weights(utilities, ref_scores, tau, beta)
+        weights = L.maxent_weights(utilities, ref_scores, tau, beta)
     else:
-        targets["goals"] = L.balance_goals(utilities, ref_scores, tau, beta)
-    if c["maxent_group_weight"] == "spread":
-        targets["group_weight"] = L.reward_spread(rewards)
+        goals = L.balance_goals(utilities, ref_scores, tau, beta)
+    spread = c["maxent_group_weight"] == "spread"
+    targets = GroupTargets(
+        rewards=measured.task_rewards,
+        # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
+        active=L.active_groups(rewards, c["maxent_skip_equal_groups"]),
+        utilities=utilities,
+        weights=weights,
+        goals=goals,
+        group_weight=L.reward_spread(rewards) if spread else None,
+    )
     if policy_gradient(c):
-        targets["advantages"] = weight_advantages(targets)
+        targets = targets._replace(advantages=weight_advantages(targets))
     return targets
 
 
-def weight_advantages(targets: dict):
+def weight_advantages(targets: GroupTargets):
     """(P, G): G * (w - 1/G), how far each row is to rise or fall; 0 in groups that are left out."""
-    weights = targets["weights"]
+    weights = targets.weights
     G = weights.shape[1]
     # The loss averages over rows; times G that is the sum of w - 1/G over the group, averaged over
     # prompts. Not G * w - 1, which would not be exactly 0 at w = 1/G.
     advantages = G * (weights - 1 / G)
-    if "group_weight" in targets:
-        advantages = advantages * targets["group_weight"][:, None]
-    return advantages.masked_fill(~targets["active"][:, None], 0.0)
+    if targets.group_weight is not None:
+        advantages = advantages * targets.group_weight[:, None]
+    return advantages.masked_fill(~targets.active[:, None], 0.0)
 
 
-def row_advantages(measured: dict, c: dict):
+def row_advantages(measured: GroupMeasures, c: dict):
     """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES."""
     objective = OBJECTIVES[c["objective"]]
     rewards = shaped_rewards(measured, c)
     scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](rewards, scale, measured.get("pass_k"))
+    return L.ADVANTAGES[objective.advantage](rewards, scale, measured.pass_k)
 
 
-def row_weights(advantages, measured: dict, tau: float, beta: float, c: dict):
+def row_weights(advantages, measured: GroupMeasures, tau: float, beta: float, c: dict):
     """xdr's weights of the rows within their groups, (P, G)."""
     longest = c["max_completion_length"]
-    utilities = L.xdr_utilities(advantages, measured["lengths"], c["xdr_utility"], longest)
+    utilities = L.xdr_utilities(advantages, measured.lengths, c["xdr_utility"], longest)
     taus = [tau] * len(advantages)
     if c["xdr_mode_adaptive_tau"]:
-        taus = L.mode_adaptive_tau(tau, measured["correct_modes"])
+        taus = L.mode_adaptive_tau(tau, measured.correct_modes)
     tilt = beta if c["xdr_ref_tilt"] else 0.0  # without the tilt, beta weights a KL in the loss
-    return L.xdr_weights(utilities, measured.get("ref_scores"), taus, tilt)
+    return L.xdr_weights(utilities, measured.ref_scores, taus, tilt)
 
 
-def shaped_rewards(measured: dict, c: dict):
+def shaped_rewards(measured: GroupMeasures, c: dict):
     """The rewards, (P, G), changed by unlikeliness_coef and policy_entropy_bonus_coef."""
-    rewards = measured["rewards"]
-    if "seq_logps" in measured:
-        rewards = L.unlikely_rewards(rewards, measured["seq_logps"], c["unlikeliness_coef"])
-    if "entropies" in measured:
-        bonus = L.entropy_bonus(rewards, measured["entropies"], c["policy_entropy_bonus_coef"])
+    rewards = measured.rewards
+    if measured.seq_logps is not None:
+        rewards = L.unlikely_rewards(rewards, measured.seq_logps, c["unlikeliness_coef"])
+    if measured.entropies is not None:
+        bonus = L.entropy_bonus(rewards, measured.entropies, c["policy_entropy_bonus_coef"])
         rewards = rewards + bonus
     return rewards
 
 
-def step_counts(targets: dict, lengths) -> dict:
+def step_counts(targets: GroupTargets, lengths) -> dict:
     """What the step's losses are divided by, counted over all ranks: rows, prompts, completion
     tokens, active groups (at least 1)."""
     return {
         "rows": lengths.numel(),
         "prompts": len(lengths),
         "tokens": int(lengths.sum()),
-        "active": max(1, int(targets["active"].sum())),
+        "active": max(1, int(targets.active.sum())),
     }
 
 
-def own_targets(targets: dict, world) -> dict:
+def own_targets(targets: GroupTargets, world) -> GroupTargets:
     """This rank's groups (p, G) of the whole step's (P, G)."""
-    p = len(targets["active"]) // world.size
-    return taken(targets, slice(world.rank * p, (world.rank + 1) * p))
-
-
-def taken(targets: dict, groups) -> dict:
-    """The targets of some groups, given by index, slice or mask."""
-    return {name: value[groups] for name, value in targets.items()}
+    p = len(targets.active) // world.size
+    return targets.taken(slice(world.rank * p, (world.rank + 1) * p))
 
 
 # --- the loss of a micro-batch
@@ -248,25 +268,25 @@ def loss_scores(logps, lengths, c: dict):
     return L.sequence_scores(logps, lengths, norm, c["max_completion_length"], scale)
 
 
-def group_loss(scores, targets: dict, c: dict, counts: dict):
+def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
     """The part of the loss that is a function of a whole group's scores (p, G): the objective's
     group loss, or the mode-entropy term."""
     kind = OBJECTIVES[c["objective"]].group_loss
-    active = targets["active"]  # (p,) bool
-    group_weight = targets.get("group_weight")  # (p,) or None
+    active = targets.active  # (p,) bool
+    group_weight = targets.group_weight  # (p,) or None
     if kind == "balance":
-        return L.balance_loss(scores, targets["goals"], active, counts["active"], group_weight)
+        return L.balance_loss(scores, targets.goals, active, counts["active"], group_weight)
     if kind == "listwise":
-        given = (scores, targets["weights"], active, counts["active"], group_weight)
+        given = (scores, targets.weights, active, counts["active"], group_weight)
         if c["maxent_loss"] == "mle":
             return L.mle_loss(*given)
         below = None
         if c["maxent_loss"] == "floored":
-            below = L.group_advantages(targets["rewards"], "none") < 0  # (p, G)
+            below = L.group_advantages(targets.rewards, "none") < 0  # (p, G)
         return L.listwise_loss(*given, below)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
-    loss = L.mode_entropy_loss(scores, targets["rewards"], counts["prompts"] * longest)
+    loss = L.mode_entropy_loss(scores, targets.rewards, counts["prompts"] * longest)
     return c["mode_entropy_coef"] * loss
 
 
@@ -337,17 +357,17 @@ def may_teach(rewards, beta: float, c: dict):
     return differ
 
 
-def resting_rows(targets: dict, beta: float, c: dict):
+def resting_rows(targets: GroupTargets, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, usually because their rewards
     are equal. They need no backward."""
     if acts_on_all(beta, c):
-        return torch.zeros_like(targets["rewards"], dtype=torch.bool).flatten()
-    rests = ~targets["active"]  # (p,)
+        return torch.zeros_like(targets.rewards, dtype=torch.bool).flatten()
+    rests = ~targets.active  # (p,)
     if policy_gradient(c):
-        rests = (targets["advantages"] == 0).all(1)
+        rests = (targets.advantages == 0).all(1)
         if c["mode_entropy_coef"] > 0:
-            rests &= L.equal_groups(targets["rewards"])
-    return rests.repeat_interleave(targets["rewards"].shape[1])
+            rests &= L.equal_groups(targets.rewards)
+    return rests.repeat_interleave(targets.rewards.shape[1])
 
 
 # --- gradients
@@ -379,23 +399,23 @@ def score_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
 
 
 def score_gradients(
-    engine, batch: dict, plan: MicroBatchPlan, targets: dict, c: dict, counts: dict
+    engine, batch: dict, plan: MicroBatchPlan, targets: GroupTargets, c: dict, counts: dict
 ) -> tuple:
     """(slopes (N,), loss), both of the groups that are in pieces. A slope is d loss / d score of a
     row, 0 for rows of whole groups. An extra pass scores the rows of these groups first, so that
     each micro-batch can go backward by itself. All ranks together."""
-    G = targets["rewards"].shape[1]
+    G = targets.rewards.shape[1]
     pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # resting rows have no gradient
     pieces = [rows for rows in pieces if len(rows)]
     most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     logps = score_rows(engine, batch, MicroBatchPlan(pieces, [], most - len(pieces)))  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     torn = plan.torn.view(-1, G)[:, 0]  # (p,)
-    loss = group_loss(scores.view(-1, G)[torn], taken(targets, torn), c, counts)
+    loss = group_loss(scores.view(-1, G)[torn], targets.taken(torn), c, counts)
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
-def coupled_loss(logps, part: dict, targets: dict, c: dict, counts: dict) -> tuple:
+def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
     A group in pieces goes backward through the sum of slope * score over its rows here, a number
@@ -408,13 +428,13 @@ def coupled_loss(logps, part: dict, targets: dict, c: dict, counts: dict) -> tup
         torn = part["torn"]
         of_torn = (part["slopes"][torn] * scores[torn]).sum()
         rows, scores = rows[~torn], scores[~torn]
-    G = targets["rewards"].shape[1]
-    loss = group_loss(scores.view(-1, G), taken(targets, rows[::G] // G), c, counts)
+    G = targets.rewards.shape[1]
+    loss = group_loss(scores.view(-1, G), targets.taken(rows[::G] // G), c, counts)
     return of_torn + loss, loss.item()
 
 
 def micro_batch_loss(
-    engine, part: dict, targets: dict, beta: float, c: dict, counts: dict
+    engine, part: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
 ) -> tuple:
     """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
     Without "old_logps" in `part` this is the first update of a batch."""
@@ -433,24 +453,24 @@ def micro_batch_loss(
 
 
 def accumulate_gradients(
-    engine, batch: dict, targets: dict, beta: float, c: dict, counts: dict
+    engine, batch: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
 ) -> dict:
     """Forward over all micro-batches of one update, backward over those with a gradient; returns
     the metrics of the update, over all ranks.
 
     targets: this rank's groups (p, G); counts: step_counts() of the whole step. Sets
     batch["old_logps"] in the first update of a batch."""
-    G = targets["rewards"].shape[1]
+    G = targets.rewards.shape[1]
     ranks = dist.get_world_size()
     device = batch["ids"].device
-    targets = {name: value.to(device) for name, value in targets.items()}
+    targets = targets.to(device)
     rests = resting_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if couples_rows(c) else 1, c, rests)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     per_row = {"row": torch.arange(len(rests), device=device)}  # (p * G,) each
-    if "advantages" in targets:
-        per_row["advantages"] = targets["advantages"].flatten()
+    if targets.advantages is not None:
+        per_row["advantages"] = targets.advantages.flatten()
     if plan.torn is not None:
         per_row["torn"] = plan.torn
         per_row["slopes"], sums[0] = score_gradients(engine, batch, plan, targets, c, counts)

@@ -350,7 +350,7 @@ def learning_rate_at(step: int, c: dict) -> float:
     return peak
 
 
-def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.Seeds) -> dict:
+def update(run: Run, batch: dict, targets, counts: dict, seeds: infoseed.Seeds) -> dict:
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
     run.skipped and batch["old_logps"].
 
@@ -385,7 +385,7 @@ def update(run: Run, batch: dict, targets: dict, counts: dict, seeds: infoseed.S
     return metrics
 
 
-def steer(run: Run, metrics: dict, targets: dict, measured: dict, batch: dict) -> dict:
+def steer(run: Run, metrics: dict, targets, measured, batch: dict) -> dict:
     """Moves tau and beta for the next step; returns what is logged about it. Sets run.state.
 
     Either two separate rules move them, by the entropy of the weights and the KL in `metrics`, or
@@ -394,11 +394,11 @@ def steer(run: Run, metrics: dict, targets: dict, measured: dict, batch: dict) -
     meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
-        scores = gather_rows(scores.view(-1, measured["rewards"].shape[1]))  # (P, G)
+        scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G)
         groups = {
-            "utilities": targets["utilities"][targets["active"]],
-            "ref_scores": measured["ref_scores"][targets["active"]],
-            "scores": scores[targets["active"]],
+            "utilities": targets.utilities[targets.active],
+            "ref_scores": measured.ref_scores[targets.active],
+            "scores": scores[targets.active],
         }
         new, meta_metrics = controllers.meta_step(old, groups, c)
     else:
@@ -638,9 +638,9 @@ def train(run: Run) -> None:
             measured = learner.measure_groups(
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
-            measured["pass_k"] = round(scheduled(c["pkpo_k"], run.step))  # for pkpo
+            measured = measured._replace(pass_k=round(scheduled(c["pkpo_k"], run.step)))
             targets = learner.group_targets(measured, run.state["tau"], run.state["beta"], c)
-            counts = learner.step_counts(targets, measured["lengths"])
+            counts = learner.step_counts(targets, measured.lengths)
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
@@ -650,8 +650,8 @@ def train(run: Run) -> None:
             metrics |= learner.sampler_mismatch(unseeded, limit)
 
         # 8. tau and beta of the next step
-        if "weights" in targets:
-            metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
+        if targets.weights is not None:
+            metrics |= L.weight_metrics(targets.weights, targets.rewards, targets.active)
         metrics |= steer(run, metrics, targets, measured, batch)
         run.step += 1
 
@@ -665,7 +665,7 @@ def train(run: Run) -> None:
         wait_for_ranks(timer)
         metrics |= collected.metrics
         metrics |= seeds.metrics(targets)
-        metrics |= learner.group_metrics(collected.rewards[:, :G], measured["lengths"][:, :G])
+        metrics |= learner.group_metrics(collected.rewards[:, :G], measured.lengths[:, :G])
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
         stop_if_folder_is_gone(run)  # before anything is written into it

@@ -508,7 +508,8 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
     # (P, G), all different: every row has an advantage, so every row is learned from
     rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
     lengths = batch["lengths"].view(size["P"], size["G"])
-    targets = learner.group_targets({"rewards": rewards, "lengths": lengths}, 0.0, 0.0, config)
+    measured = learner.GroupMeasures(rewards, rewards, lengths)
+    targets = learner.group_targets(measured, 0.0, 0.0, config)
     counts = learner.step_counts(targets, lengths)
     begins = int(batch["prompt_lengths"][0])  # prompts are of one length
 

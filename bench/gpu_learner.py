@@ -71,16 +71,16 @@ class Case:
         """Gradients of one step. spoiled: NaN instead."""
         self.batch.pop("old_logps", None)  # each time is the first update of its batch
         lengths = self.batch["lengths"].view(-1, G).cpu()  # (P, G)
-        group = {"rewards": self.rewards, "lengths": lengths}
+        measured = learner.GroupMeasures(self.rewards, self.rewards, lengths)
         if self.reference is not None:
             # of an experience measure_groups reads these
             rows = [{}] * self.groups
             collected = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
             models = self.engine, self.reference
-            group |= learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)
-        targets = learner.group_targets(group, 0.0, self.c["beta"], self.c)
+            measured = learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)
+        targets = learner.group_targets(measured, 0.0, self.c["beta"], self.c)
         if spoiled:
-            targets["advantages"] = targets["advantages"] * float("nan")
+            targets = targets._replace(advantages=targets.advantages * float("nan"))
         counts = learner.step_counts(targets, lengths)
         beta = self.c["beta"]
         return learner.accumulate_gradients(self.engine, self.batch, targets, beta, self.c, counts)

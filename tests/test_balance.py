@@ -142,16 +142,16 @@ def one_step(c: dict, world: World) -> dict:
     seeds = infoseed.Seeds(engine, collected, c, "cpu")
     group = learner.measure_groups(engine, reference, batch, collected, seeds.rewards, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
-    norm = learner.step_counts(targets, group["lengths"])
+    norm = learner.step_counts(targets, group.lengths)
     state = {"beta": c["beta"]}
     run = SimpleNamespace(config=c, engine=engine, world=world, state=state, step=0, skipped=0)
     run.timer = Timer()
     metrics = train.update(run, batch, targets, norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)
-    if "weights" in targets:
-        metrics |= L.weight_metrics(targets["weights"], targets["rewards"], targets["active"])
+    if targets.weights is not None:
+        metrics |= L.weight_metrics(targets.weights, targets.rewards, targets.active)
     metrics |= seeds.metrics(targets)
-    metrics |= learner.group_metrics(collected.rewards, group["lengths"])
+    metrics |= learner.group_metrics(collected.rewards, group.lengths)
     metrics |= mean_over_ranks(rollout.completion_metrics(collected.rollouts, G))
     return {"places": [int(row["id"]) for row in collected.rows], "metrics": metrics}
 

@@ -483,13 +483,13 @@ OBJECTIVES = [
 ]
 
 
-def loss_of(logps, entropy, batch: dict, targets: dict, c: dict):
+def loss_of(logps, entropy, batch: dict, targets, c: dict):
     """The loss of one step of 2 prompts x 2 completions from its log-probs, put together as
     accumulate_gradients does."""
     norm = {"rows": 4, "prompts": 2, "tokens": int(batch["lengths"].sum()), "active": 2}
     part = batch | {"old_logps": logps.detach(), "sampler_logps": logps.detach()}
-    if "advantages" in targets:
-        part["advantages"] = targets["advantages"].flatten()
+    if targets.advantages is not None:
+        part["advantages"] = targets.advantages.flatten()
     total, *_ = learner.token_loss(logps, entropy, part, 0.0, c, norm)
     if learner.couples_rows(c):
         scores = learner.loss_scores(logps, batch["lengths"], c).view(2, 2)
@@ -505,13 +505,14 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
     c = load_config(["--num_generations=2", "--pkpo_k=1", *f"--objective={objective}".split()])
     batch = rollout.to_batch(SHARED, "cpu")
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    group = {
-        "rewards": rewards,
-        "lengths": batch["lengths"].view(2, 2),
-        "clusters": torch.tensor([[0, 1], [0, 1]]),
-        "mean_logps": torch.zeros(2, 2),
-        "pass_k": 1,
-    }
+    group = learner.GroupMeasures(
+        rewards,
+        rewards,
+        batch["lengths"].view(2, 2),
+        clusters=torch.tensor([[0, 1], [0, 1]]),
+        mean_logps=torch.zeros(2, 2),
+        pass_k=1,
+    )
     targets = learner.group_targets(group, 0.2, 0.0, c)
     policy = Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)
     seen = []

@@ -57,8 +57,8 @@ def step(run, poison: float = 1.0) -> dict:
     batch = rollout.to_batch(collected.rollouts, "cpu")
     group = learner.measure_groups(engine, None, batch, collected, collected.rewards, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
-    targets["weights"] = targets["weights"] * poison
-    norm = learner.step_counts(targets, group["lengths"])
+    targets = targets._replace(weights=targets.weights * poison)
+    norm = learner.step_counts(targets, group.lengths)
     seeds = infoseed.Seeds(engine, collected, c, "cpu")
     metrics = train.update(run, batch, targets, norm, seeds)
     run.step += 1

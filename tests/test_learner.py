@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,15 @@ import ranks
 import rollout
 import train
 from common import RunStopped, load_config
-from learner import accumulate_gradients, group_targets, resting_rows, sampler_mismatch, step_counts
+from learner import (
+    GroupMeasures,
+    GroupTargets,
+    accumulate_gradients,
+    group_targets,
+    resting_rows,
+    sampler_mismatch,
+    step_counts,
+)
 from policy import Policy
 from ranks import start_distributed
 
@@ -66,14 +75,15 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
     engine = train.load_policy(c, torch.device("cpu"))
     batch = batch or batch_of()
     lengths = batch["lengths"].view(P, G)
-    group = {
-        "rewards": rewards,
-        "lengths": lengths,
+    group = GroupMeasures(
+        rewards,
+        rewards,
+        lengths,
         # for seed_grpo: every answer another one, equally likely
-        "clusters": torch.arange(G).expand(P, G),
-        "mean_logps": torch.zeros(P, G),
-        "pass_k": 2,
-    }
+        clusters=torch.arange(G).expand(P, G),
+        mean_logps=torch.zeros(P, G),
+        pass_k=2,
+    )
     targets = group_targets(group, c["maxent_tau"], 0.0, c)
     norm = step_counts(targets, lengths)
     metrics = accumulate_gradients(engine, batch, targets, 0.0, c, norm)
@@ -104,14 +114,14 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
 ):
     c = config(tiny_model_dir, f"--objective={objective}")
     bonus = torch.tensor([0.0, 0, 0, 0.1])
-    group = {"rewards": REWARDS + bonus, "task_rewards": REWARDS, "lengths": torch.ones(3, 4)}
+    group = GroupMeasures(REWARDS + bonus, REWARDS, torch.ones(3, 4))
     targets = group_targets(group, 0.2, 0.0, c)
-    assert torch.equal(targets["rewards"], REWARDS)
-    assert targets["active"].all()
-    shaped = "weights" if objective == "maxent" else "advantages"
-    assert targets[shaped][2, 3] > targets[shaped][2].mean()
-    shaped_only = group_targets({**group, "task_rewards": REWARDS + bonus}, 0.2, 0.0, c)
-    assert torch.equal(shaped_only[shaped], targets[shaped])
+    assert torch.equal(targets.rewards, REWARDS)
+    assert targets.active.all()
+    shaped = attrgetter("weights" if objective == "maxent" else "advantages")
+    assert shaped(targets)[2, 3] > shaped(targets)[2].mean()
+    shaped_only = group_targets(group._replace(task_rewards=REWARDS + bonus), 0.2, 0.0, c)
+    assert torch.equal(shaped(shaped_only), shaped(targets))
 
 
 def largest(grads: dict) -> float:
@@ -242,11 +252,8 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
 
 
 def test_a_kl_term_leaves_no_row_idle():
-    targets = {
-        "rewards": REWARDS,
-        "active": torch.tensor([True, True, False]),
-        "advantages": REWARDS - REWARDS.mean(1, keepdim=True),
-    }
+    active = torch.tensor([True, True, False])
+    targets = GroupTargets(REWARDS, active, advantages=REWARDS - REWARDS.mean(1, keepdim=True))
     for flags, beta, some in (
         (["--objective=dr_grpo"], 0.1, False),
         (["--objective=dr_grpo"], 0.0, True),

@@ -219,5 +219,5 @@ def test_maxent_as_policy_gradient_is_the_mean_over_prompts_of_w_minus_one_over_
     case = dict(objective="maxent", maxent_loss="policy_gradient")
     case |= dict(beta=0.1, importance_sampling="none")
     targets = targets_of(step, config(4, case))
-    A = (targets["weights"] - 1 / 4) * targets["active"][:, None]  # (P, G)
+    A = (targets.weights - 1 / 4) * targets.active[:, None]  # (P, G)
     close(ours(step, case).grad[0], -A.view(-1, 1) * step.mask / (3 * L))

@@ -206,7 +206,7 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
     high = result.high / tokens
     if objective == "gspo":  # rows, before the learner counts them by their tokens
         c = config(step.G, {"objective": name, **case})
-        advantages = targets_of(step, c)["advantages"].flatten()
+        advantages = targets_of(step, c).advantages.flatten()
         part = {"old_logps": step.old, "lengths": step.lengths, "advantages": advantages}
         _, below, above = learner.surrogate(step.logps, part, c)
         low = below.float().mean()

@@ -160,26 +160,23 @@ def group_of(step, c):
     def mean(x):
         return (x.sum(1) / step.lengths).view(shape)
 
-    group = {
-        "rewards": step.rewards,
-        "lengths": step.lengths.view(shape).to(step.rewards.dtype),
-        "pass_k": min(step.G, scheduled(c["pkpo_k"], 0)),
-    }
+    found = {"pass_k": min(step.G, scheduled(c["pkpo_k"], 0))}
     if c["beta"] > 0:
         ref_scores = loss.sequence_scores(
             step.ref, step.lengths, c["maxent_score_norm"], L, c["maxent_score_scale"]
         )
-        group["ref_scores"] = ref_scores.view(shape)
+        found["ref_scores"] = ref_scores.view(shape)
     if c["unlikeliness_coef"] > 0:
-        group["seq_logps"] = step.sampler.sum(1).view(shape)
+        found["seq_logps"] = step.sampler.sum(1).view(shape)
     if c["policy_entropy_bonus_coef"] > 0:
-        group["entropies"] = mean(step.entropy)
+        found["entropies"] = mean(step.entropy)
     if c["objective"] == "seed_grpo":
-        group["clusters"] = step.clusters
-        group["mean_logps"] = mean(step.sampler)
+        found["clusters"] = step.clusters
+        found["mean_logps"] = mean(step.sampler)
     if c["xdr_mode_adaptive_tau"]:
-        group["correct_modes"] = step.modes
-    return group
+        found["correct_modes"] = step.modes
+    lengths = step.lengths.view(shape).to(step.rewards.dtype)
+    return learner.GroupMeasures(step.rewards, step.rewards, lengths, **found)
 
 
 def targets_of(step, c):
@@ -196,8 +193,8 @@ def step_loss(logps, entropy, step, c):
         "old_logps": step.old,
         "sampler_logps": step.sampler,
     }
-    if "advantages" in targets:
-        part["advantages"] = targets["advantages"].flatten()
+    if targets.advantages is not None:
+        part["advantages"] = targets.advantages.flatten()
     if c["beta"] > 0:
         part["ref_logps"] = step.ref
     # as the policy's forward leaves them
@@ -287,8 +284,7 @@ def measured_group(engine, batch, step, c):
         patch("scoring.correct_modes", lambda *a: modes),
     ):
         group = learner.measure_groups(engine, reference, batch, collected, step.rewards, c)
-    group["pass_k"] = min(step.G, scheduled(c["pkpo_k"], 0))
-    return group
+    return group._replace(pass_k=min(step.G, scheduled(c["pkpo_k"], 0)))
 
 
 def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
@@ -301,7 +297,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     batch = batch_of(step, pad, first)
     group = measured_group(engine, batch, step, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
-    norm = learner.step_counts(targets, group["lengths"])
+    norm = learner.step_counts(targets, group.lengths)
 
     def given_plan(batch, unit, c, rests=None):
         resting = [rows for rows in plan if rests is not None and rests[rows].all()]

@@ -115,7 +115,7 @@ def three_updates(c: dict, world: World) -> dict:
         collected = collected_by(mine, rewards)
         group = measure_groups(engine, reference, batch, collected, rewards, c)
         targets = group_targets(group, c["maxent_tau"], c["beta"], c)
-        norm = step_counts(targets, group["lengths"])
+        norm = step_counts(targets, group.lengths)
         run = SimpleNamespace(
             config=c,
             engine=engine,
@@ -143,7 +143,7 @@ def weights_of(engine, c: dict) -> dict:
     return {name: tensor.clone() for name, tensor in weights}
 
 
-def poisoned_update(run, batch: dict, targets: dict, norm: dict) -> dict:
+def poisoned_update(run, batch: dict, targets, norm: dict) -> dict:
     """One more update whose loss is NaN on the last rank only."""
     c = run.config
     engine = run.engine
@@ -151,8 +151,8 @@ def poisoned_update(run, batch: dict, targets: dict, norm: dict) -> dict:
     mine = own_targets(targets, run.world)
     if run.world.rank == run.world.size - 1:
         for key in ("weights", "advantages"):
-            if key in mine:
-                mine[key] = mine[key] * float("nan")
+            if getattr(mine, key) is not None:
+                mine = mine._replace(**{key: getattr(mine, key) * float("nan")})
     accumulate_gradients(engine, batch, mine, c["beta"], c, norm)
     engine.step()
     after = weights_of(engine, c)
