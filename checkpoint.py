@@ -57,6 +57,7 @@ from common import (
     script,
     tell,
 )
+from journal import delete
 
 # Settings of which a change at a resume need not be told: where, how long, and what follows from
 # memory.
@@ -145,7 +146,7 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
         ArithmeticError,
         RecursionError,
     ) as error:
-        return f"{path} has no readable manifest.json: {error}"
+        return f"{path} has no readable manifest.json, or a file of it can't be read: {error}"
     return ""
 
 
@@ -177,10 +178,10 @@ def verify_together(path) -> str:
     goes on alone."""
     import torch.distributed as dist
 
-    ranks = dist.get_world_size()
-    rank = dist.get_rank()
-    problems = [""] * ranks
-    dist.all_gather_object(problems, verify(path, rank, ranks) or code_in(path, rank, ranks))
+    from ranks import gather_objects
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    problems = gather_objects(verify(path, rank, ranks) or code_in(path, rank, ranks))
     for i, problem in enumerate(problems):
         if problem:
             return f"{problem} (rank {i})"
@@ -319,15 +320,7 @@ def tidy(folder: Path) -> None:
     rollout servers, even if another host wrote them or this run has no servers."""
     for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
         for path in folder.glob(pattern):
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    """Deletes a folder, or only the link if somebody put a link in its place."""
-    if path.is_symlink():  # rmtree refuses links
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+            delete(path)
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
@@ -379,8 +372,8 @@ def forecast(config: dict, parameters) -> str:
     kept = "all are kept"
     if config["save_total_limit"]:
         kept = f"the newest {config['save_total_limit']} are kept"
-    if config["keep_every"] and config["save_steps"]:
-        kept += f", and those of every {config['keep_every']} steps"
+        if config["keep_every"] and config["save_steps"]:
+            kept += f", and those of every {config['keep_every']} steps"
     return (
         f"checkpoints: {config['checkpoint_mode']}, about {memory_text(size)} and "
         f"{seconds:.0f} s each, {often}, in {folder}/step_*; {kept}; "
@@ -529,7 +522,7 @@ def put_in_place(tmp: Path, path: Path) -> None:
     tmp.rename(path)
     flush(path.parent)  # the rename itself
     if old:
-        remove(old)
+        delete(old)
 
 
 def flush(*paths: Path) -> None:
@@ -558,14 +551,13 @@ def check_request(c: dict) -> bool:
     return goes_on
 
 
-def asked_for(c: dict, check=None) -> Path | None:
+def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
     """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if it is
-    missing or not whole. check: see latest(); without it only names and sizes of files are
-    compared, silently, because find() reads the contents later."""
+    missing or not whole. check, silent: see latest(); check=None compares only names and sizes of
+    files, because find() reads the contents later."""
     resume_from = c["resume_from_checkpoint"]
     if not resume_from:
         return None
-    silent = check is None
     check = check or partial(verify, ranks=0)
     if resume_from == "latest":
         path = latest(c["output_dir"], check, silent)
@@ -595,7 +587,7 @@ def steps_in(path: Path) -> int:
     """Finished steps of a checkpoint, read from its file because the folder may have any name. 0 if
     that file is damaged: find() reports it."""
     try:
-        return int(json.loads((path / "controller_state.json").read_text())["step"])
+        return int(read_table(path / "controller_state.json")["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return 0
 
@@ -603,7 +595,7 @@ def steps_in(path: Path) -> int:
 def find(config: dict) -> Path | None:
     """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if any
     rank finds it damaged, or if this config can't go on from it. All ranks call it together."""
-    path = asked_for(config, verify_together)
+    path = asked_for(config, verify_together, silent=False)
     if path is not None:
         check_resumable(path, config)
     return path
@@ -737,7 +729,7 @@ def check_model(path: Path, model_config) -> None:
             )
 
 
-def load(path: Path, engine, rank: int) -> TrainerState:
+def load(path: Path, engine) -> TrainerState:
     """Loads parameters and optimizer into `engine` and the random state into torch. Returns the
     rest.
 
@@ -746,13 +738,14 @@ def load(path: Path, engine, rank: int) -> TrainerState:
     import torch
     import torch.distributed as dist
 
+    rank = dist.get_rank()
     saved_ranks = ranks_of(path)
     with no_code(), options_kept(engine.optimizer):
         # without ZeRO every rank has everything, so nothing needs converting
         if saved_ranks == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
-            loaded, _ = load_universal(path, engine, rank)
+            loaded, _ = load_universal(path, engine)
     if loaded is None:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
@@ -779,11 +772,12 @@ def options_kept(optimizer):
         optimizer.clip_grad = clip
 
 
-def load_universal(path: Path, engine, rank: int) -> tuple:
+def load_universal(path: Path, engine) -> tuple:
     """Loads shards that another number of ranks saved: rank 0 converts them first. Returns what
     engine.load_checkpoint returns."""
     import torch.distributed as dist
 
+    rank = dist.get_rank()
     folder = path.with_suffix(".universal.tmp")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -861,9 +855,11 @@ def export(path, out) -> None:
     problem = verify(path) or code_in(path)
     if problem:
         raise UserError(f"export: {problem}")
-    if out.exists():  # never write into somebody's folder
-        raise UserError(f"export: {out} is there already")
-    config = {"lora_rank": 0} | json.loads((path / "train_config.json").read_text())
+    tmp = out.with_name(out.name + ".tmp")
+    for folder in (out, tmp):  # never write into somebody's folder
+        if folder.exists():
+            raise UserError(f"export: {folder} is there already")
+    config = {"lora_rank": 0} | settings_of(path)
     with torch.device("meta"):  # shapes only, no memory
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         if config["lora_rank"]:
@@ -881,7 +877,6 @@ def export(path, out) -> None:
     weights = dict(model_weights(lm, 0))
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
-    tmp = out.with_name(out.name + ".tmp")
     lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
     save_adapter(tmp / "adapter", lm, 0, 0)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp)

@@ -95,18 +95,22 @@ SWITCHES = (
     (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
     (("reference_",), lambda c: c["beta"] > 0, "beta"),
     (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
+    # in the first update of a batch the old policy is the current one: nothing to clip
+    (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
 )
 # key -> whether it has any effect with this objective and config
 USED = {
     "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and has_ratios(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and has_ratios(c),
-    "delta": lambda o, c: o.ratio != "cispo" and has_ratios(c),
+    "epsilon": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "epsilon_high": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "delta": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
     "cispo_epsilon_max": lambda o, c: (
-        o.ratio == "cispo" and (has_ratios(c) or c["cispo_epsilon_max"] < 1)
+        o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
     ),
     "importance_sampling": lambda o, c: policy_gradient(c),
-    "importance_sampling_cap": lambda o, c: policy_gradient(c),
+    "importance_sampling_cap": lambda o, c: (
+        policy_gradient(c) and c["importance_sampling"] != "none"
+    ),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
     "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
@@ -172,12 +176,6 @@ def policy_gradient(c: dict) -> bool:
     a loss over the scores of groups."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
     return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
-
-
-def has_ratios(c: dict) -> bool:
-    """Whether ratios of new to old probabilities differ from 1, so that they can be clipped. In the
-    first update of a batch the old policy is the current one."""
-    return policy_gradient(c) and c["num_iterations"] > 1
 
 
 def names(wanted) -> str:
@@ -1005,7 +1003,8 @@ def unused(c: dict, defaults: dict) -> list[str]:
     vain = [key for key in changed if key in USED and not USED[key](objective, c)]
     if vain:
         sentences.append(
-            f"{settings(vain, c)}: not used by objective={c['objective']!r} as it is set"
+            f"{settings(vain, c)}: not used by objective={c['objective']!r} with the other keys "
+            f"as they are"
         )
     return sentences
 

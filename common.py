@@ -138,6 +138,7 @@ FOREIGN = {
     "trainer.total_epochs": "a run has a number of steps: --max_steps",
     "trainer.total_training_steps": "max_steps",
 }
+TODAY = REPLACED | FOREIGN  # an older or another trainer's name -> today's key, or a sentence
 
 
 class UserError(ValueError):
@@ -239,6 +240,12 @@ def script(work, *arguments):
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
+        if out_of_memory(error):  # in a step train.py says more: this is while a model loads
+            leave(
+                f"memory ran out: {in_one_line(error, 300)}; train.py with --dry_run estimates "
+                f"what a run takes",
+                1,
+            )
         if not lost_a_rank(error):
             raise
         leave(
@@ -373,7 +380,9 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
 def current_name(name: str, source: str) -> str:
     """The key, or key.entry, that a name means today. UserError if there is none any more."""
-    replacement = (REPLACED | FOREIGN).get(name, name)
+    replacement = TODAY.get(name)
+    if replacement is None:
+        return name
     if " " in replacement:  # a sentence, not a key
         raise UserError(f"{source}: {name} is no key here: {replacement}")
     return replacement
@@ -531,7 +540,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return {name: True}
-    key, _, entry = (REPLACED | FOREIGN).get(name, name).partition(".")
+    key, _, entry = TODAY.get(name, name).partition(".")
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
@@ -568,8 +577,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
             continue
         value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
         name = word.lstrip("-").partition("=")[0] or "key"
-        if " " in REPLACED.get(name, ""):
-            raise UserError(f"{word}: {REPLACED[name]}")
+        if " " in TODAY.get(name, ""):
+            raise UserError(f"{word}: {TODAY[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
@@ -591,24 +600,29 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     refuse_two_words(argv, switches)
     own, rest = dict(defaults), []
     for word in argv:
-        if word.startswith("--") and word[2:].partition("=")[0] in defaults:
-            own |= coerce_flag(word, defaults)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if name not in defaults:
+            name = TODAY.get(name, name)  # sft.py --lr=1e-3
+        if word.startswith("--") and name in defaults:
+            own |= coerce_flag(f"--{name}{equals}{text}", defaults)
         else:
             rest.append(word)
     return own, rest
 
 
 def unread(argv, instead: dict) -> str:
-    """A warning about a flag that is for training runs and changes nothing in this script, "" if
-    there is none. instead: an entry of checks.INSTEAD."""
+    """A warning, in lines, about flags that are for training runs and change nothing in this
+    script; "" without any. instead: an entry of checks.INSTEAD."""
+    lines = []
     for word in argv:
         name = word.removeprefix("--").partition("=")[0]
+        name = TODAY.get(name, name)
         if word.startswith("--") and name in instead:
-            return (
+            lines.append(
                 f"warning: {word} is for training runs and changes nothing here; set "
                 f"--{instead[name]}"
             )
-    return ""
+    return "\n".join(lines)
 
 
 def only_source(words: list[str], takes: str) -> Path:
@@ -747,8 +761,8 @@ def read_settings(path: Path) -> dict:
         settings = None
     if not isinstance(settings, dict) or "reward_funcs" not in settings:  # every version has it
         raise UserError(
-            f"{str(path)!r} does not hold settings of this program, it is somebody else's: "
-            f"choose another place, or move it away"
+            f"{str(path)!r} is somebody else's: it holds no settings that this program wrote; a "
+            f"config of your own is a .py file, and output needs another place"
         )
     try:
         return modern(settings)
@@ -981,8 +995,5 @@ def follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)  # seconds
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence per machine
-        write_stderr(
-            f"error: torchrun (process {parent}) is gone, and its ranks leave with it; "
-            "go on with --resume_from_checkpoint=latest"
-        )
+        write_stderr(f"error: torchrun (process {parent}) is gone, and its ranks leave with it")
     os._exit(1)

@@ -23,7 +23,7 @@ import huggingface_hub.constants
 import tasks
 from checks import SOURCE, entries, sources
 from common import UserError, quoted, say_on_rank_0
-from prompts import encode_prompts, prompt_fault, prompt_identity
+from prompts import encode_prompts, messages_of, prompt_fault, prompt_identity
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
@@ -144,7 +144,8 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
                 row[column] = column_of(raw, column)
         row["id"] = str(i if raw.get("id") is None else raw["id"])
         row["task"] = own_task(raw) or source["task"]
-        row["prompt"] = prompt
+        # of messages role and content alone: other entries may be of types that JSON lacks
+        row["prompt"] = prompt if isinstance(prompt, str) else messages_of({"prompt": prompt}, "")
         row["answer"] = answer
         row.pop("completion", None)  # rewards have an argument of that name
         rows.append(row)

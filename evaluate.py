@@ -14,7 +14,7 @@ distinct@k  number of different correct answers (modes) among k
 coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
-from checks import FLAGS, INSTEAD, eval_source, is_evaluated, sources
+from checks import FLAGS, INSTEAD, entries, eval_source, is_evaluated, sources
 from common import load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -64,8 +64,7 @@ def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) 
         seeds=[rollout.prompt_seed("eval", seed, i) for i in places],
     )
     rollouts, values, _ = scoring.sample_and_measure(exam, rows, k, sampling, c)  # values (p, k, F)
-    # (p,); a rank without rows has values (0, 0, F)
-    failures = values.isinf().any(-1).sum(1).tolist() if rows else []
+    failures = values.isinf().any(-1).sum(1).tolist()  # (p,)
     found = scoring.correct_modes(rollouts, rows, scoring.correct(values, exam.functions), c)
     records = []
     for row, (correct, modes), failed in zip(rows, found, failures):
@@ -226,10 +225,12 @@ def trained_on(count: int, c: dict) -> str:
     if not (source["name"].endswith((".jsonl", ".parquet")) and is_ours):
         return ""
     run = settings_of(Path(c["model"]))
-    if source["name"] not in [one["name"] for one in sources(run)]:
+    trained = [*sources(run), entries(run, "easy_dataset")]
+    if source["name"] not in [one["name"] for one in trained]:
         return ""
     held_out = 0
-    if is_evaluated(run) and eval_source(run) and eval_source(run)["name"] == source["name"]:
+    evaluated = eval_source(run) or {"name": ""}
+    if is_evaluated(run) and not run["allow_leakage"] and evaluated["name"] == source["name"]:
         held_out = run["eval_max_prompts"]
     if count <= held_out:
         return ""

@@ -153,11 +153,8 @@ class Experience:
         with timer("reward"):
             functions = self.inputs.reward_functions
             values, failed = scoring.measure(rollouts, asked, functions, self.config)
-        size = len(rollouts) // max(1, len(asked))  # G + S
-        groups = {}
-        for n, place in enumerate(places):
-            groups[place] = rollouts[n * size : (n + 1) * size]
-        return Sampled(groups, dict(zip(places, values)), failed)
+        groups = rollout.groups_of(rollouts, len(asked))  # of G + S
+        return Sampled(dict(zip(places, groups)), dict(zip(places, values)), failed)
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
@@ -287,14 +284,14 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     Groups are then in rank order, and so is `rewards` (P, G + S). All ranks together."""
     if world.size == 1:
         return collected
-    size = collected.rewards.shape[1]  # G + S
-    mine = {}
+    groups = rollout.groups_of(collected.rollouts, len(collected.rows))
     first = world.rank * len(collected.rows)
-    for i, row in enumerate(collected.rows):
-        group = collected.rollouts[i * size : (i + 1) * size]
-        mine[first + i] = (row, group, collected.values[i], collected.right[i])
+    # place -> (row, its rollouts, their values, which of them are right)
+    mine = dict(
+        enumerate(zip(collected.rows, groups, collected.values, collected.right), start=first)
+    )
 
-    tokens = [group_tokens(group, c["pack_sequences"]) for _, group, _, _ in mine.values()]
+    tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
     # a guess: what it gets wrong costs time only
     learns = learner.may_teach(collected.rewards, c["beta"], c)  # (P,)

@@ -168,9 +168,8 @@ def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[st
         )
     totals, _ = scoring.combine(values, exam.functions)  # (p, G)
     lines = {}
-    for n, (i, row) in enumerate(zip(places, rows)):
-        group = rollouts[n * G : (n + 1) * G]
-        lines[i] = lines_of(group, row, values[n], totals[n], exam.functions)
+    for n, group in enumerate(rollout.groups_of(rollouts, len(rows))):
+        lines[places[n]] = lines_of(group, rows[n], values[n], totals[n], exam.functions)
     return lines
 
 

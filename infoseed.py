@@ -61,11 +61,10 @@ def add_completions(
         if c["info_seed_reward"] > 0:  # the reward is for the seed, so the prompt must show it
             r["prompt_ids"] = asked[i]
 
-    G = len(rollouts) // max(1, len(rows))
+    P = len(rows)
     joined = []
-    for x in range(len(rows)):
-        joined += rollouts[x * G : (x + 1) * G]
-        joined += seeded[x * S : (x + 1) * S]
+    for group, own in zip(rollout.groups_of(rollouts, P), rollout.groups_of(seeded, P)):
+        joined += group + own
     return joined
 
 
@@ -110,29 +109,28 @@ def add_rewards(rewards, log_q, S: int, coef: float):
 # --- on all ranks
 
 
+def forwards(engine, batch: dict, c: dict):
+    """(rows, h, logits of the trained head or None) of each micro-batch of this rank's seed
+    rows."""
+    for rows in learner.agree_on_plan(batch, 1, c).learning:
+        part = rollout.take(batch, rows)
+        yield (
+            rows,
+            *engine(
+                part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
+            ),
+        )
+
+
 @torch.no_grad()
 def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, under the current weights."""
-    S = c["info_seed_num_seeds"]
-    plan = learner.agree_on_plan(batch, 1, c)
-    h = None
-    logits = None
-    for rows in plan.learning:
-        part = rollout.take(batch, rows)
-        pooled, scores = engine(
-            part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
-        )
-        if h is None:  # only now is its width known
-            h = pooled.new_zeros(len(batch["ids"]), pooled.shape[1])  # (p * S, H)
-        h[rows] = pooled
-        if scores is not None:  # of the trained head ("ce")
-            if logits is None:
-                logits = scores.new_zeros(len(h), S)
-            logits[rows] = scores
-    h = gather_rows(h)
-    if logits is None:
-        return h, log_q(h, S, c["info_seed_temperature"])
-    return h, gather_rows(logits).log_softmax(1)
+    rows, h, logits = zip(*forwards(engine, batch, c))
+    order = torch.cat(rows).argsort()  # micro-batches take the rows in an order of their own
+    h = gather_rows(torch.cat(h)[order])
+    if logits[0] is None:  # no trained head ("ce")
+        return h, log_q(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
+    return h, gather_rows(torch.cat(logits)[order]).log_softmax(1)
 
 
 def under_base_prompt(collected, S: int) -> list[dict]:
@@ -209,12 +207,7 @@ class Seeds:
         """Goes backward from loss_of(rows, h, logits) of every micro-batch. Gradients add up over
         micro-batches and ranks."""
         c = self.config
-        plan = learner.agree_on_plan(self.batch, 1, c)
-        for rows in plan.learning:
-            part = rollout.take(self.batch, rows)
-            h, logits = self.engine(
-                part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
-            )
+        for rows, h, logits in forwards(self.engine, self.batch, c):
             # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
             loss = c["info_seed_lambda"] * dist.get_world_size() * loss_of(rows, h, logits)
             self.engine.backward(loss, scale_wrt_gas=False)

@@ -57,18 +57,17 @@ class GroupMeasures(NamedTuple):
     entropies: torch.Tensor | None = None  # (P, G) over a row's tokens, in nats
     clusters: torch.Tensor | None = None  # (P, G) rows of a group with the same answer share one
     correct_modes: torch.Tensor | None = None  # (P,) different right answers of a group
-    pass_k: int | None = None  # k of pkpo
 
 
 class GroupTargets(NamedTuple):
     """What the groups of a step, or of one rank, ask of the policy; None is what this objective
     does not use."""
 
-    rewards: torch.Tensor  # (P, G) of the task
+    task_rewards: torch.Tensor  # (P, G) these decide which rows are best or right
     active: torch.Tensor  # (P,) bool: groups that are not left out
     advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
     utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
-    weights: torch.Tensor | None = None  # (P, G) the distribution over a group to learn
+    weights: torch.Tensor | None = None  # (P, G) w: maxent learns it, xdr scales advantages by it
     goals: torch.Tensor | None = None  # (P, G) flow's
     group_weight: torch.Tensor | None = None  # (P,)
 
@@ -140,7 +139,8 @@ def tilt_scores(logps, batch: dict, c: dict):
 
 
 def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
-    """What the whole step asks of the policy, by the objective."""
+    """What the whole step asks of the policy, by the objective. c: the config, with pkpo_k as it is
+    at this step."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return score_targets(measured, tau, beta, c)
@@ -174,7 +174,7 @@ def score_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
         goals = L.balance_goals(utilities, ref_scores, tau, beta)
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
-        rewards=measured.task_rewards,
+        task_rewards=measured.task_rewards,
         # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
         active=L.active_groups(rewards, c["maxent_skip_equal_groups"]),
         utilities=utilities,
@@ -204,7 +204,7 @@ def row_advantages(measured: GroupMeasures, c: dict):
     objective = OBJECTIVES[c["objective"]]
     rewards = shaped_rewards(measured, c)
     scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](rewards, scale, measured.pass_k)
+    return L.ADVANTAGES[objective.advantage](rewards, scale, c["pkpo_k"])
 
 
 def row_weights(advantages, measured: GroupMeasures, tau: float, beta: float, c: dict):
@@ -282,11 +282,11 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
             return L.mle_loss(*given)
         below = None
         if c["maxent_loss"] == "floored":
-            below = L.group_advantages(targets.rewards, "none") < 0  # (p, G)
+            below = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
         return L.listwise_loss(*given, below)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
-    loss = L.mode_entropy_loss(scores, targets.rewards, counts["prompts"] * longest)
+    loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
     return c["mode_entropy_coef"] * loss
 
 
@@ -361,13 +361,13 @@ def resting_rows(targets: GroupTargets, beta: float, c: dict):
     """(p * G,) bool: rows of groups that the loss does not depend on, usually because their rewards
     are equal. They need no backward."""
     if acts_on_all(beta, c):
-        return torch.zeros_like(targets.rewards, dtype=torch.bool).flatten()
+        return torch.zeros_like(targets.task_rewards, dtype=torch.bool).flatten()
     rests = ~targets.active  # (p,)
     if policy_gradient(c):
         rests = (targets.advantages == 0).all(1)
         if c["mode_entropy_coef"] > 0:
-            rests &= L.equal_groups(targets.rewards)
-    return rests.repeat_interleave(targets.rewards.shape[1])
+            rests &= L.equal_groups(targets.task_rewards)
+    return rests.repeat_interleave(targets.task_rewards.shape[1])
 
 
 # --- gradients
@@ -404,7 +404,7 @@ def score_gradients(
     """(slopes (N,), loss), both of the groups that are in pieces. A slope is d loss / d score of a
     row, 0 for rows of whole groups. An extra pass scores the rows of these groups first, so that
     each micro-batch can go backward by itself. All ranks together."""
-    G = targets.rewards.shape[1]
+    G = targets.task_rewards.shape[1]
     pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # resting rows have no gradient
     pieces = [rows for rows in pieces if len(rows)]
     most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
@@ -428,9 +428,9 @@ def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict
         torn = part["torn"]
         of_torn = (part["slopes"][torn] * scores[torn]).sum()
         rows, scores = rows[~torn], scores[~torn]
-    G = targets.rewards.shape[1]
+    G = targets.task_rewards.shape[1]
     loss = group_loss(scores.view(-1, G), targets.taken(rows[::G] // G), c, counts)
-    return of_torn + loss, loss.item()
+    return of_torn + loss, loss.detach()
 
 
 def micro_batch_loss(
@@ -442,14 +442,12 @@ def micro_batch_loss(
     # the first update is made by the policy of that moment: its log-probs are the old ones
     part.setdefault("old_logps", logps.detach())
     loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
-    reported = loss.item()
+    reported = loss.detach().double()
     if couples_rows(c):
         loss_of_groups, value = coupled_loss(logps, part, targets, c, counts)
-        loss = loss + loss_of_groups
-        reported += value
-    measured = [x.detach().sum().float() for x in (logps, entropy, kl, low, high)]
-    sums = [reported, *torch.stack(measured).tolist()]  # one wait for the device
-    return logps, loss, torch.tensor(sums, dtype=torch.float64)
+        loss, reported = loss + loss_of_groups, reported + value
+    sums = [x.detach().sum().double() for x in (reported, logps, entropy, kl, low, high)]
+    return logps, loss, torch.stack(sums).cpu()  # one wait for the device
 
 
 def accumulate_gradients(
@@ -460,7 +458,7 @@ def accumulate_gradients(
 
     targets: this rank's groups (p, G); counts: step_counts() of the whole step. Sets
     batch["old_logps"] in the first update of a batch."""
-    G = targets.rewards.shape[1]
+    G = targets.task_rewards.shape[1]
     ranks = dist.get_world_size()
     device = batch["ids"].device
     targets = targets.to(device)

@@ -505,7 +505,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, options: HeadOptions):
-        softmax_statistics, _ = chunk_functions(hidden)
+        statistics, _ = chunk_functions(hidden)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
         log_z = torch.empty_like(logps)
         entropy = torch.empty_like(logps)
@@ -517,7 +517,7 @@ class ChunkedLogps(torch.autograd.Function):
             room -= kept_size(hidden) * len(targets[part]) * len(weight)
             logits = head_logits(hidden[part], weight)  # (chunk, V)
             kept_type = hidden.dtype if room >= 0 else None
-            logps[part], log_z[part], entropy[part], p = softmax_statistics(
+            logps[part], log_z[part], entropy[part], p = statistics(
                 logits, options.temperature, targets[part], options.want_entropy, kept_type
             )
             if room >= 0:

@@ -233,13 +233,14 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
     # refuses it beside foreach.
     if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
         arguments.setdefault("fused", True)
-    kind = type("Checked" + cls.__name__, (Checked, cls), {}) if is_checked(c) else cls
+    kind = cls
+    if is_checked(c):
+        options = {"max_grad_norm": c["max_grad_norm"]}
+        kind = type("Checked" + cls.__name__, (Checked, cls), options)
     try:
-        optimizer = kind(parameters, **arguments)
+        return kind(parameters, **arguments)
     except REFUSALS as error:
         raise options_refused(c, error) from None
-    optimizer.max_grad_norm = c["max_grad_norm"]
-    return optimizer
 
 
 def try_optimizer(c: dict) -> None:

@@ -2,7 +2,7 @@
 
 files = load_model_files(model)          # every command: config, tokenizer, stop tokens
 inputs = load_inputs(config, ranks)      # the same, and rows and rewards
-dry_run(config, ranks, dtype, deepspeed_config)     # the same, then prints what would run
+dry_run(config, ranks, deepspeed_config)            # the same, then prints what would run
 """
 
 import json
@@ -519,7 +519,7 @@ def deciding(rows: list[dict], c: dict) -> list:
 # --- dry run
 
 
-def dry_run(c: dict, ranks: int, dtype: torch.dtype, deepspeed_config: dict) -> Inputs:
+def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
     """Prints what a run of this config would do, and returns what it would start from. What needs
     the model's files or the data comes last, because these may be out of reach."""
     print("config:")
@@ -540,7 +540,7 @@ def dry_run(c: dict, ranks: int, dtype: torch.dtype, deepspeed_config: dict) -> 
     lm = empty_model(c["model"], inputs.model_config)
     if c["lora_rank"]:
         print(add_adapters(lm, c["lora_rank"], base=c["model"]))
-    show_memory(c, inputs.model_config, count_parameters(lm), dtype, ranks)
+    show_memory(c, inputs.model_config, count_parameters(lm), ranks)
     vocabulary = inputs.model_config.vocab_size
     known = with_tau(c, vocabulary)
     if known != c:
@@ -588,7 +588,7 @@ def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
         values = tokens * model_config.hidden_size
         useful = torch.cuda.is_available() or values <= MOST_VALUES_ON_CPU
         trial = c | {"max_tokens_per_micro_batch": tokens}
-        table = memory_estimate(trial, model_config, parameters, dtype_of(c).itemsize, ranks)
+        table = memory_estimate(trial, model_config, parameters, ranks)
         if useful and on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
@@ -605,14 +605,11 @@ def device_memory() -> int:
 
 def on_device(table: dict) -> float:
     """The sum of an estimate's entries, in bytes, that are in the memory of device_memory()."""
-    sizes = 0.0
-    for what, size in table.items():
-        if IN_CPU_MEMORY not in what or not torch.cuda.is_available():
-            sizes += size
-    return sizes
+    everything = not torch.cuda.is_available()
+    return sum(size for what, size in table.items() if everything or IN_CPU_MEMORY not in what)
 
 
-def show_memory(c: dict, model_config, parameters, dtype: torch.dtype, ranks: int) -> None:
+def show_memory(c: dict, model_config, parameters, ranks: int) -> None:
     """Prints the estimate of a rank's memory as a table. model_config: Hugging Face's;
     parameters: policy.ParameterCounts."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model_config, parameters, ranks)
@@ -624,8 +621,9 @@ def show_memory(c: dict, model_config, parameters, dtype: torch.dtype, ranks: in
         f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
         f"them if every row had all {longest} tokens and no prompt was shared"
     )
+    dtype = dtype_of(c)
     name = str(dtype).removeprefix("torch.")
-    table = memory_estimate(c, model_config, parameters, dtype.itemsize, ranks)
+    table = memory_estimate(c, model_config, parameters, ranks)
     together = on_device(table)
     print(f"memory per rank, estimated, {parameters.all / 1e6:.1f}M parameters in {name}:")
     table[f"together, of {memory_text(device_memory())}"] = together
@@ -636,9 +634,10 @@ def show_memory(c: dict, model_config, parameters, dtype: torch.dtype, ranks: in
         print(f"warning: that is more than there is: {LESS_MEMORY}")
 
 
-def memory_estimate(c: dict, model_config, parameters, itemsize: int, ranks: int) -> dict:
+def memory_estimate(c: dict, model_config, parameters, ranks: int) -> dict:
     """{what: bytes} of memory on each rank during the backward of a micro-batch. model_config:
-    Hugging Face's; parameters: policy.ParameterCounts; itemsize: bytes of a weight."""
+    Hugging Face's; parameters: policy.ParameterCounts."""
+    itemsize = dtype_of(c).itemsize
     weights = parameters.all * itemsize
     optimizer = parameters.trained * state_bytes(c, itemsize)
     place = IN_CPU_MEMORY if c["offload_optimizer"] else ""

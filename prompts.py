@@ -202,14 +202,13 @@ def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
             raise UserError(
                 f"the chat template leaves out {len(marked) - written} of the {len(marked)} "
                 f"messages of row {quoted(row['id'])}, whose roles are {', '.join(roles)}"
-                + (" (the first is system_prompt)" if len(marked) > turns_of(row) else "")
+                + (
+                    " (the first is system_prompt)"
+                    if len(marked) > len(messages_of(row, ""))
+                    else ""
+                )
                 + ": --chat_template gives the model another one"
             )
-
-
-def turns_of(row: dict) -> int:
-    """Messages that a row itself has."""
-    return len(messages_of(row, ""))
 
 
 def end_of_turn(tokenizer, stop_ids: list[int]) -> str:

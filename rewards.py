@@ -1,8 +1,7 @@
 r"""Reward functions: what a completion's text is worth. Add your own here.
 
-    # for scoring.py
     functions = reward_functions(config["reward_funcs"], config["reward_weights"], rows)
-    rewards, metrics = score(rollouts, rows, config)    # (P, G), {...}
+    rewards, metrics = score(rollouts, rows, config)    # (P, G), {...}, in one process
 
 A reward is a plain function (completion, answer, **row) -> float:
 

@@ -694,13 +694,19 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
 # --- metrics and logs of rollouts
 
 
+def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
+    """The rollouts, prompt-major, of each of so many prompts."""
+    n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
+    return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
+
+
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     """How much the n completions of a group differ, in tokens: distinct_1 and distinct_2, the share
     of different tokens and bigrams, and jaccard, the mean Jaccard overlap of two completions' token
     sets. Each is a mean over groups. Falling distinct and rising jaccard announce a collapse."""
     sums = torch.zeros(3, dtype=torch.float64)
-    for start in range(0, len(rollouts), n):
-        group = [r["completion_ids"] for r in rollouts[start : start + n]]
+    for rows in groups_of(rollouts, len(rollouts) // n):
+        group = [r["completion_ids"] for r in rows]
         bigrams = [list(pairwise(ids)) for ids in group]
         sums[0] += distinct(group)
         sums[1] += distinct(bigrams)

@@ -87,13 +87,6 @@ def answers_to(jobs: dict, c: dict) -> dict:
     return {key: workers.believed(workers.answer(*deepcopy(job))) for key, job in jobs.items()}
 
 
-def groups_of(rollouts: list[dict], rows: list[dict]) -> list[tuple[dict, list[dict]]]:
-    """(row, its G rollouts) for each row."""
-    # max: a rank may have no rows
-    G = len(rollouts) // max(1, len(rows))
-    return [(row, rollouts[i * G : (i + 1) * G]) for i, row in enumerate(rows)]
-
-
 def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
     """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
     # the number of tokens is part of it: the same text may be tokenised in two ways, and some
@@ -128,7 +121,7 @@ def measure(
 ) -> tuple[torch.Tensor, list[dict]]:
     """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
     where it failed; and a record of each failure."""
-    groups = groups_of(rollouts, rows)
+    groups = list(zip(rows, rollout.groups_of(rollouts, len(rows))))
     jobs = {}
     for row, group in groups:
         jobs |= jobs_of(group, row, functions, c)
@@ -151,7 +144,7 @@ def measure(
 
 
 class Exam(NamedTuple):
-    """Who answers, which problems, and what scores the answers. For scripts that do not train."""
+    """Who answers, which problems, and what scores the answers."""
 
     sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
     tokenizer: object
@@ -295,7 +288,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     jobs = {}
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]
-    for i, (row, group) in enumerate(groups_of(rollouts, rows)):
+    for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
         task = tasks.with_modes(row["task"])
         if task is None:
             continue
@@ -318,7 +311,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     if lost:
         tell(
             f"warning: of {len(lost)} of {len(places)} right completions mode() can't say which "
-            f"answer they are, so none of distinct@k counts them: {lost[0]}"
+            f"answer they are, so they do not count as different ones: {lost[0]}"
         )
     return modes
 
@@ -344,7 +337,7 @@ def answer_clusters(
     text of their answer. A completion without any answer shares with none. right: (p, G) bool."""
     clusters = torch.zeros(right.shape, dtype=torch.int64)
     all_modes = modes_of(rollouts, rows, right, c)
-    for i, (row, group) in enumerate(groups_of(rollouts, rows)):
+    for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
         numbers = {}
         for j, r in enumerate(group):
             if right[i, j]:

@@ -268,7 +268,7 @@ def start(c: dict) -> Run:
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
-        saved = checkpoint.load(resume_path, engine, world.rank)
+        saved = checkpoint.load(resume_path, engine)
         if changes := checkpoint.changes(resume_path, c):
             say_on_rank_0(changes)
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
@@ -582,7 +582,7 @@ def dry_run_main(c: dict) -> None:
     if launched_rank() > 0:
         return
     size = launched_ranks()
-    inputs = dry_run(c, size, dtype_of(c), deepspeed_config(c))
+    inputs = dry_run(c, size, deepspeed_config(c))
     # last: everything shown above holds for any other folder too
     check_run_folder(c, checkpoint.check_request(c))
     resume_path = checkpoint.asked_for(c)
@@ -626,20 +626,19 @@ def train(run: Run) -> None:
         with timer("deal"):
             # moves groups: all ranks get about as much to do
             collected = deal(collected, run.world, c)
-        with enough_memory("learn", c):
-            place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
-        set_temperature((run.engine, run.reference), collected.temperature)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G)
         with timer("score"), enough_memory("learn", c):
+            place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
+            set_temperature((run.engine, run.reference), collected.temperature)
             batch = rollout.to_batch(collected.rollouts, run.world.device)
             # InfoSeed: S more completions a prompt, asked with a seed; S = 0 (off): it does nothing
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             measured = learner.measure_groups(
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
-            measured = measured._replace(pass_k=round(scheduled(c["pkpo_k"], run.step)))
-            targets = learner.group_targets(measured, run.state["tau"], run.state["beta"], c)
+            at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
+            targets = learner.group_targets(measured, run.state["tau"], run.state["beta"], at_step)
             counts = learner.step_counts(targets, measured.lengths)
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
@@ -651,7 +650,7 @@ def train(run: Run) -> None:
 
         # 8. tau and beta of the next step
         if targets.weights is not None:
-            metrics |= L.weight_metrics(targets.weights, targets.rewards, targets.active)
+            metrics |= L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
         metrics |= steer(run, metrics, targets, measured, batch)
         run.step += 1
 

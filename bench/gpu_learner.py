@@ -70,18 +70,16 @@ class Case:
     def learn(self, spoiled: bool = False) -> dict:
         """Gradients of one step. spoiled: NaN instead."""
         self.batch.pop("old_logps", None)  # each time is the first update of its batch
-        lengths = self.batch["lengths"].view(-1, G).cpu()  # (P, G)
-        measured = learner.GroupMeasures(self.rewards, self.rewards, lengths)
-        if self.reference is not None:
-            # of an experience measure_groups reads these
-            rows = [{}] * self.groups
-            collected = SimpleNamespace(rows=rows, rollouts=[], right=[], rewards=self.rewards)
-            models = self.engine, self.reference
-            measured = learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)
+        # of an experience measure_groups reads these
+        collected = SimpleNamespace(
+            rows=[{}] * self.groups, rollouts=[], right=[], rewards=self.rewards
+        )
+        models = self.engine, self.reference
+        measured = learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)
         targets = learner.group_targets(measured, 0.0, self.c["beta"], self.c)
         if spoiled:
             targets = targets._replace(advantages=targets.advantages * float("nan"))
-        counts = learner.step_counts(targets, lengths)
+        counts = learner.step_counts(targets, measured.lengths)
         beta = self.c["beta"]
         return learner.accumulate_gradients(self.engine, self.batch, targets, beta, self.c, counts)
 
@@ -100,8 +98,7 @@ class Case:
         """GiB that dry_run would say of torch's memory, without a rollout engine."""
         lm = self.engine.module.lm
         c = self.c | {"rollout_engine": "server"}  # one that holds nothing here
-        # 2 bytes a number, 1 rank
-        parts = memory_estimate(c, lm.config, count_parameters(lm), 2, 1)
+        parts = memory_estimate(c, lm.config, count_parameters(lm), ranks=1)
         parts.pop("libraries")  # torch does not count them
         return on_device(parts) / GIB
 

@@ -149,7 +149,7 @@ def one_step(c: dict, world: World) -> dict:
     metrics = train.update(run, batch, targets, norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)
     if targets.weights is not None:
-        metrics |= L.weight_metrics(targets.weights, targets.rewards, targets.active)
+        metrics |= L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
     metrics |= seeds.metrics(targets)
     metrics |= learner.group_metrics(collected.rewards, group.lengths)
     metrics |= mean_over_ranks(rollout.completion_metrics(collected.rollouts, G))

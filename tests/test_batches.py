@@ -511,7 +511,6 @@ def test_every_completion_token_is_trained_the_eos_too_and_nothing_else(objectiv
         batch["lengths"].view(2, 2),
         clusters=torch.tensor([[0, 1], [0, 1]]),
         mean_logps=torch.zeros(2, 2),
-        pass_k=1,
     )
     targets = learner.group_targets(group, 0.2, 0.0, c)
     policy = Policy(sft.tiny_model(100, seed=1, layers=1, width=32, tied=False), 1.0, 64, pack=pack)

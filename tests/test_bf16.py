@@ -89,7 +89,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     saved = checkpoint.save(memory, run.engine, sft.tiny_tokenizer(), run.config)
     wanted = step(run), weights_of(run)
     other = run_of(tiny_model_dir, tmp_path, stage, world)
-    checkpoint.load(saved, other.engine, 0)
+    checkpoint.load(saved, other.engine)
     other.step = 1
     assert same(weights_of(other), after)
     found = step(other)
@@ -99,7 +99,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
 
     changed = ["--max_grad_norm=0.25", "--optimizer_options.weight_decay=0.5"]
     third = run_of(tiny_model_dir, tmp_path, stage, world, *changed)
-    checkpoint.load(saved, third.engine, 0)
+    checkpoint.load(saved, third.engine)
     assert {group["weight_decay"] for group in third.engine.optimizer.param_groups} == {0.5}
     assert third.engine.optimizer.clip_grad == 0.25
 

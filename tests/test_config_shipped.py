@@ -245,7 +245,7 @@ def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
     for objective in SHIPPED:
         flags = [f"--{key}={value}", f"--objective={objective}", "--num_iterations=2"]
         said = warnings_of(100, *flags)
-        words = f"{key}={value!r}: not used by objective={objective!r} as it is set"
+        words = f"{key}={value!r}: not used by objective={objective!r} with the other keys as"
         assert (words in said) == (objective not in readers.split()), objective
 
 
@@ -264,6 +264,7 @@ SWITCHED = {
     "kl_horizon=50.0": ("kl_target=0.0", "--kl_target=0.1 --beta=0.1"),
     "beta_max=0.5": ("kl_target=0.0", "--kl_target=0.1 --beta=0.1"),
     "reference_placement='cpu'": ("beta=0.0", "--beta=0.1"),
+    "epsilon=0.1": ("num_iterations=1", "--num_iterations=2 --objective=grpo"),
     "mode_entropy_score_norm='length'": (
         "mode_entropy_coef=0.0",
         "--mode_entropy_coef=0.1 --objective=dr_grpo",

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 from child import ended_well
@@ -34,6 +35,13 @@ def encoded(row: dict, *flags, tokenizer=TOKENIZER) -> dict:
 
 def text_of(row: dict, *flags) -> str:
     return TOKENIZER.decode(encoded(row, *flags)["prompt_ids"])
+
+
+def test_other_entries_of_a_message_do_not_reach_the_row(tmp_path):
+    """A time of day is nothing that JSON, and so a log of rollouts, could hold."""
+    message = {**QUESTION, "at": datetime(2026, 1, 1)}
+    (row,) = load(parquet(tmp_path, prompt=[[message]], answer=["2"]))
+    assert row["prompt"] == [QUESTION]
 
 
 # --- what the model sees

@@ -38,7 +38,7 @@ def shown(tiny_model_dir, tmp_path, capsys):
     flags += [f"--output_dir={tmp_path / 'run'}"]
 
     def show(*more: str, world: int = 1) -> str:
-        dry_run(load_config([*flags, *more]), world, torch.float32, {"zero": 3})
+        dry_run(load_config([*flags, *more]), world, {"zero": 3})
         return capsys.readouterr().out
 
     return show
@@ -114,7 +114,7 @@ SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_splits_a_part_more_with_every_stage(stage, given):
     c = load_config([*SIZES, f"--zero_stage={stage}"])
-    sizes = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), 4, 8)
+    sizes = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), 8)
     # from stage 1 on the optimizer has its own copy of the weights
     split = {"optimizer": 12_000 if stage else 8000, "gradients": 4000, "weights": 4000}
     for needed, (what, size) in enumerate(split.items(), 1):
@@ -125,7 +125,7 @@ def test_zero_splits_a_part_more_with_every_stage(stage, given):
 def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
     def under_way(stage: int, world: int) -> int:
         c = load_config([*SIZES, f"--zero_stage={stage}"])
-        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), 4, world)
+        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(1000, 1000), world)
         return table["gradients under way between ranks"]
 
     assert under_way(0, 1) == 0
@@ -135,7 +135,7 @@ def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
 def test_an_engine_elsewhere_takes_no_memory_here(given):
     def of_engine(*flags: str) -> dict:
         c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(10_000, 10_000), 4, 1)
+        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(10_000, 10_000), 1)
         return {what: size for what, size in table.items() if what.startswith("rollout")}
 
     assert of_engine("--rollout_engine=server") == {}
@@ -151,7 +151,7 @@ def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(giv
 
     def total(*flags: str) -> float:
         c = load_config(["--dtype=float32", *flags])
-        table = memory_estimate(c, model, ParameterCounts(10_000, 10_000), 4, 1)
+        table = memory_estimate(c, model, ParameterCounts(10_000, 10_000), 1)
         return preflight.on_device(table)
 
     elsewhere = total("--rollout_engine=server")
@@ -166,7 +166,7 @@ def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(giv
 def test_a_frozen_head_has_no_gradient(given):
     def of_head(*flags: str) -> float:
         c = load_config([*SIZES, *flags])
-        return memory_estimate(c, model, ParameterCounts(1000, 1000), 4, 1)["vocabulary logits"]
+        return memory_estimate(c, model, ParameterCounts(1000, 1000), 1)["vocabulary logits"]
 
     model = Qwen2Config(**SMALL)
     assert of_head() - of_head("--lora_rank=4") == 4 * model.vocab_size * model.hidden_size

@@ -141,6 +141,17 @@ def script(main, *argv) -> None:
     common.script(main)
 
 
+def run_out_of_memory(argv):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+
+def test_memory_that_runs_out_while_a_model_loads_is_one_sentence(tmp_path):
+    log = tmp_path / "log"
+    assert child.status(child.start(script, run_out_of_memory, log=log)) == 1
+    assert log.read_text().splitlines()[-1].startswith("error: memory ran out: CUDA out of memory")
+    assert "Traceback" not in log.read_text()
+
+
 def test_a_disk_that_is_full_when_anything_else_is_written_is_one_sentence_too(tmp_path):
     log = tmp_path / "log"
     assert child.status(child.start(script, write_to_a_full_disk, log=log)) == 1

@@ -49,6 +49,7 @@ def config(model, *flags) -> dict:
         "--learning_rate=1e-3",
         "--max_tokens_per_micro_batch=16384",  # a run's default follows its memory
         "--maxent_tau=0.2",
+        "--pkpo_k=2",
     ]
     return load_config([*common, *flags])
 
@@ -82,7 +83,6 @@ def gradients(model, rewards, *flags, batch=None) -> tuple[dict, dict]:
         # for seed_grpo: every answer another one, equally likely
         clusters=torch.arange(G).expand(P, G),
         mean_logps=torch.zeros(P, G),
-        pass_k=2,
     )
     targets = group_targets(group, c["maxent_tau"], 0.0, c)
     norm = step_counts(targets, lengths)
@@ -116,7 +116,7 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     bonus = torch.tensor([0.0, 0, 0, 0.1])
     group = GroupMeasures(REWARDS + bonus, REWARDS, torch.ones(3, 4))
     targets = group_targets(group, 0.2, 0.0, c)
-    assert torch.equal(targets.rewards, REWARDS)
+    assert torch.equal(targets.task_rewards, REWARDS)
     assert targets.active.all()
     shaped = attrgetter("weights" if objective == "maxent" else "advantages")
     assert shaped(targets)[2, 3] > shaped(targets)[2].mean()

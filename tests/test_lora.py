@@ -262,7 +262,7 @@ def test_a_policy_goes_on_from_a_checkpoint_bit_for_bit(tiny_model_dir, tmp_path
     path = save(one, 1)
     one_update(one)
     two = policy_of(tiny_model_dir, f"--output_dir={tmp_path}")
-    checkpoint.load(path, two.engine, 0)
+    checkpoint.load(path, two.engine)
     one_update(two)
     theirs = dict(two.lm.named_parameters())
     for name, parameter in one.lm.named_parameters():
@@ -324,7 +324,7 @@ def test_memory_and_checkpoints_count_an_optimizer_for_adapters_only():
     c = load_config(["--lora_rank=4", "--beta=0.1", "--dtype=bfloat16"])
     shape = Qwen2Config(num_hidden_layers=2)
     parameters = ParameterCounts(1010, 10)
-    table = memory_estimate(c, shape, parameters, 2, 1)
+    table = memory_estimate(c, shape, parameters, 1)
     assert (table["weights"], table["gradients"]) == (2020, 20)
     assert (table["optimizer"], table["reference"]) == (10 * (4 + 8), 0)
     # bfloat16: DeepSpeed's weights and Hugging Face's

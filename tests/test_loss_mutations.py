@@ -370,7 +370,7 @@ CUT_MUTATIONS = {  # as above, of learner.py, where groups are cut
     ),
     "groups with a gradient rest": (
         "resting_rows",
-        lambda f, targets, *a: (targets.rewards[:, :1] < 1).expand(-1, EXAMPLE.G).flatten(),
+        lambda f, targets, *a: (targets.task_rewards[:, :1] < 1).expand(-1, EXAMPLE.G).flatten(),
     ),
     "scores of the old policy": (
         "score_rows",

@@ -429,4 +429,4 @@ def test_the_entropy_bonus_is_nothing_at_coef_0_or_equal_entropies_and_never_act
     if shaped.advantages is not None:
         assert (shaped.advantages[2] == 0).all()
     assert torch.equal(shaped.active, plain.active)
-    assert torch.equal(shaped.rewards, step.rewards)
+    assert torch.equal(shaped.task_rewards, step.rewards)

@@ -50,7 +50,7 @@ def memory(monkeypatch):
 def together(c: dict, tokens: int, world: int = 1) -> float:
     """GiB of the estimate with micro-batches of so many tokens."""
     c = c | {"max_tokens_per_micro_batch": tokens}
-    return sum(memory_estimate(c, SMOL, PARAMETERS, 4, world).values()) / GIB
+    return sum(memory_estimate(c, SMOL, PARAMETERS, world).values()) / GIB
 
 
 @pytest.mark.parametrize("tokens", [1024, 2048])

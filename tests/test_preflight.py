@@ -535,6 +535,16 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
         ("eval_steps=0", "eval_max_prompts=3", "held out the first 0 rows .*the other 3 of these"),
         ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .*the other 2 of"),
         ("eval_steps=1 eval_max_prompts=3", "eval_max_prompts=3", ""),
+        (
+            "eval_steps=1 eval_max_prompts=3 allow_leakage=True",
+            "eval_max_prompts=3",
+            "first 0 rows .*the other 3 of",
+        ),
+        (
+            "dataset.name=other.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
+            "eval_max_prompts=3",
+            "first 0 rows .*the other 3 of",
+        ),
         ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
     ],
 )

@@ -327,6 +327,19 @@ def test_flags_of_training_that_another_script_does_not_read_are_warned_about(ca
             assert f"set --{cure}" in common.unread([f"--{key}=9"], table)
     common.load_with_flags(["--temperature=0.1"], checks.FLAGS["evaluate"], instead)
     assert said in capsys.readouterr().err
+    # each of several, and by another trainer's name
+    several = common.unread(["--temperature=0.1", "--num_generations=4"], instead)
+    assert [line.split()[1] for line in several.splitlines()] == [
+        "--temperature=0.1",
+        "--num_generations=4",
+    ]
+    assert "--batch_size" in common.unread(["--data.train_batch_size=8"], checks.INSTEAD["sft"])
+
+
+def test_a_scripts_own_flag_is_known_by_other_trainers_names_too():
+    own, config = common.load_with_flags(["--lr=2e-3"], checks.FLAGS["sft"])
+    assert own["learning_rate"] == 2e-3
+    assert config["learning_rate"] == common.default_config()["learning_rate"]
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():

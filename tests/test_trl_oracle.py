@@ -6,16 +6,16 @@ and then _compute_loss, unbound, on a stand-in for `self`. Replaced by fixed ten
 around the algorithm: generation (token ids and the sampler's log-probs), the reward functions, the
 forward passes (_get_per_token_logps_and_entropies returns log-probs of the policy, the old policy
 or the reference, depending on the model it is given) and the accelerator of a single process. Our
-side is test_loss.ours: learner.group_targets and token_loss with a config. What TRL calls otherwise
-or does otherwise: - gspo is loss_type "grpo" with importance_sampling_level "sequence"; cispo's cap
-is epsilon_high itself, not 1 + epsilon_high. - bnpo is dapo in one micro-batch; with several it
-divides each by its own tokens, which ours never does. - gspo's clip ratio is a share of rows there,
-of tokens here (each row counts with its length). - delta caps the ratio before the clip counts are
-taken: they agree only for delta above 1 + epsilon_high. - sampling/importance_sampling_ratio/* are
-of the ratio after the cap there, before it here. - Groups of equal rewards have rounding noise as
-advantages there (see the last test). sequence_geometric, k2 and all of maxent, xdr, seed_grpo and
-mode entropy have no counterpart in TRL; its entropy bonus is a mean over the tokens of a
-micro-batch, not over N * L as in token_entropy."""
+side is loss_steps.ours: learner.group_targets and token_loss with a config. What TRL calls
+otherwise or does otherwise: - gspo is loss_type "grpo" with importance_sampling_level "sequence";
+cispo's cap is epsilon_high itself, not 1 + epsilon_high. - bnpo is dapo in one micro-batch; with
+several it divides each by its own tokens, which ours never does. - gspo's clip ratio is a share of
+rows there, of tokens here (each row counts with its length). - delta caps the ratio before the clip
+counts are taken: they agree only for delta above 1 + epsilon_high. -
+sampling/importance_sampling_ratio/* are of the ratio after the cap there, before it here. - Groups
+of equal rewards have rounding noise as advantages there (see the last test). sequence_geometric, k2
+and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL; its entropy bonus is
+a mean over the tokens of a micro-batch, not over N * L as in token_entropy."""
 
 from collections import defaultdict
 from types import SimpleNamespace

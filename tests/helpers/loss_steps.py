@@ -69,7 +69,8 @@ def resolve(flags: tuple) -> dict:
 
 def config(G: int, case: dict) -> dict:
     # G is set afterwards: a config with G = 1 is refused
-    return resolve(tuple(case.items())) | {"num_generations": G}
+    c = resolve(tuple(case.items()))
+    return c | {"num_generations": G, "pkpo_k": min(G, scheduled(c["pkpo_k"], 0))}
 
 
 # --- steps
@@ -160,7 +161,7 @@ def group_of(step, c):
     def mean(x):
         return (x.sum(1) / step.lengths).view(shape)
 
-    found = {"pass_k": min(step.G, scheduled(c["pkpo_k"], 0))}
+    found = {}
     if c["beta"] > 0:
         ref_scores = loss.sequence_scores(
             step.ref, step.lengths, c["maxent_score_norm"], L, c["maxent_score_scale"]
@@ -283,8 +284,7 @@ def measured_group(engine, batch, step, c):
         patch("scoring.answer_clusters", lambda *a: step.clusters),
         patch("scoring.correct_modes", lambda *a: modes),
     ):
-        group = learner.measure_groups(engine, reference, batch, collected, step.rewards, c)
-    return group._replace(pass_k=min(step.G, scheduled(c["pkpo_k"], 0)))
+        return learner.measure_groups(engine, reference, batch, collected, step.rewards, c)
 
 
 def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
