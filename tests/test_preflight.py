@@ -541,7 +541,7 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
             "first 0 rows .*the other 3 of",
         ),
         (
-            "dataset.name=other.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
+            "dataset.name=a.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
             "eval_max_prompts=3",
             "first 0 rows .*the other 3 of",
         ),
