@@ -96,7 +96,12 @@ P = 4
 G = 4
 CASES = {
     "maxent": ["--objective=maxent", "--max_tokens_per_micro_batch=60"],
-    "grpo": ["--objective=grpo", "--num_iterations=2", "--max_tokens_per_micro_batch=40"],
+    "grpo": [
+        "--objective=grpo",
+        "--num_iterations=2",
+        "--max_tokens_per_micro_batch=40",
+        "--epsilon=0.001",
+    ],
     "reference": ["--objective=flow", "--beta=0.3"],
     "seeds": ["--info_seed_num_seeds=2", "--info_seed_lambda=3"],
 }
@@ -211,3 +216,9 @@ def test_two_different_ranks_have_a_slowest_and_a_mean(monkeypatch):
     monkeypatch.setattr(learner, "gather_rows", lambda own: torch.cat([own, own + 2.0]))
     found = learner.learning_seconds(1.0)
     assert found == {"time/learn_slowest": 3.0, "time/learn_mean": 2.0, "time/wait": 2.0}
+
+
+def test_shares_of_clipped_tokens_are_those_of_the_last_update(results):
+    """In the first update nothing is clipped."""
+    metrics = results["0_of_1"]["grpo"]["metrics"]
+    assert metrics["clip_ratio/low"] + metrics["clip_ratio/high"] > 0

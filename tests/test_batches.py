@@ -474,6 +474,22 @@ def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm, pack):
     torch.testing.assert_close(learner.score_rows(policy, batch, plan), whole, rtol=0, atol=1e-5)
 
 
+def test_metrics_of_groups_and_completions_are_what_they_are_called():
+    rewards, lengths = torch.tensor([[1.0, 0], [1, 1]]), torch.tensor([[2.0, 4], [6, 8]])
+    assert learner.group_metrics(rewards, lengths) == pytest.approx(
+        {
+            "reward": 0.75,
+            "reward_std": 0.5**0.5 / 2,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 5.0,
+            "completions/max_length": 8.0,
+        }
+    )
+    reasons = ("length", "stop", "stop", "stop")
+    rows = [rollout_of([5], [6, 7]) | {"finish_reason": reason} for reason in reasons]
+    assert rollout.completion_metrics(rows, 2)["completions/clipped_ratio"] == 0.25
+
+
 # --- what is trained
 
 OBJECTIVES = [

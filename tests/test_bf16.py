@@ -87,9 +87,12 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
 
     memory = TrainerState(1, {"tau": 0.2, "beta": 0.0}, {})
     saved = checkpoint.save(memory, run.engine, sft.tiny_tokenizer(), run.config)
+    random_state = torch.get_rng_state()
     wanted = step(run), weights_of(run)
     other = run_of(tiny_model_dir, tmp_path, stage, world)
+    torch.rand(1)  # moves it
     checkpoint.load(saved, other.engine)
+    assert torch.equal(torch.get_rng_state(), random_state)
     other.step = 1
     assert same(weights_of(other), after)
     found = step(other)

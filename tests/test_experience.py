@@ -443,6 +443,9 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
         collect(c | {"max_reward_failures": 0.1}, 0, inputs, world=2)
     all_broken = inputs_of(rows_of(*["broken"] * 8))
     assert collect(c | {"max_reward_failures": 1.0}, 0, all_broken, world=2)
+    # a failure counts even if its group was replaced
+    with pytest.raises(RunStopped, match="rewards failed on 4 of a step's 32 completions"):
+        collect(c | {"resample_equal_groups": 9, "max_reward_failures": 0.1}, 1, inputs)
 
 
 # --- temperature

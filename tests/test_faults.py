@@ -1,6 +1,6 @@
 """Faults from outside, each one injected into the real train.py: a full disk, rewards that hang
 or raise, Weights & Biases out of reach, a row that can't be read, a clock that runs backwards.
-(kill -9, dead ranks, damaged shards: test_resume.py; NaN in a loss: test_train.py.)"""
+(kill -9, dead ranks, damaged shards: test_checkpoint.py; NaN in a loss: test_train.py.)"""
 
 import ast
 import json
@@ -78,8 +78,8 @@ def disk(tmp_path):
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(
-            f"no tmpfs can be mounted here ({mounted.stderr.strip()}); test_resume.py fills a disk "
-            f"by a limit on file size instead"
+            f"no tmpfs can be mounted here ({mounted.stderr.strip()}); test_checkpoint.py fills "
+            f"a disk by a limit on file size instead"
         )
     (folder / "run.log").symlink_to(tmp_path / "run.log")  # what the run says needs no room
     yield folder

@@ -48,6 +48,13 @@ def work(main, argv: list[str], calls: Path) -> None:
     torch.set_num_threads(1)
     fake_vllm.install()
     train.evaluate.report = lambda folder: None  # no picture
+    real = train.place_frozen
+
+    def place(lm, device):  # sync_weights says "cpu", the learner a torch.device
+        fake_vllm.calls.append(f"frozen to {'cpu' if isinstance(device, str) else 'device'}")
+        real(lm, device)
+
+    train.place_frozen = place
     try:
         main(load_config(argv))
     finally:
@@ -88,6 +95,9 @@ def test_a_run_with_everything_goes_through_a_gpus_order_of_calls(whole):
             assert calls[i + 1] == "wake kv_cache"
     # asleep it begins to learn, each time: at the start, in the trial, and three steps
     assert sum(call.startswith("sleep") for call in calls) == 5
+    back = [i for i, call in enumerate(calls) if call == "frozen to device"]
+    assert len(back) == 4  # in the trial and three steps
+    assert all(calls[i - 1].startswith("sleep") for i in back)
 
 
 @pytest.mark.slow

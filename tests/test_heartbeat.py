@@ -116,7 +116,7 @@ def test_rank_0_leaves_after_the_others_have(monkeypatch):
 
     def go(theirs):
         other = ranks.Heartbeat([ranks.Peer(0, theirs, "")], 45)
-        heard.append(listen(other))
+        heard.append(other.listen(PATIENCE))  # returns with the verdict
         theirs.close()
 
     there = []

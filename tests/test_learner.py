@@ -251,6 +251,17 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
     assert math.isnan(metrics["loss"]) == (objective == "dr_grpo")
 
 
+def test_a_reference_in_cpu_memory_is_on_the_device_for_its_forwards_only(monkeypatch):
+    moves = []
+    reference = SimpleNamespace(to=lambda device: moves.append(torch.device(device).type))
+    monkeypatch.setattr(learner, "score_rows", lambda *args: moves.append("scored"))
+    batch = {"ids": torch.zeros(1, device="meta")}
+    for place, wanted in (("cpu", ["meta", "scored", "cpu"]), ("device", ["scored"])):
+        moves.clear()
+        learner.score_by_reference(reference, batch, None, {"reference_placement": place})
+        assert moves == wanted
+
+
 def test_a_kl_term_leaves_no_row_idle():
     active = torch.tensor([True, True, False])
     targets = GroupTargets(REWARDS, active, advantages=REWARDS - REWARDS.mean(1, keepdim=True))

@@ -205,6 +205,16 @@ def test_cispo_on_policy_has_the_gradient_of_dapo_which_is_reinforce(sampling):
         close(cispo.grad[0], -A * step.mask / step.lengths.sum())
 
 
+def test_without_an_epsilon_of_its_own_a_ratio_is_clipped_above_as_far_as_below():
+    ratios = torch.tensor([[1.05, 1.15, 0.85]])
+    part = {"old_logps": torch.zeros(1, 3), "lengths": torch.tensor([3])}
+    part["advantages"] = torch.tensor([2.0])
+    c = config(2, dict(objective="grpo", epsilon=0.1, epsilon_high=-1.0))
+    gain, _, high = learner.surrogate(ratios.log(), part, c)
+    close(gain, [[2.1, 2.2, 1.7]])
+    assert high.tolist() == [[False, True, False]]
+
+
 def test_cispo_below_its_cap_has_the_gradient_of_an_unclipped_ratio():
     case = dict(cispo_epsilon_max=50.0, epsilon=0.99, epsilon_high=49.0)
     cispo = ours(EXAMPLE, {"objective": "cispo"} | case)

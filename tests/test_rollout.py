@@ -323,3 +323,16 @@ def test_log_probs_that_are_not_finite_stop_a_run(bad):
     sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[3])
     with pytest.raises(RunStopped, match="log-probs that are not finite"):
         rollout.generate(engine, tokenizer, [[5]], 1, sampling)
+
+
+def test_transformers_completions_end_with_their_first_stop_token(tiny_model_dir):
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    stops = list(range(0, 101, 6))  # a sixth of all tokens
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=6, stop_token_ids=stops, seeds=[3])
+    group = engine.generate([[5, 6, 7]], 32, sampling)
+    for r in group:
+        *before, last = r["completion_ids"]
+        assert not set(before) & set(stops) and len(r["logprobs"]) == len(before) + 1
+        assert r["finish_reason"] == ("stop" if last in stops else "length")
+        assert last in stops or len(before) == 5
+    assert {r["finish_reason"] for r in group} == {"stop", "length"}

@@ -364,7 +364,7 @@ def test_an_array_trains_every_seed_in_a_folder_of_its_own(slurm, tiny_model_dir
 def test_a_wrong_word_ends_the_job_with_a_sentence(words, sentence, slurm, tmp_path):
     folder = tmp_path / "a run"
     number = submit(slurm, folder, "train.sh", *CONFIG, *words, sbatch=["--ntasks-per-node=2"])
-    assert ended(slurm, number, folder, 60) == "FAILED"
+    assert ended(slurm, number, folder, PATIENCE) == "FAILED"
     assert sentence in Path(f"{folder}.out").read_text()
     assert not folder.exists()
 

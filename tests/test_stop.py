@@ -97,7 +97,7 @@ def test_nohup_is_respected(tmp_path):
         for _ in range(3):
             process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == (130 if there == "loading" else 0)
+        assert process.wait(PATIENCE) == (130 if there == "loading" else 0)
 
 
 def test_a_closed_terminal_ends_a_run_after_a_save(tmp_path):

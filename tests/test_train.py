@@ -122,6 +122,9 @@ def test_three_steps_on_two_ranks_with_vllm_write_every_metric(two_ranks):
         if "reward" in line:
             assert line["sampling/sampling_logp_difference/mean"] < 1e-5
     assert first["kl"] < 1e-5 < last["kl"]  # at first the policy is the reference
+    assert first["meta/kl"] < 1e-9 < last["meta/kl"]
+    for line in (first, last):  # the meta-controller sees the weights that were trained
+        assert line["meta/entropy"] == pytest.approx(line["weights/entropy"], rel=1e-4)
     assert last["grad_norm"] > 0
 
 

@@ -23,7 +23,7 @@ PORTS = itertools.count(20_000 + 1000 * (WORKER % 10) + os.getpid() % 500)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["test_resume", "test_experience", "test_server_weights", "test_faults"]
+    ["test_resume", "test_checkpoint", "test_experience", "test_server_weights", "test_faults"]
 )
 
 
