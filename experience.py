@@ -286,10 +286,8 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.rows))
     first = world.rank * len(collected.rows)
-    # place -> (row, its rollouts, their values, which of them are right)
-    mine = dict(
-        enumerate(zip(collected.rows, groups, collected.values, collected.right), start=first)
-    )
+    parts = zip(collected.rows, groups, collected.values, collected.right)
+    mine = dict(enumerate(parts, start=first))  # by place
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)

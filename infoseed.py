@@ -114,12 +114,10 @@ def forwards(engine, batch: dict, c: dict):
     rows."""
     for rows in learner.agree_on_plan(batch, 1, c).learning:
         part = rollout.take(batch, rows)
-        yield (
-            rows,
-            *engine(
-                part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
-            ),
+        h, logits = engine(
+            part["ids"], part["prompt_lengths"], part["lengths"], pool=c["info_seed_pooling"]
         )
+        yield rows, h, logits
 
 
 @torch.no_grad()

@@ -584,15 +584,16 @@ def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
     above for which the memory estimate is at most MEMORY_SHARE of a rank's memory. model_config:
     Hugging Face's; parameters: policy.ParameterCounts."""
     tokens = MOST_TOKENS
+    if not torch.cuda.is_available():
+        while tokens * model_config.hidden_size > MOST_VALUES_ON_CPU:
+            tokens //= 2
     while tokens > FEWEST_TOKENS:
-        values = tokens * model_config.hidden_size
-        useful = torch.cuda.is_available() or values <= MOST_VALUES_ON_CPU
         trial = c | {"max_tokens_per_micro_batch": tokens}
         table = memory_estimate(trial, model_config, parameters, ranks)
-        if useful and on_device(table) <= MEMORY_SHARE * device_memory():
+        if on_device(table) <= MEMORY_SHARE * device_memory():
             break
         tokens //= 2
-    return tokens
+    return max(tokens, FEWEST_TOKENS)
 
 
 def device_memory() -> int:

@@ -199,14 +199,11 @@ def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
         marked = [{"role": role, "content": "\0"} for role in roles]
         written = render_prompt({"id": row["id"], "prompt": marked}, tokenizer, c).count("\0")
         if written < len(marked):
+            has_system_prompt = len(marked) > len(messages_of(row, ""))
             raise UserError(
                 f"the chat template leaves out {len(marked) - written} of the {len(marked)} "
                 f"messages of row {quoted(row['id'])}, whose roles are {', '.join(roles)}"
-                + (
-                    " (the first is system_prompt)"
-                    if len(marked) > len(messages_of(row, ""))
-                    else ""
-                )
+                + (" (the first is system_prompt)" if has_system_prompt else "")
                 + ": --chat_template gives the model another one"
             )
 

@@ -648,6 +648,12 @@ def begin(
     engine.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
 
 
+def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
+    """The rollouts, prompt-major, of each of so many prompts."""
+    n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
+    return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
+
+
 # --- from rollouts to tensors
 
 
@@ -692,12 +698,6 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
 
 
 # --- metrics and logs of rollouts
-
-
-def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
-    """The rollouts, prompt-major, of each of so many prompts."""
-    n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
-    return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
 
 
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:

@@ -34,11 +34,6 @@ def parts(scenario: str) -> dict:
     return {letter: int(number) for letter, number in pairs}
 
 
-def micro_batch(scenario: str) -> int:
-    """Tokens in a micro-batch: what train.py chooses for these models on a CPU by itself."""
-    return 512 if scenario == REAL else 4096
-
-
 def has_tail(scenario: str) -> bool:
     """Whether completions end by chance; else all have T tokens."""
     return scenario.endswith("tail")
@@ -214,7 +209,6 @@ def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
         "max_steps": steps + 1,  # the last one is weighed
         "save_steps": -1,  # TRL's saves are off too
         "max_logp_difference": -1,  # a guard of ours, which random weights could trip
-        "max_tokens_per_micro_batch": micro_batch(scenario),
     }
 
 
@@ -422,7 +416,6 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
         "objective": "dr_grpo",
         "importance_sampling": "none",
         "beta": 0.0,
-        "max_tokens_per_micro_batch": micro_batch(scenario),
         "max_prompt_length": LONGEST_PROMPT,
         "max_completion_length": parts(scenario)["T"],
     }
@@ -501,10 +494,15 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
 
     import learner
     import train
+    from policy import count_parameters
+    from preflight import fitting_tokens
 
     size = parts(scenario)
     engine = train.load_policy(config, torch.device("cpu"))
     lm = AutoModelForCausalLM.from_pretrained(prepare(scenario), dtype=torch.float32).train()
+    # as train.py does where the config leaves it open
+    tokens = fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
+    config = config | {"max_tokens_per_micro_batch": tokens}
     # (P, G), all different: every row has an advantage, so every row is learned from
     rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
     lengths = batch["lengths"].view(size["P"], size["G"])

@@ -1,12 +1,12 @@
 """What train.py's loop itself decides: which metric steers, which model follows a schedule, what an
 evaluation that fails costs."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import in_child
 from controlled import setting
+from exact_matrix import steps_in
 
 import common
 import controllers
@@ -14,10 +14,6 @@ import evaluate
 import loss
 import train
 from journal import Timer
-
-
-def metrics_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
@@ -36,7 +32,7 @@ def test_the_reference_follows_a_temperature_that_changes(tiny_model_dir, tmp_pa
     flags = {"beta": 0.1, "temperature": {0: 1.0, 1: 0.5}, "learning_rate": 1e-12, "max_steps": 2}
     status, words = in_child.run(None, tiny_model_dir, folder, **flags)
     assert status == 0, words
-    assert [line["kl"] < 1e-5 for line in metrics_of(folder)] == [True, True]
+    assert [line["kl"] < 1e-5 for line in steps_in(folder)] == [True, True]
 
 
 def with_k_told() -> None:
