@@ -2,12 +2,13 @@
 
     python -m compare.frontier compare/evidence/countdown_convergence.jsonl --picture=paths.png
     python -m compare.frontier runs/compare_countdown_tiny          a folder of python -m compare
+    python -m compare.frontier runs/compare_countdown_tiny --output=runs/evidence.jsonl
 
-A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "cpu"} for
-each evaluation; cpu is the CPU time in seconds that the run had taken until then. The command's own
-flags: --picture (a file to draw), --arms (their names with commas between them; otherwise all),
---problems (of an evaluation), --k (samples of each). A folder knows these two; of a file they are
-256 and 8 unless given.
+A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "seconds"}
+for each evaluation. seconds: what training had taken until then, without evaluations and
+checkpoints. The command's own flags: --picture (a file to draw), --output (such a file to write),
+--arms (their names with commas between them; otherwise all), --problems (of an evaluation), --k
+(samples of each). A folder knows these two; of a file they are 256 and 8 unless given.
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
@@ -27,28 +28,33 @@ from compare.results import (
     markdown,
     metrics_of,
     parse_lines,
+    prepare_file,
     prepare_picture,
     read_lines,
     runs_in,
     smoothed,
+    write_lines,
 )
 
-OWN = {"picture": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
+OWN = {"picture": "", "output": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
 METRICS = ("mean", "pass", "coverage", "distinct")
+# of training, averaged over the steps since the evaluation before, if a file is written
+AVERAGED = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
+NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
 DEFAULTS = default_config()
 
 
 def read_evaluations(source: Path, k: int) -> pd.DataFrame:
-    """One line per arm, seed and evaluation: step, cpu, and METRICS, whose names lose their @k."""
-    records = read_file(source) if source.is_file() else read_folder(source, k)
-    if not records:
-        raise UserError(f"{source}: no evaluations in it")
+    """One line per arm, seed and evaluation: step, seconds, and METRICS, whose names lose their
+    @k."""
+    records = read_records(source, k)
     lines = []
     for record in records:
         try:
             line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
-            cpu = record.get("cpu")
-            line |= {"step": int(record["step"]), "cpu": nan if cpu is None else float(cpu)}
+            seconds = record.get("seconds")
+            line["step"] = int(record["step"])
+            line["seconds"] = nan if seconds is None else float(seconds)
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
             if not all(0 <= line[metric] <= 1 for metric in ("mean", "pass")):
                 raise ValueError
@@ -67,6 +73,14 @@ def read_evaluations(source: Path, k: int) -> pd.DataFrame:
     return table.sort_values("step", kind="stable")
 
 
+def read_records(source: Path, k: int) -> list[dict]:
+    """The evaluations in a file or a folder, as they stand there."""
+    records = read_file(source) if source.is_file() else read_folder(source, k)
+    if not records:
+        raise UserError(f"{source}: no evaluations in it")
+    return records
+
+
 def read_file(source: Path) -> list[dict]:
     try:
         return parse_lines(source)
@@ -78,14 +92,34 @@ def read_folder(source: Path, k: int) -> list[dict]:
     """The evaluations in <source>/<arm>/seed_<n>/metrics.jsonl, written by `python -m compare`."""
     records = []
     for arm, seed, run in runs_in(source):
+        seconds = 0.0
+        steps = []  # of training, since the last evaluation
         for line in metrics_of(run):
             if f"eval/mean@{k}" not in line:
+                steps.append(line)
                 continue
-            record = {"arm": arm, "seed": seed, "step": line["step"]}
+            seconds += sum(map(training_seconds, steps))
+            record = {"arm": arm, "seed": seed, "step": line["step"], "seconds": round(seconds, 1)}
             for metric in METRICS:
                 record[f"{metric}@{k}"] = line.get(f"eval/{metric}@{k}", nan)
-            records.append(record)
+            records.append(record | averages(steps))
+            steps = []
     return records
+
+
+def training_seconds(line: dict) -> float:
+    """Seconds of a training step, without an evaluation or a checkpoint that fell into it."""
+    return line.get("time/step", nan) - sum(line.get(name, 0.0) for name in NOT_TRAINING)
+
+
+def averages(steps: list[dict]) -> dict:
+    """Means of AVERAGED over training steps; of none, as at the start, nothing."""
+    means = {}
+    for name, metric in AVERAGED.items():
+        values = [line[metric] for line in steps if metric in line]
+        if values:
+            means[name] = round(sum(values) / len(values), 5)
+    return means
 
 
 def measured_by(source: Path) -> dict:
@@ -140,7 +174,7 @@ def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
     if (bests["step"] == 0).all():
         return [*row, "the start", "", "", ""]
     row += [f"{bests['step'].mean():.0f}", spread(bests["mean"]), spread(bests["pass"])]
-    minutes = bests["cpu"].mean() / 60
+    minutes = bests["seconds"].mean() / 60
     return [*row, "" if minutes != minutes else f"{minutes:.0f}"]
 
 
@@ -148,7 +182,7 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     """A Markdown table: a line for the start and one for each arm, ordered by mean@k at the best
     point, highest first."""
     head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in METRICS)]
-    head += ["best point: step", f"mean@{k}", f"pass@{k}", "CPU minutes to it"]
+    head += ["best point: step", f"mean@{k}", f"pass@{k}", "minutes to it"]
     start = evaluations[evaluations["step"] == 0]
     rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in METRICS), "", "", "", ""]]
     reached = {}
@@ -204,8 +238,12 @@ def main(argv) -> None:
             raise UserError(f"--{key}={own[key]} must be at least 1")
     if own["picture"]:
         prepare_picture(own["picture"])
+    if own["output"]:
+        prepare_file("--output", own["output"])
     evaluations = of_arms(read_evaluations(source, own["k"]), own["arms"])
     print(table_of(evaluations, own["problems"], own["k"]))
+    if own["output"]:
+        write_lines(own["output"], read_records(source, own["k"]))
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])
         print(f"picture: {own['picture']}")

@@ -15,16 +15,23 @@ problems[c] is the number of problems with c right answers among the samples. Th
 flags: --output (such a file to write), --picture (a file to draw).
 """
 
-import json
 from contextlib import contextmanager
-from math import comb
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from common import UserError, check_writable, only_source, own_flags, script
-from compare.results import colors_of, markdown, parse_lines, prepare_picture, runs_in
+from common import UserError, only_source, own_flags, script
+from compare.results import (
+    colors_of,
+    markdown,
+    parse_lines,
+    pass_at_k,
+    prepare_file,
+    prepare_picture,
+    runs_in,
+    write_lines,
+)
 
 OWN = {"output": "", "picture": ""}
 
@@ -36,12 +43,6 @@ class Counts(NamedTuple):
     seed: int
     samples: int  # of each problem
     problems: dict[int, int]  # number of right answers -> number of problems
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al.
-    2021, arXiv:2107.03374"""
-    return 1 - comb(n - correct, k) / comb(n, k)
 
 
 def of_run(run: Counts, k: int) -> float:
@@ -181,13 +182,11 @@ def main(argv) -> None:
     if own["picture"]:
         prepare_picture(own["picture"])
     if own["output"]:
-        check_writable("--output", own["output"], folder=False)
-        Path(own["output"]).parent.mkdir(parents=True, exist_ok=True)
+        prepare_file("--output", own["output"])
     table = table_of(runs)
     print(show(table))
     if own["output"]:
-        lines = [json.dumps(run._asdict()) + "\n" for run in runs]
-        Path(own["output"]).write_text("".join(lines), encoding="utf-8")
+        write_lines(own["output"], [run._asdict() for run in runs])
     if own["picture"]:
         draw(table, Path(own["picture"]))
         print(f"picture: {own['picture']}")

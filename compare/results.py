@@ -12,7 +12,7 @@ PROBLEMS. They say nothing about other training seeds: for that look at the rang
 """
 
 import json
-from math import nan
+from math import comb, nan
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the or
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 PICTURES = (".png", ".pdf", ".svg")
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
+REWARDS = 20  # neighbouring training steps whose rewards are averaged in the picture
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
 # columns of effects(), so that a table without lines has them too
 COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
@@ -42,6 +43,11 @@ def parse_lines(path: Path) -> list[dict]:
     if not all(isinstance(line, dict) for line in lines):
         raise ValueError("a line is no object")
     return lines
+
+
+def write_lines(path: str, records: list[dict]) -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -86,8 +92,8 @@ def k_of(runs: list[dict]) -> int:
 
 
 def load_outcomes(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and problem: mean, pass, coverage and distinct, averaged over the
-    evaluation seeds. The last two are NaN if they are unknown."""
+    """One line per arm, seed and problem: mean, pass, coverage and distinct, over all evaluation
+    seeds. The last two are NaN if they are unknown."""
     k = k_of(runs)
     records = {run["folder"] / "eval.jsonl": [] for run in runs}
     for file in records:
@@ -98,9 +104,19 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
     for run in runs:
         for r in records[run["folder"] / "eval.jsonl"]:
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
-    by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False, as_index=False)
-    # averaged: more evaluation seeds of a problem are no independent evidence
-    return by_problem.mean()
+    by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False)
+    outcomes = by_problem.mean()  # more evaluation seeds of a problem are no independent evidence
+    # from all samples together: pass@8 from 24 varies less than the mean of three from 8
+    samples = by_problem.size() * k
+    correct = by_problem["correct"].sum()
+    outcomes["pass"] = [pass_at_k(n, c, k) for n, c in zip(samples, correct)]
+    return outcomes.drop(columns="correct").reset_index()
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the unbiased estimate from n samples with c correct. Chen et al.
+    2021, arXiv:2107.03374"""
+    return 1 - comb(n - correct, k) / comb(n, k)
 
 
 def outcome_of(record: dict, k: int) -> dict:
@@ -109,8 +125,8 @@ def outcome_of(record: dict, k: int) -> dict:
     known_modes = bool(record["num_modes"])
     return {
         "problem": record["id"],
+        "correct": record["correct"],
         "mean": record["correct"] / k,
-        "pass": float(record["correct"] > 0),  # pass@k, since there are k answers
         "distinct": nan if record["distinct"] is None else record["distinct"],
         "coverage": record["distinct"] / record["num_modes"] if known_modes else nan,
     }
@@ -144,6 +160,17 @@ def load_curves(runs: list[dict]) -> pd.DataFrame:
                 key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
                 lines.append(key | scores)
     return pd.DataFrame(lines)
+
+
+def load_rewards(runs: list[dict]) -> pd.DataFrame:
+    """The mean reward of each training step, averaged with the REWARDS - 1 before it: a line per
+    step, a column per (arm, seed)."""
+    rewards = {}
+    for run in runs:
+        # if a step was repeated, the later line counts; an evaluation's own line has no reward
+        steps = {m["step"]: m["reward"] for m in metrics_of(run["folder"]) if "reward" in m}
+        rewards[run["arm"], run["seed"]] = pd.Series(steps, dtype=float).sort_index()
+    return pd.DataFrame(rewards).rolling(REWARDS, min_periods=1).mean()
 
 
 def settled_at(run: dict) -> int | None:
@@ -309,8 +336,8 @@ def table_of_effects(outcomes, baseline: str, k: int) -> str:
     return markdown(["arm", "metric", effect, "95% interval", "p (Holm)", "range over runs"], *rows)
 
 
-TEXT = """{problems} held-out problems, k = {k}, {seeds} evaluation seeds; mean over training runs
-± their standard deviation.
+TEXT = """{problems} held-out problems, k = {k}, {seeds} evaluation seeds, whose samples count
+together; mean over training runs ± their standard deviation.
 Not finished, so not in here: {missing}.
 
 {arms}
@@ -393,6 +420,12 @@ def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> 
     axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
 
 
+def draw_rewards(axis, rewards: pd.DataFrame, color: dict) -> None:
+    for arm in color:
+        band(axis, rewards.index, rewards[arm], color=color[arm])
+    axis.set(title=f"training reward, {REWARDS} steps averaged", xlabel="step")
+
+
 def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
         path = path_of(curves, arm, metric)
@@ -421,7 +454,12 @@ def prepare_picture(path: str) -> None:
     """Makes the folder of a picture that --picture names. UserError if it can't be drawn there."""
     if Path(path).suffix not in PICTURES:
         raise UserError(f"--picture={path} must end in one of {', '.join(PICTURES)}")
-    check_writable("--picture", path, folder=False)
+    prepare_file("--picture", path)
+
+
+def prepare_file(flag: str, path: str) -> None:
+    """Makes the folder of a file that a flag names. UserError if it can't be written there."""
+    check_writable(flag, path, folder=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -435,8 +473,8 @@ def colors_of(arms) -> dict:
 
 
 def draw(runs: list[dict], output: Path) -> Path:
-    """Draws comparison.png: learning curves with the range over runs, pass and coverage against
-    mean, and the dose-responses. Returns its path."""
+    """Draws comparison.png: learning curves with the range over runs, the training reward, pass and
+    coverage against mean, and the dose-responses. Returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws to a file, needs no window
@@ -447,7 +485,7 @@ def draw(runs: list[dict], output: Path) -> Path:
     shown = known(curves)
     planes = [m for m in ("pass", "coverage") if m in shown]
     dosed = doses(runs)
-    count = len(shown) + len(planes) + len(dosed)
+    count = len(shown) + 1 + len(planes) + len(dosed)
     columns = 3 if count <= 6 else 4
     rows = -(-count // columns)  # rounded up
     size = (5 * columns, 4 * rows)
@@ -457,6 +495,7 @@ def draw(runs: list[dict], output: Path) -> Path:
     free = iter(axes.flat)
     for metric in shown:
         draw_curve(next(free), curves, metric, k, color)
+    draw_rewards(next(free), load_rewards(runs), color)
     for metric in planes:
         draw_path(next(free), curves, metric, k, color)
     for line in dosed:

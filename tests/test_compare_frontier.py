@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from compare_runs import plan, write_lines, write_run
+from compare_runs import plan, read_lines, write_lines, write_run
 
 from common import UserError
 from compare import frontier
@@ -17,7 +17,7 @@ EVIDENCE = Path(__file__).resolve().parent.parent / "compare" / "evidence"
 
 def line(step, mean, passed, arm="a", seed=1, **more):
     record = {"arm": arm, "seed": seed, "step": step, "mean@8": mean, "pass@8": passed}
-    return record | {"coverage@8": passed / 2, "distinct@8": 1.0, "cpu": 60 * step} | more
+    return record | {"coverage@8": passed / 2, "distinct@8": 1.0, "seconds": 60 * step} | more
 
 
 def evaluations_of(tmp_path, *lines):
@@ -71,14 +71,34 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     evaluations = frontier.read_evaluations(tmp_path / "out", k=8)
     assert len(evaluations) == 2 * 2 * 3
     assert set(evaluations[evaluations["arm"] == "b"]["mean"]) == {5 / 8}
-    # CPU time is not in a run's metrics
-    assert evaluations["cpu"].isna().all()
     assert frontier.table_of(evaluations, 256, 8).count("\n") == 4
     # what was evaluated counts; eval_max_prompts is a limit, for runs that are not finished
     assert frontier.measured_by(tmp_path / "out") == {"problems": 6, "k": 8}
     (runs[0]["folder"] / "eval.jsonl").unlink()
     assert frontier.measured_by(tmp_path / "out") == {"problems": 4, "k": 8}
     assert frontier.measured_by(tmp_path / "a_file.jsonl") == {"problems": 256, "k": 8}
+
+
+def test_what_training_took_and_was_is_written_with_the_evaluations(tmp_path):
+    (run,), _ = plan(tmp_path, "a = {}")
+    write_run(run)
+    measured = {f"eval/{metric}@8": 0.5 for metric in frontier.METRICS}
+    lines = [
+        {"step": 0} | measured,
+        {"step": 1, "reward": 0.1, "time/step": 3.0},
+        {"step": 2, "reward": 0.3, "entropy": 0.7, "time/step": 5.0, "time/checkpoint": 2.0},
+        {"step": 2} | measured,
+        {"step": 3, "reward": 0.4, "time/step": 9.0, "time/evaluate": 5.0},
+        {"step": 3} | measured,
+    ]
+    write_lines(run["folder"] / "metrics.jsonl", lines)
+    output = tmp_path / "new" / "rows.jsonl"
+    frontier.main([str(tmp_path / "out"), f"--output={output}"])
+    start, second, third = read_lines(output)
+    assert (start["seconds"], second["seconds"], third["seconds"]) == (0, 6, 10)
+    assert (second["reward"], second["entropy"], third["reward"]) == (0.2, 0.7, 0.4)
+    assert "reward" not in start and "entropy" not in third
+    assert len(frontier.read_evaluations(output, k=8)) == 3
 
 
 def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):

@@ -57,7 +57,7 @@ def test_what_training_did_not_evaluate_is_empty_at_the_start(tmp_path):
     assert start == "| (start, one evaluation) |  | 0.900 | 0.375 |  |  |"
 
 
-def test_outcomes_are_averaged_over_the_evaluation_seeds_by_hand(tmp_path):
+def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):
     (run,), _ = plan(tmp_path, "a = {}")
     write_run(run)
     keys = ("id", "seed", "correct", "distinct", "num_modes")
@@ -74,12 +74,26 @@ def test_outcomes_are_averaged_over_the_evaluation_seeds_by_hand(tmp_path):
     outcomes = results.load_outcomes([run])
     table = outcomes.set_index("problem")
     shown = ["mean", "pass", "distinct", "coverage"]
-    by_hand = [0.5, 2 / 3, 5 / 3, 5 / 12]
+    # pass@8: 1 - C(wrong, 8) / C(24, 8), with 12 and 18 wrong answers of 24
+    by_hand = [0.5, 1 - 495 / 735_471, 5 / 3, 5 / 12]
     assert table.loc["007", shown].tolist() == pytest.approx(by_hand)
-    assert table.loc["x", shown[:3]].tolist() == pytest.approx([0.25, 1, 1])
+    by_hand = [0.25, 1 - 43_758 / 735_471, 1]
+    assert table.loc["x", shown[:3]].tolist() == pytest.approx(by_hand)
     assert np.isnan(table["coverage"]["x"])
     # a metric of some problems is no metric of the set
     assert results.known(outcomes) == ["pass", "mean", "distinct"]
+
+
+def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_path):
+    runs, _ = plan(tmp_path, "a = {}\nb = {}")
+    for run in runs:
+        write_run(run)
+    # step 2 was repeated after a resume; the evaluation of step 2 is no step of its own
+    lines = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 9.0}, {"step": 2, "reward": 0.5}]
+    write_lines(runs[1]["folder"] / "metrics.jsonl", [*lines, {"step": 2, "eval/pass@1": 0.7}])
+    rewards = results.load_rewards(runs)
+    assert rewards["b", 1].tolist() == pytest.approx([0.1, 0.3])
+    assert rewards["a", 1].tolist() == pytest.approx([0.1, 0.1])  # it has one step with a reward
 
 
 @pytest.mark.parametrize(
