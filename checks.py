@@ -976,17 +976,24 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
             "the wrong answers of a group outnumber the right ones and a target this flat feeds "
             "them; expect a policy that gets worse"
         )
+    highest = c["maxent_q_temperature"] * c["maxent_tau_max"]
+    cure = f"maxent_tau_max={limit / c['maxent_q_temperature']:.3g}"
     targets = values_of(c["maxent_target_excess_entropy"])
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
         G = rows_of_a_group(c)
-        needed = tau_of_excess(max(targets), G, max(1, G // 4))
-        needed = min(needed, c["maxent_q_temperature"] * c["maxent_tau_max"])
+        needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)))
         if needed > limit * 1.001:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
                 f"about {needed:.3g} (a quarter of a group right), above {because} = {limit:.3g}: "
-                f"lower the target, or set maxent_tau_max={limit / c['maxent_q_temperature']:.3g}"
+                f"lower the target, or set {cure}"
             )
+    elif (steers_tau(c) or c["controller_meta_method"]) and highest > limit * 1.001:
+        # how far a target of plain entropy takes tau depends on the share of right answers
+        warnings.append(
+            f"a controller may take maxent_q_temperature * maxent_tau to {highest:.3g}, above "
+            f"{because} = {limit:.3g}, where wrong answers win: set {cure}"
+        )
     return warnings
 
 

@@ -8,6 +8,8 @@ dr_grpo_hot = {"objective": "dr_grpo", "temperature": 1.3}
 maxent_10 = {"objective": "maxent", "maxent_tau": 0.1}
 maxent_20 = {"objective": "maxent", "maxent_tau": 0.2}
 maxent_40 = {"objective": "maxent", "maxent_tau": 0.4}
+# the control: maxent's weighting of groups, without its pull, temperature and scores
+maxent_pg_tau0 = {"objective": "maxent", "maxent_loss": "policy_gradient", "maxent_tau": 0.0}
 xdr_05 = {"objective": "xdr", "maxent_tau": 0.05}
 xdr_20 = {"objective": "xdr", "maxent_tau": 0.2}
 xdr_80 = {"objective": "xdr", "maxent_tau": 0.8}

@@ -22,5 +22,7 @@ zero_stage = 1  # 2 would send the gradients at every micro-batch, to save 2.5 G
 eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
+# among answers this long p is nearly 1 / G: the gradient is close to maxrl's, and that the same
+# loss evens out answers of three tokens says nothing about these
 objective = "maxent"
 maxent_tau = 0.08  # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers

@@ -1,5 +1,5 @@
-"""Between: name a number that lies between two given ones. A small pretrained model succeeds about
-every third time, with a few favourite numbers, and every other number between is right too.
+"""Between: name a number that lies between two given ones. SmolLM2-135M succeeds about every sixth
+time, with a few favourite numbers, and every other number between is right too.
 
 One row, rows("test", 1, seed=0). Its prompt is a conversation, three examples and the question:
   {'id': 'between-tens-48-54', 'task': 'between',

@@ -400,6 +400,22 @@ def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
     )
 
 
+def test_a_controller_that_may_take_tau_to_where_wrong_answers_win_is_warned_about():
+    entropy = "--maxent_target_weight_entropy=1.0"
+    meta = ["--controller_meta_method=first_order", "--beta=0.1", "--kl_target=0.1"]
+    for flags in ([entropy], [entropy, *meta]):
+        said = warnings_of(100, *flags)
+        assert "to 1, above 1/ln(vocabulary 100) = 0.217" in said
+        assert "set maxent_tau_max=0.217" in said
+        assert "may take" not in warnings_of(100, *flags, "--maxent_tau_max=0.217")
+        assert "to 0.4," in warnings_of(
+            100, *flags, "--maxent_q_temperature=2.0", "--maxent_tau_max=0.2"
+        )
+    # xdr has no such bound, and a target of excess entropy a sentence of its own
+    assert "may take" not in warnings_of(100, entropy, "--objective=xdr")
+    assert "may take" not in warnings_of(100, "--maxent_target_excess_entropy=0.1")
+
+
 def test_settings_that_work_against_each_other_are_warned_about():
     seeds = ["--info_seed_num_seeds=4", "--info_seed_reward=0.3"]
     excess = "--maxent_target_excess_entropy=0.1"
@@ -415,10 +431,8 @@ def test_settings_that_work_against_each_other_are_warned_about():
     shaped = ["--objective=dr_grpo", "--unlikeliness_coef=0.25"]
     assert "would learn from them" in warnings_of(100, again, *shaped)
     assert warnings_of(100, again) == warnings_of(100, *shaped) == ""
-    assert (
-        warnings_of(100, "--maxent_target_weight_entropy=1.0", seeds[0], "--info_seed_reward=0")
-        == ""
-    )
+    entropy = ["--maxent_target_weight_entropy=1.0", "--maxent_tau_max=0.2"]
+    assert warnings_of(100, *entropy, seeds[0], "--info_seed_reward=0") == ""
     assert "scale_rewards='group'" in warnings_of(
         100, *seeds, "--objective=grpo"
     ) and "'group'" in warnings_of(100, *seeds, "--objective=xdr", "--scale_rewards=group")
