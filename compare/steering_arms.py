@@ -4,6 +4,9 @@
 #   --ranks=1 --jobs=2 --max_steps=200 --lr_scheduler_type=constant
 # Do they hold their targets: python -m compare.targets runs/compare_countdown_steered
 off = {"maxent_target_excess_entropy": -1.0, "kl_target": 0.0}
+# other constant taus: does steering reach what none of them does?
+off_05 = {"maxent_target_excess_entropy": -1.0, "kl_target": 0.0, "maxent_tau": 0.05}
+off_10 = {"maxent_target_excess_entropy": -1.0, "kl_target": 0.0, "maxent_tau": 0.1}
 tau_only = {"kl_target": 0.0}
 beta_only = {"maxent_target_excess_entropy": -1.0}
 both = {}
