@@ -56,14 +56,6 @@ class Collected(NamedTuple):
         return [r for r in self.rollouts if "seed_id" not in r]
 
 
-class Sampled(NamedTuple):
-    """What a rank has sampled at some places."""
-
-    groups: dict  # place -> its prompt's G + S completions
-    values: dict  # place -> (G + S, F) reward values
-    failed: list[dict]  # records of rewards that failed
-
-
 class Experience:
     def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
         self.sampler = sampler
@@ -84,7 +76,7 @@ class Experience:
         again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
-        own, rewards, metrics = self.sample_groups(rows, step, timer)
+        sampled, rewards, metrics = self.sample_groups(rows, step, timer)
         if self.replay is not None:
             self.replay.update(rows, rewards[:, : c["num_generations"]])
             self.replay_state = self.replay.state
@@ -94,8 +86,9 @@ class Experience:
 
         rollouts = []
         for place in self.places:
-            rollouts += own.groups[place]
-        values = torch.stack([own.values[place] for place in self.places])  # (p, G + S, F)
+            group, _ = sampled[place]
+            rollouts += group
+        values = self.stack_values(sampled)
         return Collected(
             rank=self.rank,
             rows=[rows[place] for place in self.places],
@@ -108,13 +101,13 @@ class Experience:
         )
 
     def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
-        """(this rank's Sampled, rewards (P, G + S) and metrics of the whole step). With
-        resample_equal_groups, prompts whose completions are all equally good are replaced in `rows`
-        by others, again and again."""
+        """(what sample() returns of this rank's places, rewards (P, G + S) and metrics of the whole
+        step). With resample_equal_groups, prompts whose completions are all equally good are
+        replaced in `rows` by others, again and again."""
         c = self.config
-        own = self.sample(rows, self.places, step, 0, timer)
-        rewards, metrics = self.combine(own.values, timer)
-        worst = metrics  # of the attempt in which most rewards failed
+        sampled, failed = self.sample(rows, self.places, step, 0, timer)
+        rewards, metrics = self.step_rewards(sampled, timer)
+        most_failures = metrics  # of the attempt with the most failed rewards
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             stale = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
@@ -122,25 +115,27 @@ class Experience:
                 break
             places = self.replace_rows(rows, stale, rewards, step, attempt)
             # even with no places: ranks that share an engine sample together
-            new = self.sample(rows, places, step, attempt, timer)
-            own = Sampled(own.groups | new.groups, own.values | new.values, own.failed + new.failed)
-            rewards, metrics = self.combine(own.values, timer)
-            worst = max(worst, metrics, key=lambda m: m["reward/failures"])
+            replacements, new_failed = self.sample(rows, places, step, attempt, timer)
+            sampled |= replacements
+            failed += new_failed
+            rewards, metrics = self.step_rewards(sampled, timer)
+            most_failures = max(most_failures, metrics, key=lambda m: m["reward/failures"])
             resampled += int(stale.sum())
         if c["resample_equal_groups"]:
             metrics = metrics | {"resampled_groups": resampled}
         self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if own.failed:
-            tell(scoring.save_failures(c["output_dir"], own.failed, step + 1, self.rank))
-        # a failure counts even if its group was replaced; all ranks find the same
-        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
-        return own, rewards, metrics
+        if failed:
+            tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        # not `metrics`: a failure counts even if its group was replaced; all ranks find the same
+        scoring.check_failures(most_failures, rewards.numel(), c["max_reward_failures"])
+        return sampled, rewards, metrics
 
     def temperature(self, step: int) -> float:
         return scheduled(self.config["temperature"], step)
 
-    def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> Sampled:
-        """Samples and scores the prompts at `places`."""
+    def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple[dict, list]:
+        """Samples and scores the prompts at `places`. Returns {place: (its G + S completions, their
+        reward values (G + S, F))} and the records of rewards that failed."""
         asked = [rows[place] for place in places]
         tokenizer = self.inputs.tokenizer
         with timer("rollout"):
@@ -154,7 +149,7 @@ class Experience:
             functions = self.inputs.reward_functions
             values, failed = scoring.measure(rollouts, asked, functions, self.config)
         groups = rollout.groups_of(rollouts, len(asked))  # of G + S
-        return Sampled(dict(zip(places, groups)), dict(zip(places, values)), failed)
+        return dict(zip(places, zip(groups, values))), failed
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
@@ -182,11 +177,15 @@ class Experience:
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
-    def combine(self, values: dict, timer) -> tuple[torch.Tensor, dict]:
+    def step_rewards(self, sampled: dict, timer) -> tuple[torch.Tensor, dict]:
         """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
         wait_for_ranks(timer)
-        local_values = torch.stack([values[place] for place in self.places])  # (p, G + S, F)
-        return scoring.combine(gather_rows(local_values), self.inputs.reward_functions)
+        values = gather_rows(self.stack_values(sampled))  # (P, G + S, F)
+        return scoring.combine(values, self.inputs.reward_functions)
+
+    def stack_values(self, sampled: dict) -> torch.Tensor:
+        """(p, G + S, F): the reward values of this rank's places, in their order."""
+        return torch.stack([sampled[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
         """Replaces, in place, the rows of the groups that taught nothing, stale (P,) bool. Returns
@@ -286,8 +285,9 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.rows))
     first = world.rank * len(collected.rows)
-    parts = zip(collected.rows, groups, collected.values, collected.right)
-    mine = dict(enumerate(parts, start=first))  # by place
+    held = {}  # place -> (row, group, values, right)
+    for i, row in enumerate(collected.rows):
+        held[first + i] = (row, groups[i], collected.values[i], collected.right[i])
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
@@ -296,10 +296,10 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
     stays = dealt[world.rank]
-    leaving = {place: group for place, group in mine.items() if place not in stays}
+    leaving = {place: parts for place, parts in held.items() if place not in stays}
     for arrived in gather_objects(leaving):
-        mine |= arrived
-    rows, groups, values, right = zip(*[mine[place] for place in stays])
+        held |= arrived
+    rows, groups, values, right = zip(*[held[place] for place in stays])
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
         rows=list(rows),

@@ -57,9 +57,9 @@ def add_completions(
     seeded = rollout.generate(sampler, tokenizer, asked, 1, seed_sampling)
     for i, r in enumerate(seeded):
         r["seed_id"] = i % S
-        r["prompt_ids"] = rows[i // S]["prompt_ids"]
-        if c["info_seed_reward"] > 0:  # the reward is for the seed, so the prompt must show it
-            r["prompt_ids"] = asked[i]
+        # a reward for the seed needs the prompt that shows it, the one that was asked
+        if c["info_seed_reward"] == 0:
+            r["prompt_ids"] = rows[i // S]["prompt_ids"]
 
     P = len(rows)
     joined = []

@@ -94,26 +94,28 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     def gather(values):
         return gather_rows(values.view(len(rows), -1))  # (P, G)
 
-    found = {}
+    measures = {}
     # passes without a gradient need not keep a group together: the unit is one row
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
-        found["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
+        measures["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
     # below, the sampler's log-probs stand for the policy's, which takes its first forward later
     if c["unlikeliness_coef"] > 0:
-        found["seq_logps"] = gather(batch["sampler_logps"].sum(1))
+        measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = score_rows(engine, batch, plan, entropy=True)
-        found["entropies"] = gather(entropies.sum(1) / batch["lengths"])
+        measures["entropies"] = gather(entropies.sum(1) / batch["lengths"])
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
-        found["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
-        found["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
+        measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
+        measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
-        modes = [len(modes or ()) for _, modes in scoring.correct_modes(rollouts, rows, right, c)]
-        found["correct_modes"] = gather(torch.tensor(modes))[:, 0]  # (P,)
-    return GroupMeasures(rewards, collected.rewards, gather(batch["lengths"]), **found)
+        counts = []
+        for _, modes in scoring.correct_modes(rollouts, rows, right, c):
+            counts.append(len(modes or ()))  # None: a task that can't tell answers apart
+        measures["correct_modes"] = gather(torch.tensor(counts))[:, 0]  # (P,)
+    return GroupMeasures(rewards, collected.rewards, gather(batch["lengths"]), **measures)
 
 
 def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
@@ -418,9 +420,11 @@ def score_gradients(
 def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
-    A group in pieces goes backward through the sum of slope * score over its rows here, a number
-    that means nothing; score_gradients has reported its loss. A whole group goes backward through
-    its own loss."""
+    By the chain rule the gradient of a group's loss is the sum over its rows of slope * (gradient
+    of the row's score), where slope = d loss / d score. For a group in pieces score_gradients has
+    found the slopes, so the sum of slope * score over the rows that are here has the right
+    gradient, though not the loss's value, which was reported there. A whole group goes backward
+    through its own loss."""
     rows = part["row"]  # (n,)
     scores = loss_scores(logps, part["lengths"], c)  # (n,)
     of_torn = 0.0
@@ -579,143 +583,145 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
 # --- how a step is cut into micro-batches
 
 
-def agree_on_plan(batch: dict, unit: int, c: dict, rests=None) -> MicroBatchPlan:
+class Unit(NamedTuple):
+    """Neighbouring rows that go into one micro-batch together: a group, or a row of one."""
+
+    rows: list[int]
+    cost: int  # tokens, on its own
+    saved: int  # fewer, packed right behind the unit before, which begins with the same prompt
+
+
+def agree_on_plan(batch: dict, size: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
-    learning ones, at least one each: the optimizer needs a backward before it steps."""
+    learning ones, at least one each: the optimizer needs a backward before it steps. size: of a
+    group whose rows must stay together if they can, or 1."""
     budget = c["max_tokens_per_micro_batch"]
-    resting, learning = fill_micro_batches(batch, budget, unit, c["pack_sequences"], rests)
-    tears = any(len(unit_rows) < unit for units in resting + learning for unit_rows in units)
+    resting, learning = fill_micro_batches(batch, budget, size, c["pack_sequences"], rests)
+    tears = any(len(rows) < size for units in resting + learning for rows in units)
     mine = torch.tensor([tears, len(resting), len(learning)])
     tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     if tears:  # a rank whose groups all fit may have to split some too, for as many micro-batches
         resting, learning = in_rows(resting), in_rows(learning)
-    plan = stretch(resting, learning, (most_resting, max(1, most_learning)))
-    return plan._replace(torn=torn_rows(plan.micro_batches, unit)) if tears else plan
+    plan = stretch(resting, learning, most_resting, max(1, most_learning))
+    return plan._replace(torn=torn_rows(plan.micro_batches, size)) if tears else plan
 
 
-def fill_micro_batches(batch: dict, budget: int, unit: int, pack: bool, rests=None) -> tuple:
-    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `unit`
+def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=None) -> tuple:
+    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `size`
     neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
     a unit a list of rows. rests (N,) bool: rows without a gradient, which go to `resting`."""
-    rows, cost, saved = units_of(batch, unit, pack, budget)
-    unit_rests = [False] * len(rows)
+    units = units_of(batch, size, pack)
+    if any(unit.cost > budget for unit in units):
+        alone = units_of(batch, 1, pack)
+        units = [part for unit in units for part in fitting(unit, alone, budget)]
+    resting, learning = [], units
     if rests is not None:
-        rests = rests.tolist()
-        unit_rests = [rests[unit_rows[0]] for unit_rows in rows]  # all of a group, or none
-
-    def fill(resting: bool) -> list:
-        units = [u for u in range(len(rows)) if unit_rests[u] == resting]
-        if pack:
-            bins = fill_packed(units, cost, saved, budget)
-        else:
-            bins = fill_padded(units, cost, rows, budget)
-        return [[rows[u] for u in one] for one in bins]
-
-    return fill(True), fill(False)
+        rests = rests.tolist()  # all rows of a group, or none
+        resting = [unit for unit in units if rests[unit.rows[0]]]
+        learning = [unit for unit in units if not rests[unit.rows[0]]]
+    fill = fill_packed if pack else fill_padded
+    return fill(resting, budget), fill(learning, budget)
 
 
-def units_of(batch: dict, unit: int, pack: bool, budget: int) -> tuple[list, list, list]:
-    """(rows, cost, saved) of each unit, which goes into one micro-batch as a whole: a group if it
-    fits into the budget, otherwise each of its rows. cost and saved: see unit_tokens()."""
-    rows = torch.arange(len(batch["ids"])).view(-1, unit).tolist()
-    cost, saved = unit_tokens(batch, unit, pack)
-    if unit == 1 or max(cost) <= budget:
-        return rows, cost, saved
-    row_cost, row_saved = unit_tokens(batch, 1, pack)
-    units = []
-    for unit_rows, tokens, unit_saved in zip(rows, cost, saved):
-        if tokens <= budget:
-            units.append((unit_rows, tokens, unit_saved))
-        else:
-            units += [([i], row_cost[i], row_saved[i]) for i in unit_rows]
-    return tuple(map(list, zip(*units)))
+def fitting(unit: Unit, alone: list[Unit], budget: int) -> list[Unit]:
+    """The unit, or if that is too large its rows one by one. alone: every row as a unit."""
+    return [unit] if unit.cost <= budget else [alone[i] for i in unit.rows]
 
 
-def unit_tokens(batch: dict, unit: int, pack: bool) -> tuple[list[int], list[int]]:
-    """Token cost of each unit (`unit` neighbouring rows): on its own, and what it saves when packed
-    right behind the unit before, because both begin with the same prompt."""
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu().view(-1, unit)  # (units, unit)
-    if not pack:
-        padded = total.amax(1) * unit
-        return padded.tolist(), [0] * len(total)
-    repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
-    prompt = (batch["prompt_lengths"] * repeated).cpu().view(-1, unit)  # 0 where it is new
-    # a unit always saves the prompts repeated inside it; its first row's only if packed behind its
-    # neighbour
-    packed = total.sum(1) - prompt[:, 1:].sum(1)
-    return packed.tolist(), prompt[:, 0].tolist()
+def units_of(batch: dict, size: int, pack: bool) -> list[Unit]:
+    """Every `size` neighbouring rows as a unit."""
+    rows = torch.arange(len(batch["ids"])).view(-1, size)  # (units, size)
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]
+    if pack:
+        repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
+        prompt = (batch["prompt_lengths"] * repeated).cpu()[rows]  # 0 where it is new
+        # a unit always saves the prompts repeated inside it; its first row's only if packed behind
+        # its neighbour
+        cost = total.sum(1) - prompt[:, 1:].sum(1)
+        saved = prompt[:, 0]
+    else:
+        cost = total.amax(1) * size  # rows are padded to the longest
+        saved = torch.zeros_like(cost)
+    return list(map(Unit, rows.tolist(), cost.tolist(), saved.tolist()))
 
 
-def fill_packed(units: list[int], cost: list[int], saved: list[int], budget: int) -> list:
-    """The units of each micro-batch. They keep their order, because neighbours share prompts."""
-    bins = []
-    used = 0  # tokens in the last bin
-    for u in units:
-        behind_neighbour = bool(bins) and bins[-1][-1] == u - 1
-        added = cost[u] - saved[u] if behind_neighbour else cost[u]
-        if bins and used + added <= budget:
-            bins[-1].append(u)
+def fill_packed(units: list[Unit], budget: int) -> list:
+    """Micro-batches of the units, which keep their order, because neighbours share prompts."""
+    micro_batches = []
+    used = 0  # tokens in the last one
+    before = None  # the last row in it
+    for unit in units:
+        added = unit.cost - unit.saved if unit.rows[0] - 1 == before else unit.cost
+        if micro_batches and used + added <= budget:
+            micro_batches[-1].append(unit.rows)
             used += added
         else:
-            bins.append([u])
-            used = cost[u]
-    return bins
+            micro_batches.append([unit.rows])
+            used = unit.cost
+        before = unit.rows[-1]
+    return micro_batches
 
 
-def fill_padded(units: list[int], cost: list[int], rows: list[list], budget: int) -> list:
-    """The units of each micro-batch, longest first: all rows are padded to the length of the
-    first."""
-    longest = [tokens // len(unit_rows) for tokens, unit_rows in zip(cost, rows)]
-    bins = []
-    count = 0  # rows in the last bin
-    for u in sorted(units, key=lambda u: -longest[u]):
-        if bins and longest[bins[-1][0]] * (count + len(rows[u])) <= budget:
-            bins[-1].append(u)
-            count += len(rows[u])
+def fill_padded(units: list[Unit], budget: int) -> list:
+    """Micro-batches of the units, longest first: all rows are padded to the length of the first."""
+
+    def longest(unit: Unit) -> int:
+        return unit.cost // len(unit.rows)
+
+    micro_batches = []
+    count = width = 0  # of the last one: its rows, the tokens of each
+    for unit in sorted(units, key=longest, reverse=True):
+        if micro_batches and width * (count + len(unit.rows)) <= budget:
+            micro_batches[-1].append(unit.rows)
+            count += len(unit.rows)
         else:
-            bins.append([u])
-            count = len(rows[u])
-    return bins
+            micro_batches.append([unit.rows])
+            count, width = len(unit.rows), longest(unit)
+    return micro_batches
 
 
-def stretch(resting: list, learning: list, at_least: tuple[int, int]) -> MicroBatchPlan:
-    """The plan of these micro-batches, halved until there are at least at_least = (resting,
-    learning): ranks must agree on the numbers. A rank that can't halve its learning ones any
-    further turns one resting unit into a learning micro-batch for each that it lacks."""
-    while len(learning) < at_least[1]:
+def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
+    """The plan of these micro-batches, with as many as the rank that has the most: every rank needs
+    as many backwards, and under ZeRO-3, which gathers weights in each, as many forwards.
+
+    Too few learning ones: the largest is halved, and if all are single units, a resting unit
+    becomes a learning one (its gradient is 0). Too few resting ones: the same halving, and what is
+    still missing is left to idle_forwards()."""
+    while len(learning) < most_learning:
         if not halve_largest(learning):
-            # there is a resting unit, as all ranks have as many rows; its gradient is 0, so one
-            # unit is enough
+            # there is a resting unit, as all ranks have as many rows
             learning.append([resting[-1].pop()])
             resting = [units for units in resting if units]
-    while len(resting) < at_least[0] and halve_largest(resting):
+    while len(resting) < most_resting and halve_largest(resting):
         pass
 
-    def rows_of(bins: list) -> list:
-        return [torch.tensor([i for unit_rows in units for i in unit_rows]) for units in bins]
+    def rows_of(micro_batches: list) -> list:
+        return [torch.tensor([i for rows in units for i in rows]) for units in micro_batches]
 
-    return MicroBatchPlan(rows_of(resting), rows_of(learning), max(0, at_least[0] - len(resting)))
+    missing = max(0, most_resting - len(resting))
+    return MicroBatchPlan(rows_of(resting), rows_of(learning), missing)
 
 
-def halve_largest(bins: list) -> bool:
+def halve_largest(micro_batches: list) -> bool:
     """Splits the micro-batch with the most units in two; False if none has more than one."""
-    i = max(range(len(bins)), key=lambda i: len(bins[i]), default=0)
-    if not bins or len(bins[i]) == 1:
+    i = max(range(len(micro_batches)), key=lambda i: len(micro_batches[i]), default=0)
+    if not micro_batches or len(micro_batches[i]) == 1:
         return False
-    half = len(bins[i]) // 2
-    bins[i : i + 1] = [bins[i][:half], bins[i][half:]]
+    units = micro_batches[i]
+    half = len(units) // 2
+    micro_batches[i : i + 1] = [units[:half], units[half:]]
     return True
 
 
 def in_rows(micro_batches: list) -> list:
     """The same micro-batches with each row as a unit of its own."""
-    return [[[i] for unit_rows in units for i in unit_rows] for units in micro_batches]
+    return [[[i] for rows in units for i in rows] for units in micro_batches]
 
 
-def torn_rows(micro_batches: list, unit: int) -> torch.Tensor:
+def torn_rows(micro_batches: list, size: int) -> torch.Tensor:
     """(N,) bool: rows of groups that are spread over several micro-batches."""
     where = torch.empty(sum(map(len, micro_batches)), dtype=torch.long)  # (N,)
     for i, rows in enumerate(micro_batches):
         where[rows] = i
-    groups = where.view(-1, unit)  # (p, unit)
-    return (groups != groups[:, :1]).any(1).repeat_interleave(unit)
+    groups = where.view(-1, size)  # (p, size)
+    return (groups != groups[:, :1]).any(1).repeat_interleave(size)

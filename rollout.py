@@ -325,8 +325,8 @@ class VllmEngine:
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers its requests: next() takes one number, and this rank's requests start
-        # `first` after the one that follows
+        # vLLM numbers requests by a counter: next() takes number n here, the pooled requests become
+        # n + 1, n + 2, ..., and this rank's begin `first` after that
         start = next(self.llm.request_counter) + 1 + first
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}
@@ -505,23 +505,18 @@ class HfEngine:
         logps = torch.cat(recorder.steps, 1).tolist()  # (n, T)
         rollouts = []
         for tokens, token_logps in zip(completions, logps):
-            length = self.length(tokens, stop_ids)
+            # one that has stopped is followed by padding
+            ends = [i + 1 for i, token in enumerate(tokens) if token in stop_ids]
+            length = ends[0] if ends else len(tokens)
             rollouts.append(
                 {
                     "prompt_ids": prompt_ids,
                     "completion_ids": tokens[:length],
                     "logprobs": token_logps[:length],
-                    "finish_reason": "stop" if tokens[length - 1] in stop_ids else "length",
+                    "finish_reason": "stop" if ends else "length",
                 }
             )
         return rollouts
-
-    def length(self, tokens: list[int], stop_ids: list[int]) -> int:
-        """Tokens up to and including the first EOS; padding follows it."""
-        for i, token in enumerate(tokens):
-            if token in stop_ids:
-                return i + 1
-        return len(tokens)
 
     @torch.no_grad()
     def sync(self, named_parameters) -> None:
@@ -587,20 +582,17 @@ def prompt_seed(*parts) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
-def add_text(tokenizer, rollouts: list[dict]) -> list[dict]:
-    """Adds "text", decoded without special tokens, to rollouts, and returns them."""
-    completions_ids = [r["completion_ids"] for r in rollouts]
-    texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
-    for r, text in zip(rollouts, texts):
-        r["text"] = text
-    return rollouts
-
-
-def with_text(tokenizer, group_done):
-    """A callback that adds "text" to a group of rollouts, then passes it on to `group_done`."""
+def with_text(tokenizer, group_done=None):
+    """A callback that adds "text", decoded without special tokens, to a group of rollouts, then
+    passes it on to `group_done`."""
 
     def done(i: int, group: list[dict]) -> None:
-        group_done(i, add_text(tokenizer, group))
+        completions_ids = [r["completion_ids"] for r in group]
+        texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
+        for r, text in zip(group, texts):
+            r["text"] = text
+        if group_done:
+            group_done(i, group)
 
     return done
 
@@ -614,10 +606,7 @@ def generate(
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
-    if group_done is None:
-        rollouts = add_text(tokenizer, engine.generate(prompts_ids, n, sampling))
-    else:
-        rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
     # in the tensors made of these, only a row's position tells which prompt it belongs to
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(

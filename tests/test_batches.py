@@ -93,8 +93,8 @@ class Fake:
     def __init__(self, *rollouts):
         self.rollouts = list(rollouts)
 
-    def generate(self, prompts_ids, n, sampling, finished=None):
-        for i in reversed(range(len(prompts_ids) if finished else 0)):
+    def generate(self, prompts_ids, n, sampling, finished):
+        for i in reversed(range(len(prompts_ids))):
             finished(i, self.rollouts[i * n : (i + 1) * n])
         return self.rollouts
 
@@ -193,7 +193,7 @@ def cost(batch: dict, rows, pack: bool) -> int:
 def plan_of(batch: dict, budget: int, unit: int, pack: bool, at_least=(0, 0), rests=None):
     """The micro-batches of one rank, which has heard at_least of the others."""
     filled = learner.fill_micro_batches(batch, budget, unit, pack, rests)
-    return learner.stretch(*filled, at_least)
+    return learner.stretch(*filled, *at_least)
 
 
 def kept_together(batch: dict, budget: int, unit: int, pack: bool) -> list[list[int]]:
@@ -370,7 +370,9 @@ def test_a_budget_of_just_what_all_rows_cost_takes_them_at_once(pack, case):
 def test_a_units_tokens_are_what_it_costs_alone_and_behind_the_unit_before(pack, case):
     units, unit, _, seed = case
     batch = batch_of(units, unit, seed)
-    alone, saved = learner.unit_tokens(batch, unit, pack)
+    found = learner.units_of(batch, unit, pack)
+    alone = [one.cost for one in found]
+    saved = [one.saved for one in found]
     rows = torch.arange(units * unit).split(unit)
     assert alone == [cost(batch, r, pack) for r in rows]
     assert saved[0] == 0

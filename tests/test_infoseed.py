@@ -186,7 +186,7 @@ def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
 class Sampler:
     """Stands in for an engine: answers every prompt with its own last token."""
 
-    def generate(self, prompts_ids, n, sampling):
+    def generate(self, prompts_ids, n, sampling, finished):
         self.seeds = sampling.seeds
         rollouts = []
         for ids in prompts_ids:

@@ -33,7 +33,8 @@ def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completio
     runs = slow_runs(rows)
     count = sum(len(rows[r[0]][0]) for r in runs) + sum(len(c) for _, c in rows)
     assert packed.ids.shape == packed.positions.shape == (1, count)
-    assert learner.unit_tokens(batch, len(rows), pack=True) == ([packed.ids.shape[1]], [0])
+    (unit,) = learner.units_of(batch, len(rows), pack=True)
+    assert (unit.cost, unit.saved) == (packed.ids.shape[1], 0)
     begins = {r[0] for r in runs}
     assert packing.continues(*arguments[:2]).tolist() == [i not in begins for i in range(len(rows))]
     ids = packed.ids[0].tolist()
