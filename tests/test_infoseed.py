@@ -189,14 +189,16 @@ class Sampler:
     def generate(self, prompts_ids, n, sampling, finished):
         self.seeds = sampling.seeds
         rollouts = []
-        for ids in prompts_ids:
+        for i, ids in enumerate(prompts_ids):
             answer = {
                 "prompt_ids": ids,
                 "completion_ids": [ids[-2], 0],
                 "logprobs": [-1.0, -1.0],
                 "finish_reason": "stop",
             }
-            rollouts += [dict(answer) for _ in range(n)]
+            group = [dict(answer) for _ in range(n)]
+            finished(i, group)
+            rollouts += group
         return rollouts
 
 
