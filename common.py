@@ -206,9 +206,12 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def quiet_libraries() -> None:
-    """Keeps messages of libraries that are no errors out of the terminal. Call this before they are
-    imported: they print while they are."""
+def set_up_libraries() -> None:
+    """Settings that libraries read from the environment. They keep messages that are no errors out
+    of the terminal, and a GPU's memory in one piece. Call this before libraries are imported."""
+    # micro-batches differ in shape from step to step: blocks of fixed sizes would lie about unused
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # torch's and vLLM's C++: each rank would print a warning about memory bound to the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a filter, because DeepSpeed sets the level itself. It would warn that there is no GPU
@@ -218,7 +221,7 @@ def quiet_libraries() -> None:
 def script(work, *arguments):
     """Runs a script, work(*arguments), or work(command line) without arguments, and returns its
     result. Errors meant for the user end the process with one sentence and no traceback."""
-    quiet_libraries()
+    set_up_libraries()
     # before any import: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # train.py replaces this once it is ready to save when asked to stop
     end_with_torchrun()

@@ -429,12 +429,28 @@ def adapted_layers(lm) -> list:
 
 @torch.no_grad()
 def merged(layer, weight, a, b):
-    """W + 2 B A of an adapted layer, in the type of W, rounded only once."""
+    """W + 2 B A of an adapted layer, in the type of W, rounded only once, see rounded()."""
     weight = weight.to(b.device)  # it may be in CPU memory, see train.sync_weights
     change = layer.scaling["default"] * (b.float() @ a.float())  # (out, in)
     if layer.fan_in_fan_out:  # GPT-2 keeps its weights as (in, out)
         change = change.T
-    return (weight.float() + change).to(weight.dtype)
+    return rounded(weight.float() + change, weight.dtype)
+
+
+def rounded(values, dtype):
+    """float32 values in another type; in bfloat16 each is rounded up or down at random, with odds
+    that make the mean right. The nearest number would be W itself until a change exceeds half a
+    step: for tens of steps the sampler would see next to nothing of what adapters learn."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    # always the same numbers, so that all ranks and a resumed run round alike
+    generator = torch.Generator(values.device).manual_seed(0)
+    noise = torch.randint(
+        2**16, values.shape, generator=generator, dtype=torch.int32, device=values.device
+    )
+    # bfloat16 is the upper 16 bits of a float32: noise below them carries over with the right odds
+    bits = values.contiguous().view(torch.int32) + noise
+    return (bits & -(2**16)).view(torch.float32).to(dtype)
 
 
 def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:

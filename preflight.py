@@ -648,10 +648,12 @@ def memory_estimate(c: dict, model_config, parameters, ranks: int) -> dict:
         reference /= ranks
     # GPT-2's config does not give the width of its feed-forward layers
     inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
-    # with checkpointing, layers are recomputed one at a time
-    layers = 1 if c["gradient_checkpointing"] else model_config.num_hidden_layers
-    # kept for the backward
-    per_token = layers * (18 * model_config.hidden_size + 4 * inner) * itemsize
+    hidden = model_config.hidden_size
+    layers = model_config.num_hidden_layers
+    # numbers that are kept for the backward, per token
+    kept = layers * (18 * hidden + 4 * inner)
+    if c["gradient_checkpointing"]:  # what went into each layer; layers are recomputed one by one
+        kept = layers * hidden + (18 * hidden + 4 * inner)
     tokens = tokens_at_once(c, ranks)
 
     def share(stage: int) -> int:
@@ -665,7 +667,7 @@ def memory_estimate(c: dict, model_config, parameters, ranks: int) -> dict:
         "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, ranks),
         "optimizer" + place: optimizer / share(1),
         "reference": reference,
-        "activations of a micro-batch": tokens * per_token,
+        "activations of a micro-batch": tokens * kept * itemsize,
         "vocabulary logits": head_bytes(model_config, tokens, c["lora_rank"] == 0),
     }
     return table | engine_bytes(c, model_config, weights, ranks)
@@ -701,9 +703,9 @@ def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
     share = entries(c, "vllm_options")["tensor_parallel_size"]
     if torch.cuda.is_available():  # its cache is free while it sleeps
         size = weights / share
-        stays = stays_on_gpu(size, device_memory())
-        moves = entries(c, "vllm_options")["enable_sleep_mode"] and not stays
-        return {"rollout engine's weights" + (IN_CPU_MEMORY if moves else ""): size}
+        sleeps = entries(c, "vllm_options")["enable_sleep_mode"]
+        goes = sleeps and not stays_on_gpu(size, device_memory())
+        return {"rollout engine's weights": 0 if goes else size}
     rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model_config.vocab_size * model_config.hidden_size * dtype_of(c).itemsize

@@ -132,6 +132,20 @@ def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):
     assert under_way(0, 2) == under_way(2, 1) == 4000
 
 
+def test_checkpointing_keeps_what_went_into_each_layer_and_the_inside_of_one(given):
+    model = Qwen2Config(**SMALL)
+
+    def activations(*flags: str) -> float:
+        c = load_config([*SIZES, "--max_tokens_per_micro_batch=2000", *flags])
+        table = memory_estimate(c, model, ParameterCounts(1000, 1000), 1)
+        return table["activations of a micro-batch"] / 4  # numbers
+
+    whole = activations()
+    inside = whole / model.num_hidden_layers  # of one layer
+    inputs = 2000 * model.num_hidden_layers * model.hidden_size
+    assert activations("--gradient_checkpointing=True") == inside + inputs
+
+
 def test_an_engine_elsewhere_takes_no_memory_here(given):
     def of_engine(*flags: str) -> dict:
         c = load_config(["--dtype=float32", *flags])
@@ -145,7 +159,7 @@ def test_an_engine_elsewhere_takes_no_memory_here(given):
     assert of_engine()["rollout engine's cache"] > 0
 
 
-def test_on_a_gpu_a_large_engine_waits_in_cpu_memory_while_the_policy_learns(given, monkeypatch):
+def test_on_a_gpu_a_large_engine_holds_no_weights_while_the_policy_learns(given, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a fake
     model = Qwen2Config(**SMALL)
 

@@ -131,7 +131,7 @@ def test_the_fake_is_as_strict_as_vllm(tiny_model_dir):
     config = load_config([f"--model={tiny_model_dir}", "--dtype=float32"])
     settings = rollout.vllm_settings(str(tiny_model_dir), config, torch.float32, on_gpu=True)
     llm = fake_vllm.FakeLLM(**settings)
-    llm.sleep(level=1)
+    llm.sleep(level=2)
     weights = {"weights_iterator": iter(llm.sampler.model.state_dict().items())}
     with pytest.raises(RuntimeError, match="generate while"):
         llm.enqueue([], [], use_tqdm=False)

@@ -27,7 +27,14 @@ import sft
 import train
 from checkpoint import checkpoint_bytes
 from common import UserError, load_config
-from policy import ParameterCounts, add_adapters, count_parameters, model_weights, named_weights
+from policy import (
+    ParameterCounts,
+    add_adapters,
+    count_parameters,
+    model_weights,
+    named_weights,
+    rounded,
+)
 from preflight import memory_estimate
 
 CPU = torch.device("cpu")
@@ -189,6 +196,24 @@ def test_merged_weights_are_the_model_with_its_adapters(shape):
     plain.load_state_dict(weights)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02  # of the largest logit
     assert (logits_of(plain) - before).abs().max() < tolerance * before.abs().max()
+
+
+def test_what_is_less_than_half_a_step_of_bfloat16_reaches_the_sampler_in_the_mean():
+    """The nearest bfloat16 of W + change would be W."""
+    torch.manual_seed(0)
+    weight = torch.randn(200, 500).bfloat16().float()
+    exponent = weight.abs().log2().floor()
+    step = 2 ** (exponent - 7)  # between neighbours there, which have 8 significant bits
+    for sign in (1, -1):
+        change = sign * 0.1 * step
+        assert torch.equal((weight + change).bfloat16().float(), weight)
+        moved = rounded(weight + change, torch.bfloat16).float() - weight
+        # 100,000 weights, each moved with odds of .1: one standard error is .001
+        assert (moved / step).mean() == pytest.approx(sign * 0.1, abs=0.005)
+        # the same again
+        assert torch.equal(rounded(weight + change, torch.bfloat16).float(), weight + moved)
+    # numbers that bfloat16 has stay as they are
+    assert torch.equal(rounded(weight, torch.bfloat16).float(), weight)
 
 
 # --- files

@@ -2,6 +2,7 @@
 where memory runs out, and vLLM's sleep on a GPU."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,7 +201,11 @@ class Core:
 
     def __init__(self):
         self.batch_queue = ["scheduled ahead"]
-        self.engine_core = self
+        self.swept = True  # whether requests that have finished are out of the scheduler
+        self.engine_core = self.scheduler = self
+
+    def has_requests(self):
+        return not self.swept
 
 
 class FakeLLM:
@@ -210,23 +215,27 @@ class FakeLLM:
     def __init__(self, **settings):
         self.there = {"weights", "kv_cache"}
         self.paused = False
-        self.copied = 0  # times that the weights went to CPU memory
+        self.dropped = 0  # times that the weights went
         self.llm_engine = SimpleNamespace(engine_core=Core(), step=self.step)
 
     def step(self):
-        self.llm_engine.engine_core.batch_queue.pop()
+        core = self.llm_engine.engine_core
+        if core.batch_queue:
+            core.batch_queue.pop()
+        core.swept = True
 
     def apply_model(self, function):
         return [function(torch.nn.Linear(10, 10, bias=False))]  # 400 bytes
 
     def sleep(self, level):
         self.paused = True
-        if level == 1:
+        if level == 2:
             self.there.clear()
-            self.copied += 1
+            self.dropped += 1
 
     def release_kv_cache_memory(self):
-        if not self.paused or self.llm_engine.engine_core.batch_queue:
+        core = self.llm_engine.engine_core
+        if not self.paused or core.batch_queue or core.has_requests():
             raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
         self.there.remove("kv_cache")
 
@@ -242,22 +251,37 @@ class FakeLLM:
         assert not self.paused
 
 
-@pytest.mark.parametrize("gpu, copied", [(4001, 0), (3999, 2)])
-def test_weights_that_are_small_beside_the_gpu_stay_there_while_vllm_sleeps(
-    gpu, copied, monkeypatch, tiny_model_dir
-):
+def engine_on_a_gpu(monkeypatch, model: Path, gpu: int):
+    """vLLM by the fake above, on a GPU of so many bytes."""
     vllm = SimpleNamespace(LLM=FakeLLM, __version__="none")
     monkeypatch.setattr(rollout, "import_vllm", lambda: vllm)
     monkeypatch.setattr(rollout, "device_bytes", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    c = config()
-    engine = rollout.VllmEngine(str(tiny_model_dir), c, torch.bfloat16, torch.device("cuda"))
+    return rollout.VllmEngine(str(model), config(), torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("gpu, dropped", [(4001, 0), (3999, 2)])
+def test_weights_that_are_small_beside_the_gpu_stay_there_while_vllm_sleeps(
+    gpu, dropped, monkeypatch, tiny_model_dir
+):
+    engine = engine_on_a_gpu(monkeypatch, tiny_model_dir, gpu)
     for _ in range(2):
         engine.sleep()
-        assert engine.llm.there == (set() if copied else {"weights"})
+        assert engine.llm.there == (set() if dropped else {"weights"})
         engine.wake()
         engine.sync([])
         assert engine.llm.there == {"weights", "kv_cache"}
         assert not engine.llm.paused
         engine.llm.llm_engine.engine_core.batch_queue.append("scheduled ahead")
-    assert engine.llm.copied == copied
+    assert engine.llm.dropped == dropped
+
+
+def test_without_asynchronous_scheduling_finished_requests_are_swept_out_first(
+    monkeypatch, tiny_model_dir
+):
+    engine = engine_on_a_gpu(monkeypatch, tiny_model_dir, 4001)
+    core = engine.llm.llm_engine.engine_core
+    core.batch_queue = None
+    core.swept = False
+    engine.sleep()
+    assert engine.llm.there == {"weights"}

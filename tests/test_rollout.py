@@ -200,6 +200,14 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
     assert not on_gpu["enforce_eager"]
     assert "kv_cache_memory_bytes" not in on_gpu
     assert "block_size" not in on_gpu  # a GPU's own
+    # logits as the learner makes them; in float32 there is nothing to say
+    assert on_gpu["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in on_cpu
+    own = config_of(vllm_options={"hf_overrides": {"head_dtype": "model", "x": 1}})
+    given = rollout.vllm_settings(model, own, torch.bfloat16, on_gpu=True)
+    assert given["hf_overrides"] == {"head_dtype": "model", "x": 1}
+    whole = rollout.vllm_settings(model, config, torch.float32, on_gpu=True)
+    assert "hf_overrides" not in whole
     other = config_of(vllm_options={"block_size": 64})
     assert rollout.vllm_settings(model, other, torch.float32, on_gpu=False)["block_size"] == 64
 

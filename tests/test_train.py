@@ -152,7 +152,7 @@ def test_no_library_talks_at_the_start_of_a_run(two_ranks):
 
 def test_what_a_library_says_of_an_error_is_still_heard(monkeypatch):
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    common.quiet_libraries()
+    common.set_up_libraries()
     heard = []
     logger = logging.getLogger("DeepSpeed")
     handler = logging.Handler()
@@ -162,6 +162,19 @@ def test_what_a_library_says_of_an_error_is_still_heard(monkeypatch):
     logger.error("broken")
     logger.removeHandler(handler)
     assert heard == ["broken"] and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
+@pytest.mark.parametrize("theirs", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_memory_stays_in_one_piece_unless_the_user_says_how(monkeypatch, theirs):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    common.set_up_libraries()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setenv(theirs, "max_split_size_mb:128")
+    common.set_up_libraries()
+    assert os.environ[theirs] == "max_split_size_mb:128"
+    assert len([name for name in os.environ if name.endswith("ALLOC_CONF")]) == 1
 
 
 def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):

@@ -28,7 +28,9 @@ class FakeLLM:
         self.paused = False
         self.request_counter = itertools.count()
         self.waiting = []
-        core = SimpleNamespace(shutdown=lambda: None, engine_core=SimpleNamespace(batch_queue=[]))
+        scheduler = SimpleNamespace(has_requests=lambda: bool(self.waiting))
+        queues = SimpleNamespace(batch_queue=[], scheduler=scheduler)
+        core = SimpleNamespace(shutdown=lambda: None, engine_core=queues)
         self.llm_engine = SimpleNamespace(
             has_unfinished_requests=lambda: bool(self.waiting), step=self.step, engine_core=core
         )
