@@ -271,6 +271,13 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     return rows, ", ".join(broken)
 
 
+def has_evaluation(folder: Path, step: int) -> bool:
+    """Whether a run's metrics.jsonl holds an evaluation of this step."""
+    rows, _ = read_metrics(folder / "metrics.jsonl")
+    of_step = [row for row in rows if row["step"] == step]
+    return any(name.startswith("eval/") for row in of_step for name in row)
+
+
 def rewind_lines(path: Path, step: int) -> None:
     """Removes from a file of lines with a "step" those after `step`, and half a line."""
     rows, broken = read_metrics(path)

@@ -72,6 +72,7 @@ from journal import (
     MetricsLog,
     Timer,
     check_run_folder,
+    has_evaluation,
     hold_folder,
     make_run_folder,
     run_header,
@@ -504,6 +505,18 @@ def evaluate_now(run: Run) -> None:
     run.say(f"step {run.step}: {figures}")
 
 
+def evaluation_due(step: int, c: dict) -> bool:
+    """Whether a run evaluates after so many steps."""
+    return c["eval_steps"] > 0 and (step == c["max_steps"] or step % c["eval_steps"] == 0)
+
+
+def owes_evaluation(run: Run) -> bool:
+    """Whether this run goes on from a step that was to be evaluated and was not, because the run
+    was asked to stop there. The same on all ranks."""
+    missing = run.log is not None and not has_evaluation(run.folder, run.step)
+    return any_rank(missing) and evaluation_due(run.step, run.config)
+
+
 def finish(run: Run) -> None:
     """Ends a run that is done or was asked to stop: its last files and lines, ranks leave."""
     c = run.config
@@ -607,7 +620,7 @@ def train(run: Run) -> None:
     # with rollout_ahead the sampler's weights were a step older: its log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
-    if run.step == 0:
+    if run.step == 0 or owes_evaluation(run):
         evaluate_now(run)
     if run.hub and run.step == c["max_steps"]:  # started again: its upload may have been cut off
         run.hub.push(checkpoint.latest(run.folder), last=True)
@@ -674,7 +687,8 @@ def train(run: Run) -> None:
         last = run.step == c["max_steps"]
         # a stop in the last step changes nothing: the run is finished, and waits for its upload
         run.stopping = any_rank(run.stop.asked()) and not last
-        if c["eval_steps"] > 0 and (last or run.step % c["eval_steps"] == 0):
+        # who asks a run to stop may kill it soon: it saves first of all
+        if evaluation_due(run.step, c) and not run.stopping:
             evaluate_now(run)
         if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):
             save_now(run)

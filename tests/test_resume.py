@@ -23,7 +23,7 @@ import checkpoint
 import common
 import train
 from common import UserError, load_config
-from journal import make_run_folder
+from journal import make_run_folder, read_metrics
 from ranks import start_distributed
 
 
@@ -145,6 +145,11 @@ def with_a_file_stop_in_step_2() -> None:
     train.show = show
 
 
+def evaluated_in(folder: Path) -> list[int]:
+    lines, _ = read_metrics(folder / "metrics.jsonl")
+    return [line["step"] for line in lines if "eval/pass@1" in line]
+
+
 def test_a_file_stop_ends_a_run_after_a_save_and_the_next_start_removes_it(
     tiny_model_dir, tmp_path
 ):
@@ -160,6 +165,18 @@ def test_a_file_stop_ends_a_run_after_a_save_and_the_next_start_removes_it(
     config = json.loads((folder / "config.json").read_text())
     make_run_folder(config, {}, resuming=True)
     assert not (folder / "stop").exists() and last.exists()
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_where_the_run_goes_on(tiny_model_dir, tmp_path):
+    folder = tmp_path / "run"
+    flags = {"max_steps": 3, "save_steps": 0, "eval_steps": 2, "eval_max_prompts": 2}
+    in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
+    assert evaluated_in(folder) == [0]
+    for _ in range(2):  # the second start finds nothing to do
+        flags["resume_from_checkpoint"] = "latest"
+        status, words = in_child.run(None, tiny_model_dir, folder, **flags)
+        assert status == 0, words
+        assert evaluated_in(folder) == [0, 2, 3]
 
 
 def test_a_stop_in_the_last_step_leaves_a_run_that_is_done(tiny_model_dir, tmp_path):
