@@ -51,7 +51,6 @@ from common import (
     in_one_line,
     lost_a_rank,
     memory_text,
-    modern,
     quoted,
     say_on_rank_0,
     script,
@@ -620,13 +619,7 @@ def check_resumable(path: Path, config: dict) -> None:
 
 def settings_of(path: Path) -> dict:
     """The config that a checkpoint was made with."""
-    file = path / "train_config.json"
-    try:
-        return modern(read_table(file))
-    except UserError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError):  # not of the form of older versions
-        raise damaged(file) from None
+    return read_table(path / "train_config.json")
 
 
 def read_table(file: Path) -> dict:
@@ -682,16 +675,14 @@ def amsgrad(config: dict) -> bool:
 def check_state(path: Path, config: dict) -> None:
     """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
     file = path / "controller_state.json"
-    example = {"step": 0, "controllers": controllers.init_state(config), "streaks": NO_STREAKS}
+    saved = read_table(file)
+    example = TrainerState(0, controllers.init_state(config), {})._asdict()
     try:
-        saved = {"streaks": NO_STREAKS} | read_table(file)
-        saved["controllers"].setdefault("steering", "")  # older checkpoints lack these two
-        replay = saved.get("replay")
-        if replay:
-            prompts = {key: [1, 0.0, 0.0] for key in replay["prompts"]}  # at least one visit
-            example["replay"] = {"total": 1, "prompts": prompts}
-    except (AttributeError, KeyError, TypeError):
-        saved = None
+        if saved["replay"]:
+            prompts = {key: [1, 0.0, 0.0] for key in saved["replay"]["prompts"]}
+            example["replay"] = {"total": 1, "prompts": prompts}  # at least one visit
+    except (KeyError, TypeError):
+        raise damaged(file) from None
     if not alike(saved, example):
         raise damaged(file)
 
@@ -753,10 +744,7 @@ def load(path: Path, engine) -> TrainerState:
     # %: if more ranks load than saved, some start with the same random state
     torch.set_rng_state(torch.load(path / f"rng_{rank % saved_ranks}.pt", weights_only=True))
     saved = json.loads((path / "controller_state.json").read_text())
-    # get: older checkpoints have no replay and no streaks
-    replay = saved.get("replay", {})
-    streaks = saved.get("streaks", NO_STREAKS)
-    return TrainerState(saved["step"], saved["controllers"], replay, streaks)
+    return TrainerState(**{name: saved[name] for name in TrainerState._fields})
 
 
 @contextmanager

@@ -472,71 +472,6 @@ def coerce(value, default, where: str):
     return value
 
 
-def modern(settings: dict) -> dict:
-    """Translates the config.json of a run of an older version to today's keys. Keys that no longer
-    exist are dropped, and so are entries that equal their default."""
-    translated = {}
-    # today's keys first, older names on top of them
-    for name, value in sorted(settings.items(), key=lambda item: item[0] in REPLACED):
-        path = REPLACED.get(name, name)
-        key, _, entry = path.partition(".")
-        if path == name:
-            translated.setdefault(key, value)
-        elif " " in path:
-            continue
-        elif entry:
-            entries = translated.get(key, {})
-            if not isinstance(entries, dict):
-                raise UserError(f"{name} belongs to an older version, {key}={quoted(entries)} not")
-            if value != checks.ENTRIES[key].get(entry, ""):
-                translated[key] = {**entries, entry: value}
-        elif value != "":  # "" meant off, as the new key's default does
-            translated[key] = value
-    # switches that no longer exist: "off" is now a value of another key
-    if settings.get("info_seed_enabled") is False:
-        translated["info_seed_num_seeds"] = 0
-    if settings.get("controller_meta_enabled") is False:
-        translated["controller_meta_method"] = ""
-    if settings.get("dataset_mixture"):
-        translated["dataset"] = [modern_source(source) for source in settings["dataset_mixture"]]
-    return translated | modern_schedules(settings, translated.get("easy_dataset", {}))
-
-
-def modern_source(source: dict) -> dict:
-    """A source of an older mixture, {"id", "columns": {"prompt": ..., ...}, ...}, as it is written
-    today."""
-    rest = {key: value for key, value in source.items() if key not in ("id", "columns")}
-    # "id" is now "name"; each of "columns" is now an entry itself
-    return {"name": source["id"], **source.get("columns", {}), **rest}
-
-
-def modern_schedules(settings: dict, easy: dict) -> dict:
-    """The settings that changed over time in a run of an older version, as {step: value}."""
-    changing = {}
-    if settings.get("easy_schedule"):
-        changing["easy_dataset"] = {**easy, "share": stairs(settings["easy_schedule"], 0.0)}
-    if settings.get("temperature_schedule"):
-        start = settings["temperature"]
-        changing["temperature"] = stairs(settings["temperature_schedule"], start)
-    if settings.get("maxent_target_final", -1) >= 0:  # -1 was off
-        for key in ("maxent_target_weight_entropy", "maxent_target_excess_entropy"):
-            if settings.get(key, -1) >= 0:
-                last = settings["maxent_target_horizon"]
-                changing[key] = {0: settings[key], last: settings["maxent_target_final"]}
-    return changing
-
-
-def stairs(schedule: dict, value: float) -> dict:
-    """Translates a schedule that jumps, {first step: value}, to {step: value} points with straight
-    lines between them. `value` holds before the first jump."""
-    points = {0: value}
-    for first, following in sorted((int(first), value) for first, value in schedule.items()):
-        if first > 0:
-            points[first - 1] = value  # a jump is two points, one step apart
-        points[first] = value = following
-    return points
-
-
 def read_flag(argument: str, defaults: dict) -> dict:
     """{key: value} of one --key=value. Strings need no quotes, in lists neither; true and false
     need no capital letter. A flag without a value is True."""
@@ -754,27 +689,20 @@ def as_read_back(settings: dict) -> dict:
 
 
 def read_settings(path: Path) -> dict:
-    """The settings that one of these scripts wrote to a .json file, with today's keys. UserError if
-    the file is another program's."""
+    """The settings that one of these scripts wrote to a .json file. UserError if the file is
+    another program's."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{str(path)!r} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         settings = None
-    if not isinstance(settings, dict) or "reward_funcs" not in settings:  # every version has it
+    if not isinstance(settings, dict) or "reward_funcs" not in settings:  # every one of ours has it
         raise UserError(
             f"{str(path)!r} is somebody else's: it holds no settings that this program wrote; a "
             f"config of your own is a .py file, and output needs another place"
         )
-    try:
-        return modern(settings)
-    except UserError:
-        raise
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise UserError(
-            f"{str(path)!r} is not what an older version wrote: {type(error).__name__}: {error}"
-        ) from None
+    return settings
 
 
 def say_on_rank_0(text: str, file=None) -> None:

@@ -89,14 +89,6 @@ def test_a_run_with_a_schedule_is_the_same_when_it_is_read_back(tmp_path):
         compare.state_of(other)
 
 
-def test_a_schedule_of_an_older_version_is_still_the_same(tmp_path):
-    (run,), _ = plan(tmp_path, 'a = {"temperature": {0: 1.0, 4: 1.0, 5: 0.7}}')
-    write_run(run)
-    older = run["config"] | {"temperature": 1.0, "temperature_schedule": {"5": 0.7}}
-    (run["folder"] / "config.json").write_text(json.dumps(older))
-    assert compare.state_of(run) == "done"
-
-
 def test_a_run_that_has_chosen_its_micro_batches_is_still_the_same(tmp_path):
     (run,), _ = plan(tmp_path, 'a = {"max_tokens_per_micro_batch": 0}')
     write_run(run)

@@ -100,74 +100,12 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
     [
         ({"top_p": 0.9}, "top_p is no key here"),
         ({"lr": 1e-4, "learning_rate": 1e-5}, "learning_rate is set twice"),
-        (
-            {"dataset_prompt_column": "q", "dataset": [{"name": "countdown"}]},
-            "dataset_prompt_column belongs to an older version",
-        ),
-        ({"dataset_mixture": 5}, "is not what an older version wrote: TypeError"),
-        ({"temperature_schedule": {"0": 1.0}}, "is not what an older version wrote: KeyError"),
     ],
 )
 def test_a_json_config_is_refused_where_a_py_config_is(tmp_path, settings, sentence):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"reward_funcs": ["math"]} | settings))
     assert sentence in refusal(str(path))
-
-
-def test_the_config_of_an_older_run_is_read_with_todays_keys(tmp_path):
-    older = {
-        "reward_funcs": ["countdown"],
-        "dataset_name": "countdown",
-        "dataset_config": "tiny",
-        "dataset_split": "train",
-        "dataset_mixture": [],
-        "eval_dataset_name": "",
-        "eval_prompt_column": "prompt",
-        "replay_size": 0,
-        "replay_fraction": 0.25,
-        "weight_sync": "disk",
-        "weight_sync_dir": "/dev/shm/w",
-        "controller_meta_enabled": False,
-        "controller_meta_method": "analytic",
-        "info_seed_enabled": False,
-        "info_seed_num_seeds": 4,
-        "vllm_kv_cache_gib": 0.25,
-        "sft_steps": 800,
-        "maxent_tau": math.inf,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(older))
-    changed = {
-        key: value for key, value in load_config([str(path)]).items() if value != DEFAULTS[key]
-    }
-    assert changed == {
-        "dataset": {"name": "countdown", "config": "tiny"},
-        "weight_sync": "/dev/shm/w",
-        "maxent_tau": math.inf,
-    }
-
-
-def test_what_changed_over_time_in_an_older_run_changes_as_it_did(tmp_path):
-    older = {
-        "reward_funcs": ["countdown"],
-        "dataset_mixture": [{"id": "countdown", "columns": {"prompt": "q"}, "weight": 2}],
-        "temperature": 0.9,
-        "temperature_schedule": {"2": 1.3, "5": 0.6},
-        "easy_dataset_name": "crossword",
-        "easy_schedule": {"0": 0.5, "3": 0.0},
-        "maxent_target_weight_entropy": 1.0,
-        "maxent_target_final": 0.5,
-        "maxent_target_horizon": 10,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(older))
-    config = load_config([str(tmp_path / "config.json")])
-    assert config["dataset"] == [{"name": "countdown", "prompt": "q", "weight": 2.0}]
-    share = config["easy_dataset"]["share"]
-    assert [scheduled(share, step) for step in (0, 2, 3, 9)] == [0.5, 0.5, 0.0, 0.0]
-    assert [scheduled(config["temperature"], step) for step in range(7)] == [
-        *(0.9, 0.9, 1.3, 1.3, 1.3, 0.6, 0.6)
-    ]
-    assert scheduled(config["maxent_target_weight_entropy"], 5) == pytest.approx(0.75)
 
 
 def test_a_dotted_flag_sets_one_entry(tmp_path):

@@ -45,19 +45,3 @@ def test_a_memory_that_no_run_has_saved_is_one_sentence(change, tmp_path):
     with pytest.raises(UserError, match=r"controller_state\.json is damaged"):
         checkpoint.check_state(tmp_path, CONFIG)
     assert checkpoint.steps_in(tmp_path) in (0, 1, 2, -3)  # no error of its own
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dataset_mixture": 5},
-        {"dataset_mixture": [{}]},
-        {"easy_schedule": 5},
-        {"temperature_schedule": {"a": 1}},
-        {"maxent_target_final": "a"},
-    ],
-)
-def test_older_settings_of_a_form_that_no_run_has_saved_are_one_sentence(settings, tmp_path):
-    (tmp_path / "train_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"train_config\.json is damaged"):
-        checkpoint.settings_of(tmp_path)
