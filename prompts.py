@@ -7,9 +7,7 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 """
 
 import hashlib
-import math
 import re
-from collections import Counter
 from functools import cached_property
 
 from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
@@ -294,26 +292,18 @@ class Encoder:
         self.tokenizer = tokenizer
         self.config = c
         self.limit = c["max_prompt_length"]
-        self.characters = CharacterLimit(tokenizer, self.limit)
         # with 0 seeds InfoSeed is off
         self.seeds = seeds and c["info_seed_num_seeds"] > 0
 
     def render(self, row: dict) -> str:
         return render_prompt(row, self.tokenizer, self.config)
 
-    def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[float]]:
-        """Rows with "prompt_ids", and the number of tokens that each needs. A prompt that has too
-        many characters to fit is not tokenised: it gets no ids, and needs math.inf tokens."""
-        texts = [self.render(row) for row in rows]
-        endless = [self.characters.exceeded_by(text) for text in texts]
-        # one call tokenises all texts in parallel; those in `endless` become ""
-        short = ["" if long else text for text, long in zip(texts, endless)]
-        encoded = []
-        sizes = []
-        for row, long, ids in zip(rows, endless, tokenise(short, self.tokenizer)):
-            encoded.append({**row, "prompt_ids": ids})
-            sizes.append(math.inf if long else self.size(row, ids))
-        return encoded, sizes
+    def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
+        """Rows with "prompt_ids", and the number of tokens that each needs."""
+        # one call tokenises all texts in parallel
+        all_ids = tokenise([self.render(row) for row in rows], self.tokenizer)
+        encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
+        return encoded, [self.size(row, row["prompt_ids"]) for row in encoded]
 
     def size(self, row: dict, ids: list[int]) -> int:
         """Tokens of the prompt or, if that is longer, of its longest version with a seed. ids: the
@@ -335,29 +325,23 @@ class Encoder:
         # too high a bound costs some renderings, too low a one would let a long prompt pass
         return 2 * (self.longest_seeded(row) - len(ids)) + 64
 
-    def sentence(self, rows: list[dict], sizes: list[float]) -> str:
+    def sentence(self, rows: list[dict], sizes: list[int]) -> str:
         """A sentence: how many rows are too long, and which is the longest. sizes: from
         encode_all()."""
         too_long = [size for size in sizes if size > self.limit]
         most = max(sizes)
-        places = [i for i, size in enumerate(sizes) if size == most]
-        worst = rows[places[0]]
-        length = f"{most} tokens" + (" with its seed" if self.seeds else "")
-        if most == math.inf:
-            # these were not tokenised, so take the one with the most characters
-            worst = max((rows[i] for i in places), key=lambda row: len(prompt_identity(row)))
-            length = f"{len(self.render(worst))} characters, which are more tokens than that"
+        worst = rows[sizes.index(most)]
+        seeded = " with its seed" if self.seeds else ""
         return (
             f"max_prompt_length={self.limit}: {len(too_long)} of {len(rows)} prompts are longer, "
-            f"row {worst['id']!r} has {length}"
+            f"row {worst['id']!r} has {most} tokens{seeded}"
         )
 
     def cut_left(self, row: dict) -> dict | None:
         """The row with as much of the end of its prompt as fits; None if not even a token fits."""
-        text = self.characters.end_of(prompt_text(row))
-        message = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        message = self.tokenizer(prompt_text(row), add_special_tokens=False)["input_ids"]
         # number of the message's tokens that are kept; it falls in each round
-        keep = len(message)
+        keep = min(len(message), self.limit)
         while keep > 0:
             text = self.tokenizer.decode(message[len(message) - keep :])
             # lstrip: a character that is cut in two leaves a replacement character
@@ -369,60 +353,6 @@ class Encoder:
             # rounds, because the shorter text may be split into other tokens within the template
             keep -= max(1, excess)
         return None
-
-
-class CharacterLimit:
-    """Tells by counting characters that a text surely has more than `max_tokens` tokens. Tokenising
-    ten megabytes would take a minute.
-
-    A text that fits is never called too long: it has at most JOINED * longest * max_tokens
-    characters that count. A token has at most `longest` characters, as the longest one of the
-    vocabulary; before that, normalisation (NFC) joins at most JOINED characters into one. A
-    character does not count if the tokenizer drops it, or makes a single token of a run of any
-    length; a run of it is tried to find out."""
-
-    JOINED = 4  # no Unicode character is composed of more
-    # a character counts if a run of it, RUN times as long as the longest token, makes RUN tokens or
-    # more
-    RUN = 4
-    TRIED = 2000  # characters of a text, at most: each takes milliseconds. Others do not count
-
-    def __init__(self, tokenizer, max_tokens: int):
-        self.tokenizer = tokenizer
-        self.longest = max(map(len, tokenizer.get_vocab()))
-        self.most = self.JOINED * self.longest * max_tokens  # characters
-        # some special tokens swallow the white space beside them
-        special = tokenizer.added_tokens_decoder.values()
-        self.spaces_vanish = any(token.lstrip or token.rstrip for token in special)
-        self.counts = {}  # {character: whether it counts}
-
-    def exceeded_by(self, text: str) -> bool:
-        if len(text) <= self.most:
-            return False
-        total = 0  # characters that count
-        # frequent ones first: fewer to try
-        for character, count in Counter(text).most_common(self.TRIED):
-            if character not in self.counts:
-                self.counts[character] = self.takes_tokens(character)
-            if self.counts[character]:
-                total += count
-            if total > self.most:
-                return True
-        return False
-
-    def takes_tokens(self, character: str) -> bool:
-        if self.spaces_vanish and character.isspace():
-            return False
-        run = character * (self.RUN * self.longest)
-        return len(self.tokenizer(run, add_special_tokens=False)["input_ids"]) >= self.RUN
-
-    def end_of(self, text: str) -> str:
-        """The end of a text, long enough that it does not fit: cutting it to fit gives the same
-        result as cutting the whole text."""
-        size = self.most + 1
-        while size < len(text) and not self.exceeded_by(text[-size:]):
-            size *= 2
-        return text[-size:]
 
 
 # --- InfoSeed
