@@ -340,6 +340,16 @@ def steers_beta(c: dict) -> bool:
     )
 
 
+def moves_tau(c: dict) -> bool:
+    """Whether any controller moves tau."""
+    return c["controller_meta_method"] != "" or steers_tau(c)
+
+
+def moves_beta(c: dict) -> bool:
+    """Whether any controller moves beta."""
+    return c["controller_meta_method"] != "" or steers_beta(c)
+
+
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
@@ -873,7 +883,7 @@ def controller_claims(c: dict):
             f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
             "virtual steps overshoot for ever",
         )
-    if method or steers_tau(c):
+    if moves_tau(c):
         yield (
             OBJECTIVES[c["objective"]].has_weights,
             f"an entropy target steers the weights of {names(lambda o: o.has_weights)}; "
@@ -890,7 +900,7 @@ def controller_claims(c: dict):
             f"maxent_tau={c['maxent_tau']} is steered: start it between "
             f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
         )
-    if method or steers_beta(c):
+    if moves_beta(c):
         yield (
             c["beta"] > 0,
             f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, "
@@ -937,7 +947,7 @@ def default_tau(c: dict, vocabulary: int) -> float:
     tau = 1 / math.log(vocabulary)  # xdr compares advantages, not scores
     if OBJECTIVES[c["objective"]].group_loss:
         tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
-    if steers_tau(c) or c["controller_meta_method"]:
+    if moves_tau(c):
         tau = min(max(tau, c["maxent_tau_min"]), c["maxent_tau_max"])
     return tau
 
@@ -988,7 +998,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
                 f"about {needed:.3g} (a quarter of a group right), above {because} = {limit:.3g}: "
                 f"lower the target, or set {cure}"
             )
-    elif (steers_tau(c) or c["controller_meta_method"]) and highest > limit * 1.001:
+    elif moves_tau(c) and highest > limit * 1.001:
         # how far a target of plain entropy takes tau depends on the share of right answers
         warnings.append(
             f"a controller may take maxent_q_temperature * maxent_tau to {highest:.3g}, above "

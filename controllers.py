@@ -19,7 +19,7 @@ and K the mean KL from policy to reference over the group.
 import math
 from typing import NamedTuple
 
-from checks import is_on, steers_beta, steers_tau
+from checks import is_on, moves_beta, moves_tau, steers_beta, steers_tau
 from common import scheduled
 
 EMA = 0.9  # share of the past in the smoothed entropy: it remembers about ten steps
@@ -69,16 +69,14 @@ def resume_state(state: dict, config: dict) -> dict:
     otherwise it is what the config says now. A checkpoint's value of 0 or infinity is not taken:
     no controller can have led there. The average of the entropy is kept if the same metric still
     steers."""
-    meta = config["controller_meta_method"] != ""
     # the values of a fresh run, some of which are then replaced by the checkpoint's
     new = init_state(config)
     # steps in the logarithm never reach 0 or infinity, and never leave them
-    if (meta or steers_tau(config)) and 0 < state["tau"] < math.inf:
+    if moves_tau(config) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
-    if (meta or steers_beta(config)) and 0 < state["beta"] < math.inf:
+    if moves_beta(config) and 0 < state["beta"] < math.inf:
         new["beta"] = clip(state["beta"], config["beta_min"], config["beta_max"])
-    # checkpoints of earlier versions have no "steering"
-    if state.get("steering", new["steering"]) == new["steering"]:
+    if state["steering"] == new["steering"]:
         new["entropy"] = state["entropy"]
     steered = {key: new[key] for key in ("tau", "beta", "entropy", "steering")}
     # the rest (step, counts, Adam's moments) stays the checkpoint's

@@ -505,7 +505,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, options: HeadOptions):
-        statistics, _ = chunk_functions(hidden)
+        statistics = gpu_statistics if on_gpu(hidden) else cpu_statistics
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
         log_z = torch.empty_like(logps)
         entropy = torch.empty_like(logps)
@@ -529,7 +529,7 @@ class ChunkedLogps(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, targets, logps, log_z, entropy = ctx.saved_tensors
-        _, logits_gradient = chunk_functions(hidden)
+        logits_gradient = gpu_gradient if on_gpu(hidden) else cpu_gradient
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -586,14 +586,6 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 def on_gpu(x: Tensor) -> bool:
     """Whether the functions for a GPU are used; tests say so without one."""
     return x.is_cuda
-
-
-def chunk_functions(hidden: Tensor) -> tuple:
-    """(statistics function, gradient function) for a chunk: compiled on a GPU, in place on a
-    CPU."""
-    if on_gpu(hidden):
-        return gpu_statistics, gpu_gradient
-    return cpu_statistics, cpu_gradient
 
 
 def kept_size(hidden: Tensor) -> int:

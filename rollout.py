@@ -122,8 +122,7 @@ class CachePlan(NamedTuple):
     """vLLM's cache of keys and values on a CPU."""
 
     size: int  # bytes
-    rows: int  # completions that a step samples at the same time
-    held: int  # how many of these fit into the cache at full length
+    held: int  # how many of a step's completions fit into it at full length
 
 
 def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
@@ -137,14 +136,14 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
         size = held * row + block_size  # vLLM keeps one block for itself
-    return CachePlan(size, rows, min(rows, (size - block_size) // row))
+    return CachePlan(size, min(rows, (size - block_size) // row))
 
 
 def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
     """Size of plan_cache() in bytes. UserError if it exceeds the memory of this machine. Prints a
     sentence if the cache holds fewer rows than a step samples at the same time, or if vLLM's own
     environment variable overrides the size."""
-    size, rows, held = plan_cache(config, model_config, rows)
+    size, held = plan_cache(config, model_config, rows)
     memory = rank_memory()
     what = f"vllm_options.kv_cache_memory_bytes={size}"
     from_environment = os.environ.get("VLLM_CPU_KVCACHE_SPACE")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from checks import steers_beta, steers_tau
+from checks import moves_beta, moves_tau
 from common import UserError, load_config, only_source, own_flags, script
 from compare.results import markdown, metrics_of, runs_in
 from controllers import entropy_target, steering_entropy
@@ -58,10 +58,10 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
     steps = steps.tail(last or (count + 1) // 2)
     meta = c["controller_meta_method"] != ""
     aims = {"entropy": None, "kl": None}
-    if meta or steers_tau(c):
+    if moves_tau(c):
         # step - 1: metrics.jsonl counts steps from 1, controllers from 0
         aims["entropy"] = steps["step"].map(lambda step: entropy_target(step - 1, c))
-    if meta or steers_beta(c):
+    if moves_beta(c):
         aims["kl"] = pd.Series(c["kl_target"], steps.index)
     # a metric that was never measured has no column
     nothing = pd.Series(float("nan"), steps.index)

@@ -307,9 +307,6 @@ def test_a_resumed_run_takes_what_nothing_steers_from_the_config_and_keeps_the_r
     outside = state | {"tau": 30.0, "beta": 9.0}
     assert resume(outside, meta) == state | {"tau": 10.0, "beta": 2.0}
 
-    older = dict(state)
-    del older["steering"]
-    assert resume(older, TAU_ON | {"beta": 0.7}) == state
     excess = TAU_ON | {"maxent_target_weight_entropy": -1.0, "beta": 0.7}
     excess["maxent_target_excess_entropy"] = 0.5
     forgotten = {"entropy": None, "steering": "weights/excess_entropy"}

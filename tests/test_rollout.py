@@ -127,7 +127,7 @@ def memory(monkeypatch):
 def test_the_cache_holds_all_rows_that_a_step_asks_for(memory, capsys):
     """And one block more, which vLLM keeps for itself."""
     plan = rollout.plan_cache(config_of(), SHAPE, 30)
-    assert plan == (30 * ROW + 32 * TOKEN, 30, 30)
+    assert plan == (30 * ROW + 32 * TOKEN, 30)
     assert rollout.kv_cache_bytes(config_of(), SHAPE, 30) == plan.size
     assert capsys.readouterr().out == ""
     with_blocks = config_of(vllm_options={"block_size": 64})
