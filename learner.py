@@ -530,6 +530,19 @@ def learning_seconds(own: float) -> dict:
     }
 
 
+def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
+    """Metrics of the weights of the step's groups, if the objective has any. All ranks together.
+    targets: the whole step's."""
+    if targets.weights is None:
+        return {}
+    metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
+    if OBJECTIVES[c["objective"]].group_loss and not policy_gradient(c):
+        scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
+        scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
+        metrics |= L.pull(scores, targets.weights, targets.active)
+    return metrics
+
+
 def group_metrics(rewards, lengths) -> dict:
     """Metrics of the step's rewards and completion lengths, both (P, G)."""
     return {

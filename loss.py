@@ -276,6 +276,21 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     return metrics
 
 
+def pull(scores: Tensor, weights: Tensor, active: Tensor) -> dict:
+    """|p - 1/G| / |w - 1/G|, p = softmax(s), averaged over active groups. The gradient of the
+    listwise loss by s is p - w: at 0 p is flat and only w counts, as in a policy gradient; at 1
+    what the policy knows already weighs as much as what the rewards ask for. scores, weights:
+    (P, G). Empty without an active group."""
+    if not active.any():
+        return {}
+    w = weights[active]  # (a, G), a active groups
+    p = scores[active].softmax(1)
+    G = w.shape[1]
+    # 1e-6: uniform weights, from which nothing is learnt but that p become uniform too
+    share = (p - 1 / G).norm(dim=1) / (w - 1 / G).norm(dim=1).clamp(min=1e-6)  # (a,)
+    return {"weights/pull": share.mean().item()}
+
+
 # --- losses
 
 

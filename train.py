@@ -48,7 +48,6 @@ import controllers
 import evaluate
 import infoseed
 import learner
-import loss as L
 import rollout
 from checks import entries, warn_config
 from common import (
@@ -662,8 +661,7 @@ def train(run: Run) -> None:
             metrics |= learner.sampler_mismatch(unseeded, limit)
 
         # 8. tau and beta of the next step
-        if targets.weights is not None:
-            metrics |= L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
+        metrics |= learner.weight_metrics(targets, batch, c)
         metrics |= steer(run, metrics, targets, measured, batch)
         run.step += 1
 

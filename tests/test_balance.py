@@ -14,7 +14,6 @@ import torch.distributed as dist
 import experience
 import infoseed
 import learner
-import loss as L
 import rollout
 import train
 from common import load_config
@@ -153,8 +152,7 @@ def one_step(c: dict, world: World) -> dict:
     run.timer = Timer()
     metrics = train.update(run, batch, targets, norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)
-    if targets.weights is not None:
-        metrics |= L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
+    metrics |= learner.weight_metrics(targets, batch, c)
     metrics |= seeds.metrics(targets)
     metrics |= learner.group_metrics(collected.rewards, group.lengths)
     metrics |= mean_over_ranks(rollout.completion_metrics(collected.rollouts, G))

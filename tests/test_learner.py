@@ -108,6 +108,35 @@ def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_mode
     assert backend.options._timeout == ranks.DEADLINE
 
 
+@pytest.mark.parametrize(
+    "flags, has_pull, has_weights",
+    [
+        (["--objective=maxent"], True, True),
+        (["--objective=maxent", "--maxent_loss=floored"], True, True),
+        (["--objective=maxent", "--maxent_loss=policy_gradient"], False, True),
+        (["--objective=xdr"], False, True),
+        (["--objective=dr_grpo"], False, False),
+    ],
+)
+def test_only_a_loss_over_the_shares_of_a_group_has_a_pull(
+    tiny_model_dir, flags, has_pull, has_weights
+):
+    """As it is computed here, of mean log-probs."""
+    meet()
+    c = config(tiny_model_dir, *flags)
+    batch = batch_of()
+    batch["old_logps"] = batch["sampler_logps"] * torch.rand(P * G, 1)
+    lengths = batch["lengths"].view(P, G)
+    targets = group_targets(GroupMeasures(REWARDS, REWARDS, lengths), 0.2, 0.0, c)
+    metrics = learner.weight_metrics(targets, batch, c)
+    assert ("weights/pull" in metrics, "weights/entropy" in metrics) == (has_pull, has_weights)
+    if has_pull:
+        means = (batch["old_logps"].sum(1) / batch["lengths"]).view(P, G)
+        p, w = means.softmax(1), targets.weights
+        shares = (p - 1 / G).norm(dim=1) / (w - 1 / G).norm(dim=1)
+        assert metrics["weights/pull"] == pytest.approx(shares[:2].mean().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("objective", ["maxent", "dr_grpo"])
 def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct(
     tiny_model_dir, objective

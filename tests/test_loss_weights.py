@@ -200,6 +200,18 @@ def test_weight_metrics_are_means_over_active_groups():
     assert loss.weight_metrics(w, r, torch.zeros(3, dtype=torch.bool)) == {}
 
 
+def test_the_pull_is_the_share_of_p_beside_w_by_hand():
+    w = torch.tensor([[1.0, 0.0], [0.75, 0.25], [0.5, 0.5]])
+    flat = torch.zeros(3, 2)
+    assert loss.pull(flat, w, torch.tensor([True, True, False])) == {"weights/pull": 0.0}
+    # p = (0.75, 0.25): half of what the first group's w asks for, all of what the second's does
+    scores = torch.tensor([[math.log(3.0), 0.0]] * 3)
+    metrics = loss.pull(scores, w, torch.tensor([True, True, False]))
+    assert metrics == {"weights/pull": pytest.approx(0.75)}
+    assert math.isfinite(loss.pull(scores, w, torch.ones(3, dtype=torch.bool))["weights/pull"])
+    assert loss.pull(scores, w, torch.zeros(3, dtype=torch.bool)) == {}
+
+
 def excess_entropy(w, r):
     metrics = loss.weight_metrics(w, r, torch.ones(len(r), dtype=torch.bool))
     return metrics.get("weights/excess_entropy")
