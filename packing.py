@@ -46,13 +46,14 @@ HARMLESS = {
 
 
 class Block(NamedTuple):
-    """b segments with at most Q tokens each, which see at most K tokens. They have m tokens."""
+    """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. A field
+    that is None has nothing to do: no padding, or no prompt before the segments, which then are in
+    plain causal order."""
 
     tokens: slice  # the places of these m tokens
     count: int  # b
-    queries: Tensor | None  # (b, Q) indices into the slice, padded; None if all have one length
-    real: Tensor | None  # (m,) which of the b * Q are not padding; None if all are
-    # the next three are None if no prompt stands before the segments: plain causal order
+    queries: Tensor | None  # (b, Q) indices into the slice, padded
+    real: Tensor | None  # (m,) which of the b * Q are not padding
     keys: Tensor | None  # (b, K) places of the prompt's tokens, then of the segment's own, padded
     before: Tensor | None  # (b or 1,) tokens of the prompt
     seen: Tensor | None = None  # (b or 1, 1, Q, K) bool: seen_keys(), set on the device
@@ -72,8 +73,8 @@ class Varlen(NamedTuple):
 class Packed(NamedTuple):
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M)
-    last: Tensor  # (n,) place of each row's last prompt token
-    first: Tensor  # (n,) place of each row's first completion token
+    prompt_end: Tensor  # (n,) place of each row's last prompt token
+    completion_start: Tensor  # (n,) place of each row's first completion token
     longest: int  # tokens of the longest row
     blocks: list[Block]
     varlen: Varlen | None  # used instead of blocks
@@ -179,36 +180,36 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks.
 
     The example of segments() becomes the M = 7 tokens "p p q c a b b" at the positions
-    0 1 0 1 2 2 3; the prompts of its rows end at the places last = 1 1 2, and their completions
-    begin at first = 4 5 3."""
+    0 1 0 1 2 2 3; prompt_end = 1 1 2 and completion_start = 4 5 3."""
     lead, row, before, size = segments(ids, prompt_lengths, lengths)
     place = size.cumsum(0) - size  # (s,) place of each segment's first token
     segment, t = each(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
-    begins = before == 0  # (s,) segments with a prompt in them: a shared one's, or a whole row
-    end_of_prompt = torch.zeros_like(lengths)  # (n,) filled for the rows that bring a prompt
-    end_of_prompt[row[begins]] = (place + prompt_lengths[row] - 1)[begins]
-    last = end_of_prompt[lead]  # (n,) now also for rows whose prompt another row brings
-    first = last + 1  # in a whole row the completion follows its prompt;
-    first[row[~begins]] = place[~begins]  # otherwise it is a segment of its own
-    prompt_ends = last[row]  # (s,)
+    # a segment without a shared prompt before it begins with a prompt, which ends in it
+    brings = before == 0  # (s,)
+    prompt_end = torch.zeros_like(lengths)  # (n,) filled for the rows that bring a prompt
+    prompt_end[row[brings]] = (place + prompt_lengths[row] - 1)[brings]
+    prompt_end = prompt_end[lead]  # (n,) the others have that of their lead
+    completion_start = prompt_end + 1  # in a whole row the completion follows its prompt;
+    completion_start[row[~brings]] = place[~brings]  # otherwise it is a segment of its own
+    prompt_ends = prompt_end[row]  # (s,)
     return Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
-        last=last,
-        first=first,
+        prompt_end=prompt_end,
+        completion_start=completion_start,
         longest=int((prompt_lengths + lengths).max()),
         blocks=[] if varlen else blocks_of(place, size, before, prompt_ends),
         varlen=varlen_of(place, size, before, prompt_ends) if varlen else None,
     )
 
 
-def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varlen:
+def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> Varlen:
     """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
-    shared prompt before it, 0 for none; last (s,): the place of that prompt's last token."""
+    shared prompt before it, 0 for none; prompt_end (s,): the place of its last token."""
     width = before + size  # (s,) number of keys
     i, j = each(width)  # each key's segment, and its index in it
-    of_prompt = (last - before + 1)[i] + j  # its place, if it is one of the prompt's
+    of_prompt = (prompt_end - before + 1)[i] + j  # its place, if it is one of the prompt's
     own = place[i] + j - before[i]  # its place, if it is one of the segment's own
     keys = torch.where(j < before[i], of_prompt, own)
 
@@ -225,19 +226,19 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Varl
     )
 
 
-def blocks_of(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> list[Block]:
+def blocks_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> list[Block]:
     """A block for each kind of segment. Arguments: see varlen_of."""
     blocks = []
     i = 0
     counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
     for count in counts.tolist():
         part = slice(i, i + count)
-        blocks.append(block(place[part], size[part], before[part], last[part]))
+        blocks.append(block(place[part], size[part], before[part], prompt_end[part]))
         i += count
     return blocks
 
 
-def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
+def block(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> Block:
     """The block of these segments, neighbours of one kind. Arguments: see varlen_of."""
     longest = int(size.max())  # Q
     start = int(place[0])
@@ -252,7 +253,7 @@ def block(place: Tensor, size: Tensor, before: Tensor, last: Tensor) -> Block:
         j = torch.arange(int(before.max()) + longest)  # (K,) index among a segment's keys
         own = (j - before[:, None]).clamp(min=0)  # (b, K)
         own = place[:, None] + own * (own < size[:, None])  # pads with the first token, as above
-        of_prompt = (last - before + 1)[:, None] + j  # (b, K)
+        of_prompt = (prompt_end - before + 1)[:, None] + j  # (b, K)
         keys = torch.where(j < before[:, None], of_prompt, own)
         if (before == before[0]).all():  # then one mask serves all segments
             before = before[:1]
@@ -413,8 +414,8 @@ def states(lm, packed: Packed) -> Tensor:
 def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """(k,) each: the place of the token that predicts completion token t of row `row`, and the
     place of that completion token itself. row, t (k,)."""
-    own = packed.first[row] + t
-    return torch.where(t == 0, packed.last[row], own - 1), own
+    own = packed.completion_start[row] + t
+    return torch.where(t == 0, packed.prompt_end[row], own - 1), own
 
 
 # --- which models can do it

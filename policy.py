@@ -35,8 +35,8 @@ class TokenPlaces(NamedTuple):
     row: torch.Tensor  # (k,) each token's row
     t: torch.Tensor  # (k,) its index in its completion
     targets: torch.Tensor  # (k,) its id
-    before: torch.Tensor  # (k,) the place of the token that predicts it
-    own: torch.Tensor  # (k,) its own place
+    predictor: torch.Tensor  # (k,) the place of the token that predicts it
+    place: torch.Tensor  # (k,) its own
     ends: torch.Tensor  # (n,) places of the completions' last tokens
     packed: packing.Packed | None  # None without packing
 
@@ -51,7 +51,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         self.chunk = chunk
         self.pack = pack
-        # packed attention means that the model is in a Policy already, which has checked its head
+        # a model whose attention is packed has been in a Policy already, which checked its head
         if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
         self.seed_head = None
@@ -67,14 +67,14 @@ class Policy(torch.nn.Module):
         packed = None
         if self.pack:
             packed = packing.pack(ids, prompt_lengths, lengths, packing.uses_varlen(self.lm))
-            before, own = packing.completion_places(packed, row, t)
+            predictor, place = packing.completion_places(packed, row, t)
         else:
             # rows of S tokens one after the other, padding included
-            own = row * ids.shape[1] + prompt_lengths[row] + t
-            before = own - 1
+            place = row * ids.shape[1] + prompt_lengths[row] + t
+            predictor = place - 1
         targets = ids[row, prompt_lengths[row] + t]
-        ends = own[t == lengths[row] - 1]  # (n,)
-        return TokenPlaces(row, t, targets, before, own, ends, packed)
+        ends = place[t == lengths[row] - 1]  # (n,)
+        return TokenPlaces(row, t, targets, predictor, place, ends, packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
@@ -93,7 +93,7 @@ class Policy(torch.nn.Module):
         if pool:
             return self.pooled(hidden, plan, lengths, pool)
         logps, entropy = L.token_logps(
-            hidden.index_select(0, plan.before),  # (k, H): prompts need no logits
+            hidden.index_select(0, plan.predictor),  # (k, H): prompts need no logits
             self.lm.get_output_embeddings().weight,
             plan.targets,
             self.temperature,
@@ -117,7 +117,7 @@ class Policy(torch.nn.Module):
         pooled = hidden[plan.ends].float()  # (n, H); float32, as it will be summed and compared
         if pool == "mean":
             # (k, H) to (n, H)
-            sums = torch.zeros_like(pooled).index_add(0, plan.row, hidden[plan.own].float())
+            sums = torch.zeros_like(pooled).index_add(0, plan.row, hidden[plan.place].float())
             pooled = sums / lengths[:, None]
         if self.seed_head is None:
             return pooled, None

@@ -39,8 +39,8 @@ def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completio
     assert packing.continues(*arguments[:2]).tolist() == [i not in begins for i in range(len(rows))]
     ids = packed.ids[0].tolist()
     positions = packed.positions[0].tolist()
-    last = packed.last.tolist()
-    first = packed.first.tolist()
+    last = packed.prompt_end.tolist()
+    first = packed.completion_start.tolist()
     seen = set()
     for i, (prompt, completion) in enumerate(rows):
         places = [
@@ -93,7 +93,7 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
     packed = packing.pack(*arguments)
     wanted = {}
     for i, (prompt, completion) in enumerate(rows):
-        last, first = int(packed.last[i]), int(packed.first[i])
+        last, first = int(packed.prompt_end[i]), int(packed.completion_start[i])
         places = [*range(last - len(prompt) + 1, last + 1), *range(first, first + len(completion))]
         for n, place in enumerate(places):
             assert wanted.setdefault(place, places[: n + 1]) == places[: n + 1]
@@ -152,5 +152,5 @@ def test_the_example_of_the_docstrings():
     packed = packing.pack(ids, prompt_lengths, lengths)
     assert packed.ids.tolist() == [[5, 5, 6, 3, 1, 2, 2]]
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
-    assert packed.last.tolist() == [1, 1, 2]
-    assert packed.first.tolist() == [4, 5, 3]
+    assert packed.prompt_end.tolist() == [1, 1, 2]
+    assert packed.completion_start.tolist() == [4, 5, 3]
