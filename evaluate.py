@@ -29,8 +29,7 @@ import shlex
 import subprocess
 from itertools import accumulate
 from pathlib import Path
-
-import torch
+from statistics import fmean
 
 import rewards
 import rollout
@@ -39,20 +38,14 @@ from checkpoint import settings_of
 from common import UserError, check_writable, say_on_rank_0
 from journal import read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
-from ranks import (
-    World,
-    across_ranks,
-    gather_objects,
-    leave_together,
-    start_distributed,
-)
+from ranks import World, gather_objects, leave_together, start_distributed
 
 
 def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
-    of this rank's problems; distinct and num_modes are None if the task has no modes. Sampling
-    seeds depend on the problem and `seed` only, so that evaluations of different models are
-    paired."""
+    problem, of which each rank samples a share; distinct and num_modes are None if the task has no
+    modes. Sampling seeds depend on the problem and `seed` only, so that evaluations of different
+    models are paired. All ranks together."""
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
@@ -73,52 +66,36 @@ def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) 
         record["distinct"] = None if modes is None else len(modes)
         record["num_modes"] = None if modes is None else row.get("num_modes")
         records.append(record)
-    return records
+    return [record for share in gather_objects(records) for record in share]
 
 
 def summarize(records: list[dict], k: int) -> dict:
     """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"}: means
-    over the records of all ranks; distinct over the problems whose task tells answers apart,
-    coverage over those whose number of correct answers is known. "eval/reward_failures" is the
-    number of answers on which a reward failed, if there are any; they count as wrong."""
-    names = ("problems", "mean", "pass", "failures")
-    names += ("with_modes", "distinct", "countable", "coverage")
-    # sums, not means: ranks have different numbers of problems
-    sums = dict.fromkeys(names, 0.0)
-    for record in records:
-        sums["problems"] += 1
-        sums["mean"] += record["correct"] / k
-        sums["pass"] += record["correct"] > 0
-        sums["failures"] += record["failures"]
-        if record["distinct"] is not None:
-            sums["with_modes"] += 1
-            sums["distinct"] += record["distinct"]
-        # None or 0: the number of correct answers is unknown
-        if record["num_modes"]:
-            sums["countable"] += 1
-            sums["coverage"] += record["distinct"] / record["num_modes"]
-    # float64: sums over thousands of problems
-    totals = across_ranks(torch.tensor(list(sums.values()), dtype=torch.float64))
-    total = dict(zip(names, totals.tolist()))
+    over the records; distinct over the problems whose task tells answers apart, coverage over those
+    whose number of correct answers is known. "eval/reward_failures" is the number of answers on
+    which a reward failed, if there are any; they count as wrong."""
+    mean = fmean(record["correct"] / k for record in records)
     metrics = {
-        # the share of right samples is the unbiased estimate of pass@1 too
-        f"eval/mean@{k}": total["mean"] / total["problems"],
-        f"eval/pass@{k}": total["pass"] / total["problems"],
-        "eval/pass@1": total["mean"] / total["problems"],
+        f"eval/mean@{k}": mean,
+        f"eval/pass@{k}": fmean(record["correct"] > 0 for record in records),
+        "eval/pass@1": mean,  # the share of right samples is the unbiased estimate of it too
     }
-    if total["with_modes"]:
-        metrics[f"eval/distinct@{k}"] = total["distinct"] / total["with_modes"]
-    if total["countable"]:
-        metrics[f"eval/coverage@{k}"] = total["coverage"] / total["countable"]
-    # only if there are any, so that the key draws attention
-    if total["failures"]:
-        metrics["eval/reward_failures"] = total["failures"]
+    distinct = [record["distinct"] for record in records if record["distinct"] is not None]
+    if distinct:
+        metrics[f"eval/distinct@{k}"] = fmean(distinct)
+    # None or 0: the number of correct answers is unknown
+    countable = [record for record in records if record["num_modes"]]
+    if countable:
+        shares = [record["distinct"] / record["num_modes"] for record in countable]
+        metrics[f"eval/coverage@{k}"] = fmean(shares)
+    failures = sum(record["failures"] for record in records)
+    if failures:  # only then, so that the key draws attention
+        metrics["eval/reward_failures"] = failures
     return metrics
 
 
 def evaluate(sampler, inputs, c: dict, world: World) -> dict:
-    """The metrics of summarize() over all held-out rows; each rank samples its share. inputs:
-    preflight.Inputs."""
+    """The metrics of summarize() over all held-out rows. inputs: preflight.Inputs."""
     rows = inputs.eval_rows
     exam = scoring.Exam(sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding(rows, c))
     return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
@@ -277,18 +254,16 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding(rows, c))
-    records = []  # of this rank
+    records = []
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)
     metrics = summarize(records, c["eval_num_generations"])
-    shares = gather_objects(records)
     if world.rank == 0:
         print(json.dumps({"model": c["model"], "problems": len(rows), **metrics}), flush=True)
     if world.rank == 0 and own["output"]:
         output.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "w", encoding="utf-8") as file:
-            for share in shares:
-                file.writelines(json.dumps(record) + "\n" for record in share)
+            file.writelines(json.dumps(record) + "\n" for record in records)
         # `python -m compare` takes a run with this file for done
         unfinished.rename(output)
     leave_together(exam.sampler)

@@ -512,8 +512,9 @@ def evaluation_due(step: int, c: dict) -> bool:
 def owes_evaluation(run: Run) -> bool:
     """Whether this run goes on from a step that was to be evaluated and was not, because the run
     was asked to stop there. The same on all ranks."""
-    missing = run.log is not None and not has_evaluation(run.folder, run.step)
-    return any_rank(missing) and evaluation_due(run.step, run.config)
+    if not evaluation_due(run.step, run.config):
+        return False
+    return any_rank(run.log is not None and not has_evaluation(run.folder, run.step))
 
 
 def finish(run: Run) -> None:

@@ -180,11 +180,6 @@ def test_a_column_nested_deeper_than_a_reward_can_be_sent_is_one_sentence(tmp_pa
     assert load(jsonl(tmp_path, {"prompt": "1", "answer": "1", "extra": [[[1]]]}))
 
 
-def test_a_message_of_megabytes_is_refused_without_being_tokenised():
-    row = row_of(SYSTEM, {"role": "user", "content": "What is 1+1? " * 200_000})
-    check_words(refusal(encoded, row), "max_prompt_length=512", "characters", "row '1'")
-
-
 # --- columns within columns
 
 VERL = {

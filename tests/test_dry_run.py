@@ -251,7 +251,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
     argv = [TINY, f"--model={no_weights}", f"--output_dir={path.parent}", "--reward_workers=0"]
     argv += ["--resume_from_checkpoint=latest", "--max_steps=2"]
     saved = load_config(argv)
-    state = {"step": 1, "controllers": controllers.init_state(saved)}
+    state = checkpoint.TrainerState(1, controllers.init_state(saved), {})._asdict()
     model = json.loads((no_weights / "config.json").read_text())
 
     files = {"train_config.json": saved, "controller_state.json": state, "config.json": model}

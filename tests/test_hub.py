@@ -325,6 +325,7 @@ def test_a_finished_run_that_is_started_again_uploads_its_last_checkpoint(tmp_pa
     pushed = []
     hub = SimpleNamespace(push=lambda path, last: pushed.append((path.name, last)))
     config = {"num_generations": 2, "rollout_ahead": 0, "max_logp_difference": -1, "max_steps": 3}
+    config["eval_steps"] = 0
     run = SimpleNamespace(
         config=config,
         step=3,
