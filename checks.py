@@ -628,6 +628,11 @@ def library_claims(c: dict):
             all(math.isfinite(value) for value in numbers_in(c[key])),
             f"{key}={c[key]} must hold finite numbers",
         )
+    overrides = c["vllm_options"].get("hf_overrides", {})
+    yield (
+        isinstance(overrides, dict),
+        f"vllm_options.hf_overrides={overrides!r} must be a dict",
+    )
     for option in c["vllm_options"]:
         yield (
             option not in VLLM_SET_HERE,

@@ -536,7 +536,8 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
-    if OBJECTIVES[c["objective"]].group_loss and not policy_gradient(c):
+    # p is in these two losses only
+    if OBJECTIVES[c["objective"]].group_loss and c["maxent_loss"] in ("listwise", "floored"):
         scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
         scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
         metrics |= L.pull(scores, targets.weights, targets.active)

@@ -277,18 +277,17 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
 
 
 def pull(scores: Tensor, weights: Tensor, active: Tensor) -> dict:
-    """|p - 1/G| / |w - 1/G|, p = softmax(s), averaged over active groups. The gradient of the
-    listwise loss by s is p - w: at 0 p is flat and only w counts, as in a policy gradient; at 1
-    what the policy knows already weighs as much as what the rewards ask for. scores, weights:
-    (P, G). Empty without an active group."""
-    if not active.any():
+    """|p - 1/G| / |w - 1/G|, p = softmax(s), averaged over active groups whose weights are not
+    uniform. The gradient of the listwise loss by s is p - w: at 0 p is flat and only w counts, as
+    in a policy gradient; at 1 what the policy knows already weighs as much as what the rewards ask
+    for. scores, weights: (P, G). Empty without such a group."""
+    G = weights.shape[1]
+    asked = (weights - 1 / G).norm(dim=1)  # (P,)
+    counted = active & (asked > 1e-6)
+    if not counted.any():
         return {}
-    w = weights[active]  # (a, G), a active groups
-    p = scores[active].softmax(1)
-    G = w.shape[1]
-    # 1e-6: uniform weights, from which nothing is learnt but that p become uniform too
-    share = (p - 1 / G).norm(dim=1) / (w - 1 / G).norm(dim=1).clamp(min=1e-6)  # (a,)
-    return {"weights/pull": share.mean().item()}
+    known = (scores.softmax(1) - 1 / G).norm(dim=1)  # (P,)
+    return {"weights/pull": (known[counted] / asked[counted]).mean().item()}
 
 
 # --- losses
@@ -331,9 +330,9 @@ def listwise_loss(
     Gradient per group: sum_i (p_i - w_i) * ds_i, zero exactly when p equals w. With summed
     log-probs S as scores, that makes equally rewarded answers equally likely. With means over
     length (s = S / T_i) they become equally likely *per token*, so a short answer ends up more
-    likely than a long one: pi_long = pi_short^(T_long / T_short). For means,
-    |p - 1/G| / |w - 1/G| falls as 1/sqrt(T). With rewards 0 and 1, tau -> 0, beta = 0 and
-    p = 1/G, the gradient is maxrl's on s (see the top of this file).
+    likely than a long one: pi_long = pi_short^(T_long / T_short). With rewards 0 and 1, tau -> 0,
+    beta = 0 and p = 1/G, the gradient is maxrl's on s (see the top of this file); how far p is from
+    1/G, pull() measures.
 
     below (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the value of the loss
     stays. p is the share in a softmax of mean log-probs and not how often a row is sampled: a long

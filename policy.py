@@ -450,7 +450,9 @@ def rounded(values, dtype):
     )
     # bfloat16 is the upper 16 bits of a float32: noise below them carries over with the right odds
     bits = values.contiguous().view(torch.int32) + noise
-    return (bits & -(2**16)).view(torch.float32).to(dtype)
+    moved = (bits & -(2**16)).view(torch.float32)
+    # the bits of a NaN would overflow to a number
+    return torch.where(values.isfinite(), moved, values).to(dtype)
 
 
 def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:

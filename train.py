@@ -510,8 +510,8 @@ def evaluation_due(step: int, c: dict) -> bool:
 
 
 def owes_evaluation(run: Run) -> bool:
-    """Whether this run goes on from a step that was to be evaluated and was not, because the run
-    was asked to stop there. The same on all ranks."""
+    """Whether this run goes on from a step that is to be evaluated and was not, most likely because
+    the run was asked to stop there. The same on all ranks."""
     if not evaluation_due(run.step, run.config):
         return False
     return any_rank(run.log is not None and not has_evaluation(run.folder, run.step))
@@ -686,8 +686,9 @@ def train(run: Run) -> None:
         last = run.step == c["max_steps"]
         # a stop in the last step changes nothing: the run is finished, and waits for its upload
         run.stopping = any_rank(run.stop.asked()) and not last
-        # who asks a run to stop may kill it soon: it saves first of all
-        if evaluation_due(run.step, c) and not run.stopping:
+        # who asks a run to stop may kill it soon: it saves, and the next start evaluates
+        leaves_it = run.stopping and c["save_steps"] >= 0
+        if evaluation_due(run.step, c) and not leaves_it:
             evaluate_now(run)
         if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):
             save_now(run)

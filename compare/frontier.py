@@ -47,7 +47,12 @@ DEFAULTS = default_config()
 def read_evaluations(source: Path, k: int) -> pd.DataFrame:
     """One line per arm, seed and evaluation: step, seconds, and METRICS, whose names lose their
     @k."""
-    records = read_records(source, k)
+    return table_from(read_records(source, k), source, k)
+
+
+def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
+    """The table of read_evaluations(). UserError, which names `source`, if a record can't be
+    one."""
     lines = []
     for record in records:
         try:
@@ -116,7 +121,8 @@ def averages(steps: list[dict]) -> dict:
     """Means of AVERAGED over training steps; of none, as at the start, nothing."""
     means = {}
     for name, metric in AVERAGED.items():
-        values = [line[metric] for line in steps if metric in line]
+        # null: it was not finite
+        values = [line[metric] for line in steps if line.get(metric) is not None]
         if values:
             means[name] = round(sum(values) / len(values), 5)
     return means
@@ -240,10 +246,12 @@ def main(argv) -> None:
         prepare_picture(own["picture"])
     if own["output"]:
         prepare_file("--output", own["output"])
-    evaluations = of_arms(read_evaluations(source, own["k"]), own["arms"])
+    records = read_records(source, own["k"])
+    evaluations = of_arms(table_from(records, source, own["k"]), own["arms"])
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["output"]:
-        write_lines(own["output"], read_records(source, own["k"]))
+        shown = set(evaluations["arm"])
+        write_lines(own["output"], [record for record in records if record["arm"] in shown])
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])
         print(f"picture: {own['picture']}")

@@ -102,7 +102,13 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
     check_same_problems(records)
     lines = []
     for run in runs:
-        for r in records[run["folder"] / "eval.jsonl"]:
+        file = run["folder"] / "eval.jsonl"
+        for r in records[file]:
+            if not 0 <= r["correct"] <= k:
+                raise UserError(
+                    f"{file} is damaged ({r['correct']} of {k} answers are right): delete it, and "
+                    f"the same command makes it again"
+                )
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
     by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False)
     outcomes = by_problem.mean()  # more evaluation seeds of a problem are no independent evidence
@@ -169,8 +175,9 @@ def load_rewards(runs: list[dict]) -> pd.DataFrame:
     for run in runs:
         # if a step was repeated, the later line counts; an evaluation's own line has no reward
         steps = {m["step"]: m["reward"] for m in metrics_of(run["folder"]) if "reward" in m}
-        rewards[run["arm"], run["seed"]] = pd.Series(steps, dtype=float).sort_index()
-    return pd.DataFrame(rewards).rolling(REWARDS, min_periods=1).mean()
+        series = pd.Series(steps, dtype=float).sort_index()
+        rewards[run["arm"], run["seed"]] = series.rolling(REWARDS, min_periods=1).mean()
+    return pd.DataFrame(rewards)
 
 
 def settled_at(run: dict) -> int | None:
@@ -336,8 +343,8 @@ def table_of_effects(outcomes, baseline: str, k: int) -> str:
     return markdown(["arm", "metric", effect, "95% interval", "p (Holm)", "range over runs"], *rows)
 
 
-TEXT = """{problems} held-out problems, k = {k}, {seeds} evaluation seeds, whose samples count
-together; mean over training runs ± their standard deviation.
+TEXT = """{problems} held-out problems, k = {k}, {seeds} evaluation seeds (pass@{k} from all
+their samples together); mean over training runs ± their standard deviation.
 Not finished, so not in here: {missing}.
 
 {arms}

@@ -136,6 +136,7 @@ def test_a_number_may_be_a_line_through_points():
 
 def test_an_option_of_vllm_that_the_trainer_sets_is_refused():
     assert "seed is set by the trainer itself" in refusal("--vllm_options.seed=1")
+    assert "hf_overrides='x' must be a dict" in refusal("--vllm_options.hf_overrides=x")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def test_ranks_wait_for_each_other_longer_than_one_of_them_may_be_busy(tiny_mode
         (["--objective=maxent"], True, True),
         (["--objective=maxent", "--maxent_loss=floored"], True, True),
         (["--objective=maxent", "--maxent_loss=policy_gradient"], False, True),
+        (["--objective=maxent", "--maxent_loss=mle"], False, True),
         (["--objective=xdr"], False, True),
         (["--objective=dr_grpo"], False, False),
     ],

@@ -212,8 +212,10 @@ def test_what_is_less_than_half_a_step_of_bfloat16_reaches_the_sampler_in_the_me
         assert (moved / step).mean() == pytest.approx(sign * 0.1, abs=0.005)
         # the same again
         assert torch.equal(rounded(weight + change, torch.bfloat16).float(), weight + moved)
-    # numbers that bfloat16 has stay as they are
+    # numbers that bfloat16 has stay as they are, and so does what is no number
     assert torch.equal(rounded(weight, torch.bfloat16).float(), weight)
+    broken = torch.tensor([0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    assert not rounded(broken.expand(50, 3), torch.bfloat16).isfinite().any()
 
 
 # --- files
