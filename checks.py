@@ -87,9 +87,7 @@ SWITCHES = (
     (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
     (
         ("maxent_tau_",),
-        lambda c: (
-            is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
-        ),
+        lambda c: has_entropy_target(c),  # defined below
         "maxent_target_excess_entropy",
     ),
     (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
@@ -323,11 +321,13 @@ def is_on(value) -> bool:
     return isinstance(value, dict) or value >= 0
 
 
+def has_entropy_target(c: dict) -> bool:
+    return is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
+
+
 def steers_tau(c: dict) -> bool:
     """Whether the entropy controller moves tau. A meta-controller takes its place."""
-    return c["controller_meta_method"] == "" and (
-        is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
-    )
+    return c["controller_meta_method"] == "" and has_entropy_target(c)
 
 
 def steers_beta(c: dict) -> bool:

@@ -36,7 +36,7 @@ import rollout
 import scoring
 from checkpoint import settings_of
 from common import UserError, check_writable, say_on_rank_0
-from journal import read_metrics
+from journal import is_evaluation, read_metrics
 from preflight import check_context, deciding, load_eval_rows, load_model_files
 from ranks import World, gather_objects, leave_together, start_distributed
 
@@ -123,7 +123,7 @@ def start_command(command: str, checkpoint: Path) -> None:
 def report(folder: Path) -> None:
     """Prints the first and the last evaluation of a run side by side, and draws curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
-    evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    evals = [line for line in lines if is_evaluation(line)]
     if evals:
         first, last = evals[0], evals[-1]
         print(

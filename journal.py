@@ -271,11 +271,15 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     return rows, ", ".join(broken)
 
 
+def is_evaluation(row: dict) -> bool:
+    """Whether a row of metrics.jsonl is an evaluation's, not a training step's."""
+    return any(name.startswith("eval/") for name in row)
+
+
 def has_evaluation(folder: Path, step: int) -> bool:
     """Whether a run's metrics.jsonl holds an evaluation of this step."""
     rows, _ = read_metrics(folder / "metrics.jsonl")
-    of_step = [row for row in rows if row["step"] == step]
-    return any(name.startswith("eval/") for row in of_step for name in row)
+    return any(row["step"] == step and is_evaluation(row) for row in rows)
 
 
 def rewind_lines(path: Path, step: int) -> None:

@@ -23,7 +23,7 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, policy_gradient
+from checks import OBJECTIVES, adds_kl, policy_gradient, scores_count
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_rows
@@ -536,8 +536,7 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
-    # p is in these two losses only
-    if OBJECTIVES[c["objective"]].group_loss and c["maxent_loss"] in ("listwise", "floored"):
+    if scores_count(OBJECTIVES[c["objective"]], c):  # only then is p in the loss
         scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
         scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
         metrics |= L.pull(scores, targets.weights, targets.active)
@@ -625,9 +624,11 @@ def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=No
     neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
     a unit a list of rows. rests (N,) bool: rows without a gradient, which go to `resting`."""
     units = units_of(batch, size, pack)
-    if any(unit.cost > budget for unit in units):
-        alone = units_of(batch, 1, pack)
-        units = [part for unit in units for part in fitting(unit, alone, budget)]
+    if size > 1 and any(unit.cost > budget for unit in units):
+        alone = units_of(batch, 1, pack)  # every row as a unit
+        groups, units = units, []
+        for group in groups:
+            units += [group] if group.cost <= budget else [alone[i] for i in group.rows]
     resting, learning = [], units
     if rests is not None:
         rests = rests.tolist()  # all rows of a group, or none
@@ -635,11 +636,6 @@ def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=No
         learning = [unit for unit in units if not rests[unit.rows[0]]]
     fill = fill_packed if pack else fill_padded
     return fill(resting, budget), fill(learning, budget)
-
-
-def fitting(unit: Unit, alone: list[Unit], budget: int) -> list[Unit]:
-    """The unit, or if that is too large its rows one by one. alone: every row as a unit."""
-    return [unit] if unit.cost <= budget else [alone[i] for i in unit.rows]
 
 
 def units_of(batch: dict, size: int, pack: bool) -> list[Unit]:

@@ -44,15 +44,9 @@ NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
 DEFAULTS = default_config()
 
 
-def read_evaluations(source: Path, k: int) -> pd.DataFrame:
-    """One line per arm, seed and evaluation: step, seconds, and METRICS, whose names lose their
-    @k."""
-    return table_from(read_records(source, k), source, k)
-
-
 def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
-    """The table of read_evaluations(). UserError, which names `source`, if a record can't be
-    one."""
+    """One line per arm, seed and evaluation: step, seconds, and METRICS, whose names lose their
+    @k. UserError, which names `source`, if a record can't be one."""
     lines = []
     for record in records:
         try:

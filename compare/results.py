@@ -50,14 +50,16 @@ def write_lines(path: str, records: list[dict]) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
+def damaged(path: Path, why) -> UserError:
+    return UserError(f"{path} is damaged ({why}): delete it, and the same command makes it again")
+
+
 def read_lines(path: Path) -> list[dict]:
     """parse_lines() of a file that a run wrote; UserError if it is damaged."""
     try:
         return parse_lines(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}): delete it, and the same command makes it again"
-        ) from None
+        raise damaged(path, error) from None
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -105,10 +107,7 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
         file = run["folder"] / "eval.jsonl"
         for r in records[file]:
             if not 0 <= r["correct"] <= k:
-                raise UserError(
-                    f"{file} is damaged ({r['correct']} of {k} answers are right): delete it, and "
-                    f"the same command makes it again"
-                )
+                raise damaged(file, f"{r['correct']} of {k} answers are right")
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
     by_problem = pd.DataFrame(lines).groupby(["arm", "seed", "problem"], sort=False)
     outcomes = by_problem.mean()  # more evaluation seeds of a problem are no independent evidence

@@ -69,9 +69,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     for name, value in c["vllm_options"].items():
         if name not in SET_HERE:  # the user's options override those above
             options[name] = value
-    dtype, given = dtype_of(c), options.get("hf_overrides", {})
-    if overrides := rollout.head_override(dtype, on_gpu, given):
-        options["hf_overrides"] = overrides
+    rollout.keep_logits_whole(options, dtype_of(c), on_gpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
     return argv, environment_additions(on_gpu, eager, own["tp"])
 

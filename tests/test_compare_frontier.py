@@ -20,9 +20,13 @@ def line(step, mean, passed, arm="a", seed=1, **more):
     return record | {"coverage@8": passed / 2, "distinct@8": 1.0, "seconds": 60 * step} | more
 
 
+def read_evaluations(source: Path, k: int):
+    return frontier.table_from(frontier.read_records(source, k), source, k)
+
+
 def evaluations_of(tmp_path, *lines):
     write_lines(tmp_path / "rows.jsonl", lines)
-    return frontier.read_evaluations(tmp_path / "rows.jsonl", k=8)
+    return read_evaluations(tmp_path / "rows.jsonl", k=8)
 
 
 def test_the_best_point_is_the_highest_mean_where_pass_has_not_fallen(tmp_path):
@@ -68,7 +72,7 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     (tmp_path / "out" / "c" / "seed_1" / "metrics.jsonl").touch()
     # a copy that somebody has kept is no run
     shutil.copytree(runs[0]["folder"], runs[0]["folder"].with_name("seed_1_old"))
-    evaluations = frontier.read_evaluations(tmp_path / "out", k=8)
+    evaluations = read_evaluations(tmp_path / "out", k=8)
     assert len(evaluations) == 2 * 2 * 3
     assert set(evaluations[evaluations["arm"] == "b"]["mean"]) == {5 / 8}
     assert frontier.table_of(evaluations, 256, 8).count("\n") == 4
@@ -98,7 +102,7 @@ def test_what_training_took_and_was_is_written_with_the_evaluations(tmp_path):
     assert (start["seconds"], second["seconds"], third["seconds"]) == (0, 6, 10)
     assert (second["reward"], second["entropy"], third["reward"]) == (0.2, 0.7, 0.4)
     assert "reward" not in start and "entropy" not in third
-    assert len(frontier.read_evaluations(output, k=8)) == 3
+    assert len(read_evaluations(output, k=8)) == 3
 
 
 def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
@@ -125,7 +129,7 @@ def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
 def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(UserError, match=words):
-        frontier.read_evaluations(tmp_path / "rows.jsonl", k=8)
+        read_evaluations(tmp_path / "rows.jsonl", k=8)
 
 
 def test_some_of_the_arms_can_be_shown(tmp_path, capsys):
@@ -163,5 +167,5 @@ def test_a_flag_that_can_not_work_is_refused_before_the_table(tmp_path, flag, ca
     ids=lambda file: file.stem,
 )
 def test_the_evaluations_in_the_repository_are_read(file):
-    table = frontier.read_evaluations(file, k=8)
+    table = read_evaluations(file, k=8)
     assert len(table) == len(file.read_text().splitlines())
