@@ -5,10 +5,11 @@
     python -m compare.frontier runs/compare_countdown_tiny --output=runs/evidence.jsonl
 
 A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "seconds"}
-for each evaluation. seconds: what training had taken until then, without evaluations and
-checkpoints. The command's own flags: --picture (a file to draw), --output (such a file to write),
---arms (their names with commas between them; otherwise all), --problems (of an evaluation), --k
-(samples of each). A folder knows these two; of a file they are 256 and 8 unless given.
+for each evaluation; where right answers can't be told apart or counted, without distinct or
+coverage. seconds: what training had taken until then, without evaluations and checkpoints. The
+command's own flags: --picture (a file to draw), --output (such a file to write), --arms (their
+names with commas between them; otherwise all), --problems (of an evaluation), --k (samples of
+each). A folder knows these two; of a file they are 256 and 8 unless given.
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
@@ -25,6 +26,7 @@ from common import UserError, default_config, only_source, own_flags, read_setti
 from compare.results import (
     LAST,
     colors_of,
+    known,
     markdown,
     metrics_of,
     parse_lines,
@@ -38,6 +40,7 @@ from compare.results import (
 
 OWN = {"picture": "", "output": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
 METRICS = ("mean", "pass", "coverage", "distinct")
+NEEDED = METRICS[:2]  # the others are shown where all evaluations have them
 # of training, averaged over the steps since the evaluation before, if a file is written
 AVERAGED = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
 NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
@@ -54,13 +57,15 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
             seconds = record.get("seconds")
             line["step"] = int(record["step"])
             line["seconds"] = nan if seconds is None else float(seconds)
-            line |= {metric: float(record[f"{metric}@{k}"]) for metric in METRICS}
-            if not all(0 <= line[metric] <= 1 for metric in ("mean", "pass")):
+            line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
+            if not all(0 <= line[metric] <= 1 for metric in NEEDED):
                 raise ValueError
+            for metric in METRICS[2:]:
+                line[metric] = float(record.get(f"{metric}@{k}", nan))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
                 f"{source}: {json.dumps(record)[:200]} lacks arm, seed, step or one of "
-                f"{', '.join(f'{metric}@{k}' for metric in METRICS)}, or has no shares from 0 to 1 "
+                f"{', '.join(f'{metric}@{k}' for metric in NEEDED)}, or has no shares from 0 to 1 "
                 f"there: another --k?"
             ) from None
         lines.append(line)
@@ -99,8 +104,8 @@ def read_folder(source: Path, k: int) -> list[dict]:
                 continue
             seconds += sum(map(training_seconds, steps))
             record = {"arm": arm, "seed": seed, "step": line["step"], "seconds": round(seconds, 1)}
-            for metric in METRICS:
-                record[f"{metric}@{k}"] = line.get(f"eval/{metric}@{k}", nan)
+            names = [f"{metric}@{k}" for metric in METRICS]
+            record |= {name: line[f"eval/{name}"] for name in names if f"eval/{name}" in line}
             records.append(record | averages(steps))
             steps = []
     return records
@@ -161,16 +166,16 @@ def spread(values: pd.Series) -> str:
     return text
 
 
-def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
+def row_of_arm(arm: str, evaluations: pd.DataFrame, shown: list[str], problems: int) -> list[str]:
     lasts, bests = [], []
     for _, run in evaluations.groupby("seed"):
         trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
-        lasts.append(trained[list(METRICS)].tail(LAST).mean())
+        lasts.append(trained[shown].tail(LAST).mean())
         bests.append(best_point(run, problems))
     lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
     steps = evaluations.groupby("seed")["step"].max()
     row = [arm, str(len(bests)), f"{steps.mean():.0f}"]
-    row += [spread(lasts[metric]) for metric in METRICS]
+    row += [spread(lasts[metric]) for metric in shown]
     if (bests["step"] == 0).all():
         return [*row, "the start", "", "", ""]
     row += [f"{bests['step'].mean():.0f}", spread(bests["mean"]), spread(bests["pass"])]
@@ -181,32 +186,35 @@ def row_of_arm(arm: str, evaluations: pd.DataFrame, problems: int) -> list[str]:
 def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     """A Markdown table: a line for the start and one for each arm, ordered by mean@k at the best
     point, highest first."""
-    head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in METRICS)]
+    shown = known(evaluations, METRICS)
+    head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in shown)]
     head += ["best point: step", f"mean@{k}", f"pass@{k}", "minutes to it"]
     start = evaluations[evaluations["step"] == 0]
-    rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in METRICS), "", "", "", ""]]
+    rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in shown), "", "", "", ""]]
     reached = {}
     for arm, of_arm in evaluations.groupby("arm"):
         points = [best_point(run, problems)["mean"] for _, run in of_arm.groupby("seed")]
         reached[arm] = sum(points) / len(points)
     for arm in sorted(reached, key=lambda name: -reached[name]):
         of_arm = evaluations[evaluations["arm"] == arm]
-        rows.append(row_of_arm(arm, of_arm, problems))
+        rows.append(row_of_arm(arm, of_arm, shown, problems))
     return markdown(head, *rows)
 
 
 def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
-    """Draws two panels, pass@k and coverage@k against mean@k. Each run is a path in the colour of
-    its arm, averaged over LAST neighbouring evaluations, from a cross at the start to a dot with
-    the number of its last step."""
+    """Draws pass@k, and coverage@k or else distinct@k where they are known, against mean@k. Each
+    run is a path in the colour of its arm, averaged over LAST neighbouring evaluations, from a
+    cross at the start to a dot with the number of its last step."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws to a file, needs no window
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    shown = known(evaluations, METRICS)[1:3]
+    size = (6.5 * len(shown), 5)
+    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, layout="constrained")
     colors = colors_of(evaluations["arm"])
-    for axis, metric in zip(axes, ("pass", "coverage"), strict=True):
+    for axis, metric in zip(axes[0], shown, strict=True):
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
             path = smoothed(run.set_index("step")[["mean", metric]])
             axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)

@@ -1,6 +1,7 @@
 # The arms for a pretrained model; the first one is the baseline. Run, in one line:
 #   OMP_NUM_THREADS=1 python -m compare config/smollm2_between.py --arms=compare/real_arms.py
 #   --seeds=3 --eval_seeds=3 --ranks=1 --jobs=2 --max_steps=48
+# or with config/smollm2_sentence.py, --eval_seeds=1 and --eval_steps=16
 dr_grpo = {"objective": "dr_grpo"}
 dr_grpo_slow = {"objective": "dr_grpo", "learning_rate": 2.5e-6}
 maxent = {"objective": "maxent"}
@@ -10,3 +11,8 @@ maxrl_slow = {"objective": "maxrl", "learning_rate": 2.5e-6}
 maxent_pg = {"objective": "maxent", "maxent_loss": "policy_gradient"}
 # groups whose answers are all right go on being evened out
 maxent_right_too = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
+# rows below their group's mean are pushed down at least as hard as by a policy gradient
+maxent_floored = {"objective": "maxent", "maxent_loss": "floored"}
+# what else might hold an entropy that stays high
+maxent_beta = {"objective": "maxent", "beta": 0.1}
+maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine"}

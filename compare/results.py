@@ -198,10 +198,10 @@ def settled_at(run: dict) -> int | None:
     return None
 
 
-def known(table: pd.DataFrame) -> list[str]:
-    """The metrics that a table has for all of its lines. With gaps, a mean would be over other
-    problems than the means of the other metrics."""
-    return [m for m in METRICS if table[m].notna().all()]
+def known(table: pd.DataFrame, metrics=METRICS) -> list[str]:
+    """Those of `metrics` that a table has for all of its lines. With gaps, a mean would be over
+    other problems than the means of the other metrics."""
+    return [m for m in metrics if table[m].notna().all()]
 
 
 # --- effects

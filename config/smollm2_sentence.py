@@ -4,6 +4,7 @@
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
 #     --seeds=3 --eval_seeds=1 --ranks=1
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_sentence.py
+# --max_steps=48 --maxent_loss=floored: more right sentences, and more different ones
 model = "runs/smollm2"
 output_dir = "runs/smollm2_sentence"
 dataset = {"name": "sentence"}
