@@ -684,14 +684,15 @@ def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
 
 
 def head_bytes(model_config, tokens: int, trains: bool) -> int:
-    """Bytes that loss.token_logps takes: four float32 tensors (chunk, vocabulary), the gradient of
-    the head if that trains, and on a CPU the softmaxes that it keeps for the backward. On a GPU it
+    """Bytes that loss.token_logps takes: float32 tensors (chunk, vocabulary), the gradient of the
+    head if that trains, and on a CPU the softmaxes that it keeps for the backward. On a GPU it
     keeps as many as there is room for, so they are not counted."""
-    on_gpu = torch.cuda.is_available()
-    chunk = CHUNK if on_gpu else CPU_CHUNK
-    kept = 0 if on_gpu else min(KEPT_BYTES, 4 * tokens * model_config.vocab_size)
-    gradient = 4 * model_config.vocab_size * model_config.hidden_size if trains else 0
-    return 4 * 4 * chunk * model_config.vocab_size + gradient + kept
+    V = model_config.vocab_size
+    gradient = 4 * V * model_config.hidden_size if trains else 0
+    if torch.cuda.is_available():
+        # compiled: fewer tensors; what a chunk adds to the gradient is one of its size
+        return 2 * 4 * CHUNK * V + 2 * gradient
+    return 4 * 4 * CPU_CHUNK * V + gradient + min(KEPT_BYTES, 4 * tokens * V)
 
 
 def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -150,6 +151,8 @@ def start_distributed(silence: int = SILENCE) -> World:
         backend = "nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # else all ranks would use GPU 0
+        # barriers use this device too, as torch would say at every start
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     else:
         backend = "gloo"
         device = torch.device("cpu")

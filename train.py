@@ -90,6 +90,7 @@ from policy import (
     place_frozen,
     seed_classes,
     set_temperature,
+    skip_by_norm,
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
@@ -192,6 +193,7 @@ def load_policy(c: dict, device):
     trained = [p for p in policy.parameters() if p.requires_grad]  # with lora_rank: adapters only
     optimizer = make_optimizer(trained, c)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
+    skip_by_norm(engine.optimizer, c)
     if c["offload_optimizer"] and device.type == "cuda":
         # the optimizer then steps on the CPU, where torchrun and vLLM leave it one thread
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

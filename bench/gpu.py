@@ -9,7 +9,7 @@ should take about five minutes: an estimate, from their parts.
 
 Every check is a process of its own with a time limit, and needs only what it tests: the kernels'
 (alignment, attention, waits, head) and the learner's (zero0 to speed) run where vLLM is not
-installed. Exit status: 0 all is well, 1 a check failed, 3 there is no GPU.
+installed, trl where trl is. Exit status: 0 all is well, 1 a check failed, 3 there is no GPU.
 """
 
 import importlib.util
@@ -55,8 +55,10 @@ CHECKS = {
     "zero3": Check("gpu_learner", 180, ("deepspeed",)),
     "checkpointing": Check("gpu_learner", 180, ("deepspeed",)),
     "offload": Check("gpu_learner", 180, ("deepspeed",)),
+    "lora": Check("gpu_learner", 180, ("deepspeed", "peft")),
     "reference": Check("gpu_learner", 180, ("deepspeed",)),
     "speed": Check("gpu_learner", 300, ("deepspeed",)),
+    "trl": Check("gpu_trl", 400, ("deepspeed", "trl")),
     # whole runs, and the engine alone
     "train": Check("gpu_runs", 300, ("deepspeed",)),
     "two_ranks": Check("gpu_runs", 300, ("deepspeed",), gpus=2),

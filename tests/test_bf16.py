@@ -117,6 +117,31 @@ def test_a_nan_changes_nothing_and_the_next_step_learns(stage, tiny_model_dir, w
     assert not same(before, weights_of(run))
 
 
+@pytest.mark.parametrize("stage", SLOW_BETWEEN[:-1])
+def test_one_infinite_gradient_is_seen_by_the_norm_without_a_search(
+    stage, tiny_model_dir, world, tmp_path, monkeypatch
+):
+    def search(*args):
+        raise AssertionError("a gradient was searched")
+
+    run = run_of(tiny_model_dir, tmp_path, stage, world)
+    monkeypatch.setattr("deepspeed.runtime.utils.has_inf_or_nan", search)
+    monkeypatch.setattr("deepspeed.runtime.zero.stage_1_and_2.has_inf_or_nan", search)
+    before = weights_of(run)
+
+    def spoil(grad):
+        grad.view(-1)[3] = float("-inf")
+        return grad
+
+    *_, last = run.engine.module.lm.parameters()
+    hook = last.register_hook(spoil)
+    assert step(run)["skipped_steps"] == 1
+    assert same(before, weights_of(run))
+    hook.remove()
+    assert step(run)["skipped_steps"] == 0
+    assert not same(before, weights_of(run))
+
+
 @pytest.mark.slow  # 40 steps
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_too_small_for_bfloat16_add_up(stage, tiny_model_dir, world, tmp_path):
