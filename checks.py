@@ -978,11 +978,15 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     controller will reach it."""
     warnings = []
     product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
+    # "floored" pushes wrong rows down whatever the target: it was well at twice the bound
+    floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "listwise"
+    times = 2 if floored else 1
+    limit *= times
     scored = scores_count(OBJECTIVES[c["objective"]], c)
+    because = f"ln(vocabulary {vocabulary})"
     if scored and c["maxent_score_norm"] == "sum":
-        because = f"1/(max_completion_length * ln(vocabulary {vocabulary})), as scores are sums,"
-    else:
-        because = f"1/ln(vocabulary {vocabulary})"
+        because = f"(max_completion_length * {because}), as scores are sums,"
+    because = f"{times}/{because}"
     if scored and c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
     if product > limit * 1.001:  # 1.001: room for rounding

@@ -212,7 +212,9 @@ def test_what_a_gpu_is_asked_for_is_in_the_torch_that_is_pinned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["waits", "zero0", "zero1", "zero2", "zero3", "reference"])
+@pytest.mark.parametrize(
+    "name", ["waits", "zero0", "zero1", "zero2", "zero3", "lora", "reference", "trl"]
+)
 def test_checks_of_the_learner_run_on_a_cpu(name):
     """Steps, saves, loads and skips a NaN in bfloat16 at every ZeRO stage."""
     rows = gpu.rows_of(name, TINY, 300)

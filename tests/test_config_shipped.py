@@ -198,6 +198,14 @@ def test_a_target_flatter_than_one_over_ln_v_is_warned_about():
     assert "0.217" not in warnings_of(100, "--maxent_tau=0.5", "--objective=grpo")
 
 
+def test_floored_may_be_twice_as_flat():
+    floored = "--maxent_loss=floored"
+    assert warnings_of(100, floored, "--maxent_tau=0.43") == ""
+    assert "2/ln(vocabulary 100) = 0.434" in warnings_of(100, floored, "--maxent_tau=0.45")
+    # flow has no floor
+    assert "= 0.217" in warnings_of(100, floored, "--maxent_tau=0.43", "--objective=flow")
+
+
 # those of this repository: who adds an objective need not say here what it reads
 SHIPPED = "maxent xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl pkpo flow".split()
 # key: a value that is not its default, and the objectives that read it
