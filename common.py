@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -206,6 +207,13 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    watch = select.poll()
+    watch.register(1, 0)  # 0: errors only
+    return any(event & select.POLLERR for _, event in watch.poll(0))
+
+
 def set_up_libraries() -> None:
     """Settings that libraries read from the environment. They keep messages that are no errors out
     of the terminal, and a GPU's memory in one piece. Call this before libraries are imported."""
@@ -225,18 +233,23 @@ def script(work, *arguments):
     # before any import: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # train.py replaces this once it is ready to save when asked to stop
     end_with_torchrun()
-    # before the config is read: --help must work even if the other arguments are wrong
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(sys.modules["__main__"].__doc__)
-        print("config/default.py lists every key with its meaning; --key=value sets one.")
-        sys.exit()
     try:
+        # before the config is read: --help must work even if the other arguments are wrong
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(sys.modules["__main__"].__doc__)
+            print("config/default.py lists every key with its meaning; --key=value sets one.")
+            sys.exit()
         if arguments:
             return work(*arguments)
         tell_repeats(sys.argv[1:])
         return work(sys.argv[1:])
     except (UserError, RunStopped) as error:
         leave(str(error), 2 if isinstance(error, UserError) else 1)
+    except BrokenPipeError:
+        if not reader_has_gone():  # of another pipe: unexpected
+            raise
+        write_stderr("error: whoever read the output (| head?) has gone")
+        os._exit(1)  # at its end Python would fail to flush, and say so
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             # neither a full disk nor a quota: unexpected, so the user sees the traceback

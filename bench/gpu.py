@@ -1,5 +1,5 @@
 """Whether a GPU does what this project needs, and how fast: random weights, no network. All checks
-should take about five minutes: an estimate, from their parts.
+should take about ten minutes, as their parts did on an H200.
 
     python -m bench.gpu                          all checks; make check-gpu does the same
     python -m bench.gpu attention head           these

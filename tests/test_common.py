@@ -1,6 +1,13 @@
-"""The words of strangers in sentences of ours."""
+"""The words of strangers in sentences of ours, and output that nobody reads."""
+
+import os
+import subprocess
+import sys
 
 import child
+import pytest
+from deadlines import PATIENCE
+from exact_matrix import ROOT
 
 from common import RunStopped, UserError, in_one_line, quoted, script
 
@@ -22,3 +29,27 @@ def test_what_strangers_say_is_one_harmless_line(tmp_path):
         assert child.status(ended) == status, log.read_text()
         line = log.read_text().splitlines()[-1]
         assert line == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"
+
+
+@pytest.mark.parametrize("where, said", [("stdout", "has gone"), ("another", "BrokenPipeError")])
+def test_only_a_reader_of_the_output_that_has_gone_is_told_in_a_sentence(where, said):
+    """As `python -m compare.frontier ... | head` does; any other broken pipe is an error."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    work = "lambda argv: print('x' * 99_999, flush=True)"
+    if where == "another":
+        work = f"lambda argv: os.write({writing}, b'x')"
+    code = f"import os; from common import script; script({work})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=writing if where == "stdout" else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[writing],
+        text=True,
+        timeout=PATIENCE,
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert ("Traceback" in done.stderr) == (where == "another")
