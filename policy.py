@@ -246,8 +246,8 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
 def skip_by_norm(optimizer, c: dict) -> None:
     """Takes from DeepSpeed's bfloat16 optimizers of stages 0 to 2 the search of each gradient for
     NaN and infinity. Both show in the gradient's norm too, by which these optimizers then skip the
-    step, as stage 3 does anyway. The search is a dozen kernels for each parameter: of 0.5B
-    parameters it took a third to a half of the optimizer's time on the host (LOG.md, 2026-11-26).
+    step, as stage 3 does anyway. The search is a dozen kernels for each parameter: of 290
+    tiny ones it took a third or more of the optimizer's time on a CPU (LOG.md, 2026-11-26).
 
     optimizer: that of a DeepSpeed engine."""
     if dtype_of(c) != torch.bfloat16 or c["offload_optimizer"]:

@@ -53,7 +53,7 @@ def ends(scenario: str) -> list[int]:
 
 def prepare(scenario: str) -> Path:
     """A folder with model, tokenizer and prompts: all arms read the same one. Made once."""
-    from transformers import GenerationConfig, Qwen2Tokenizer
+    from transformers import GenerationConfig
 
     import sft
 
@@ -63,16 +63,9 @@ def prepare(scenario: str) -> Path:
         return folder
     if scenario == REAL:
         return prepare_real(folder)
-    vocabulary = words(size)
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)},
-        merges=[],  # every word is whole: prompts are one token a character
-        eos_token=vocabulary[END],
-        pad_token=vocabulary[END],
-    )
     # random weights: what a step costs does not depend on them
     sft.tiny_model(size, seed=0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer_of(size).save_pretrained(folder)
     # TRL has no flag for the ends of a completion: it reads them here
     GenerationConfig(eos_token_id=ends(scenario), pad_token_id=END).save_pretrained(folder)
     write_rows(folder / "rows.jsonl")
@@ -104,6 +97,19 @@ def words(size: int) -> list[str]:
     vocabulary.append("\u0120")  # how Qwen's tokenizer writes a space
     vocabulary += [f"\u0120w{i}" for i in range(size - len(vocabulary))]
     return vocabulary
+
+
+def tokenizer_of(size: int):
+    """A tokenizer of `size` words."""
+    from transformers import Qwen2Tokenizer
+
+    vocabulary = words(size)
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],  # every word is whole: prompts are one token a character
+        eos_token=vocabulary[END],
+        pad_token=vocabulary[END],
+    )
 
 
 def write_rows(path: Path) -> None:
@@ -285,6 +291,19 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
     return clock.first, clock.steps
 
 
+# of a GRPOConfig, for every comparison: dr_grpo, and nothing kept or shown, as ours
+PLAIN_TRL = {
+    "loss_type": "dr_grpo",
+    "scale_rewards": "none",
+    "temperature": 1.0,
+    "learning_rate": 1e-5,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
 def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
     """The GRPOConfig that means what settings_of_ours() asks of ours."""
     size = parts(scenario)
@@ -292,26 +311,18 @@ def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
         generation = {"eos_token_id": ends(scenario)}
     else:
         generation = {"min_new_tokens": size["T"]}
-    return {
+    return PLAIN_TRL | {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": size["P"] * size["G"],
         "num_generations": size["G"],
         "max_completion_length": size["T"],
         "generation_kwargs": generation,
-        "temperature": 1.0,
-        "loss_type": "dr_grpo",
-        "scale_rewards": "none",
         "beta": beta,
-        "learning_rate": 1e-5,
         "max_steps": steps,
-        # float32 on the CPU, and nothing kept or shown: as ours
+        # float32 on the CPU, as ours
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
     }
 
 

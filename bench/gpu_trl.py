@@ -2,17 +2,18 @@
 given: rollouts do not count. Needs trl (requirements-dev.txt)."""
 
 import gc
+import statistics
 import tempfile
 
 import torch
 
-from bench.arms import make_clock, words
+from bench.arms import PLAIN_TRL, make_clock, tokenizer_of
 from bench.gpu import Finding
 from bench.gpu_learner import Case
-from bench.shapes import GIB, PROMPT, SHAPES, batch_of, model_folder, wait_for
+from bench.shapes import GIB, PROMPT, SHAPES, batch_of, model_folder, seconds_of
 
-STEPS = 8
-WARM = 3  # of these do not count
+REPEATS = 5  # steps that count
+WARM = 3  # steps before these
 P, G = 4, 8
 ROWS = 8  # of a micro-batch of TRL's where layers are recomputed: as it is used for long answers
 
@@ -26,100 +27,69 @@ def trl(setting):
         cases = [("tiny", 1300, False)]
     for name, tokens, recomputed in cases:
         here = setting._replace(shape=name)
-        yield finding_of(f"{name}, ours", our_steps(here, tokens, recomputed))
+        yield finding_of(f"{name}, ours", *our_step(here, tokens, recomputed))
+        gc.collect()  # engines and trainers hold themselves in circles
         for dtype in (torch.float32, torch.bfloat16):
-            steps = trl_steps(here, tokens, recomputed, dtype)
-            yield finding_of(f"{name}, TRL, {str(dtype).removeprefix('torch.')}", steps)
+            what = f"{name}, TRL, {str(dtype).removeprefix('torch.')}"
+            yield finding_of(what, *trl_step(here, tokens, recomputed, dtype))
+            gc.collect()
 
 
-def finding_of(what: str, steps: tuple) -> Finding:
-    """steps: what our_steps() and trl_steps() return. Measured, not judged."""
-    held, seconds, peak = steps
-    median = sorted(seconds[WARM:])[len(seconds[WARM:]) // 2]
-    figures = {"seconds": median, "gib": peak - held}
-    return Finding(what, True, f"{median:.3f} s, {peak - held:.1f} GiB", "", figures)
+def finding_of(what: str, seconds: float, gib: float) -> Finding:
+    """Measured, not judged."""
+    figures = {"seconds": seconds, "gib": gib}
+    return Finding(what, True, f"{seconds:.3f} s, {gib:.1f} GiB", "", figures)
 
 
-def held_gib(setting) -> float:
-    """GiB that are in use, of what can be freed none."""
-    gc.collect()
-    if setting.device == "cpu":
-        return 0.0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated() / GIB
-
-
-def peak_gib(setting) -> float:
-    return torch.cuda.max_memory_allocated() / GIB if setting.device == "cuda" else 0.0
-
-
-def our_steps(setting, tokens: int, recomputed: bool) -> tuple[float, list, float]:
-    """(GiB held before, seconds of each step, GiB at the peak)"""
-    held = held_gib(setting)
+def our_step(setting, tokens: int, recomputed: bool) -> tuple[float, float]:
+    """(seconds, the median; GiB at the peak)"""
     case = Case(setting, tokens=tokens, groups=P, gradient_checkpointing=recomputed)
-    clock = make_clock()
-    for _ in range(STEPS):
-        wait_for(case.device)
-        clock.on_step_begin()
-        case.step()
-        wait_for(case.device)
-        clock.on_step_end()
-    return held, [step["step"] for step in clock.steps], peak_gib(setting)
+    seconds = seconds_of(case.step, case.device, REPEATS, WARM)
+    return seconds, case.peak(case.step)
 
 
-def trl_steps(setting, tokens: int, recomputed: bool, dtype) -> tuple[float, list, float]:
+def trl_step(setting, tokens: int, recomputed: bool, dtype) -> tuple[float, float]:
     """The same of TRL's GRPOTrainer."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+    from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    held = held_gib(setting)
+    gpu = setting.device == "cuda"
+    held = torch.cuda.memory_allocated() if gpu else 0  # by others, bytes
     shape = SHAPES[setting.shape]
-    vocabulary = words(shape.vocabulary)
-    end = vocabulary[0]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)},
-        merges=[],
-        eos_token=end,
-        pad_token=end,
-    )
     batch = batch_of(shape.vocabulary, tokens, P, G, "cpu")
     rows = ROWS if recomputed else P * G
-    args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=P * G // rows,
-        num_generations=G,
-        max_completion_length=int(batch["lengths"].max()),
-        temperature=1.0,
-        loss_type="dr_grpo",
-        scale_rewards="none",
-        beta=0.0,
-        learning_rate=1e-6,
-        max_steps=STEPS,
-        use_cpu=setting.device == "cpu",
-        bf16=True,
-        gradient_checkpointing=recomputed,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
+    changes = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": P * G // rows,
+        "num_generations": G,
+        "max_completion_length": int(batch["lengths"].max()),
+        "beta": 0.0,
+        "max_steps": WARM + REPEATS,
+        "use_cpu": not gpu,
+        "bf16": True,
+        "gradient_checkpointing": recomputed,
+    }
+    # TRL's steps wait for the device by themselves: what one leaves behind, the next one waits for
     clock = make_clock()
     folder = model_folder(shape, setting.device)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
-        args=args,
-        processing_class=tokenizer,
+        args=GRPOConfig(**PLAIN_TRL | changes),
+        processing_class=tokenizer_of(shape.vocabulary),
         # all different: every row has a gradient
         reward_funcs=lambda completions, **columns: list(range(len(completions))),
-        train_dataset=Dataset.from_list([{"prompt": "a"}] * (P * STEPS)),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * (P * (WARM + REPEATS))),
         callbacks=[clock],
         rollout_func=lambda prompts, trainer: completions_of(batch),
     )
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    return held, [step["step"] for step in clock.steps], peak_gib(setting)
+    peak = torch.cuda.max_memory_allocated() - held if gpu else 0
+    seconds = statistics.median(step["step"] for step in clock.steps[WARM:])
+    return seconds, peak / GIB
 
 
 def completions_of(batch: dict) -> dict:
