@@ -38,7 +38,6 @@ class Collected(NamedTuple):
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
     metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
-    temperature: float  # at which the completions were sampled
 
     @property
     def own_rewards(self) -> torch.Tensor:
@@ -97,7 +96,6 @@ class Experience:
             right=scoring.correct(values, self.inputs.reward_functions),
             rewards=rewards,
             metrics=metrics,
-            temperature=self.temperature(step),
         )
 
     def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
@@ -130,9 +128,6 @@ class Experience:
         scoring.check_failures(most_failures, rewards.numel(), c["max_reward_failures"])
         return sampled, rewards, metrics
 
-    def temperature(self, step: int) -> float:
-        return scheduled(self.config["temperature"], step)
-
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple[dict, list]:
         """Samples and scores the prompts at `places`. Returns {place: (its G + S completions, their
         reward values (G + S, F))} and the records of rewards that failed."""
@@ -164,7 +159,7 @@ class Experience:
             seeds.append(rollout.prompt_seed(*parts))
             names.append(f"s{step + 1}-p{place}{suffix}")
         sampling = rollout.Sampling(
-            temperature=self.temperature(step),
+            temperature=scheduled(c["temperature"], step),
             max_tokens=c["max_completion_length"],
             stop_token_ids=self.inputs.stop_ids,
             seeds=seeds,

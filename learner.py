@@ -157,7 +157,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     if objective.term == "answer_entropy":
         entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    active = ~L.equal_groups(rewards)
+    active = ~L.equal_groups(shaped_rewards(measured, c))  # unlikeliness makes equal rewards differ
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
@@ -600,8 +600,8 @@ class Unit(NamedTuple):
     """Neighbouring rows that go into one micro-batch together: a group, or a row of one."""
 
     rows: list[int]
-    cost: int  # tokens, on its own
-    saved: int  # fewer, packed right behind the unit before, which begins with the same prompt
+    cost: int = 0  # tokens, on its own
+    saved: int = 0  # fewer, packed right behind the unit before, which begins with the same prompt
 
 
 def agree_on_plan(batch: dict, size: int, c: dict, rests=None) -> MicroBatchPlan:
@@ -610,7 +610,7 @@ def agree_on_plan(batch: dict, size: int, c: dict, rests=None) -> MicroBatchPlan
     group whose rows must stay together if they can, or 1."""
     budget = c["max_tokens_per_micro_batch"]
     resting, learning = fill_micro_batches(batch, budget, size, c["pack_sequences"], rests)
-    tears = any(len(rows) < size for units in resting + learning for rows in units)
+    tears = any(len(unit.rows) < size for units in resting + learning for unit in units)
     mine = torch.tensor([tears, len(resting), len(learning)])
     tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
     if tears:  # a rank whose groups all fit may have to split some too, for as many micro-batches
@@ -621,8 +621,8 @@ def agree_on_plan(batch: dict, size: int, c: dict, rests=None) -> MicroBatchPlan
 
 def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=None) -> tuple:
     """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `size`
-    neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units,
-    a unit a list of rows. rests (N,) bool: rows without a gradient, which go to `resting`."""
+    neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units.
+    rests (N,) bool: rows without a gradient, which go to `resting`."""
     units = units_of(batch, size, pack)
     if size > 1 and any(unit.cost > budget for unit in units):
         alone = units_of(batch, 1, pack)  # every row as a unit
@@ -663,10 +663,10 @@ def fill_packed(units: list[Unit], budget: int) -> list:
     for unit in units:
         added = unit.cost - unit.saved if unit.rows[0] - 1 == before else unit.cost
         if micro_batches and used + added <= budget:
-            micro_batches[-1].append(unit.rows)
+            micro_batches[-1].append(unit)
             used += added
         else:
-            micro_batches.append([unit.rows])
+            micro_batches.append([unit])
             used = unit.cost
         before = unit.rows[-1]
     return micro_batches
@@ -682,10 +682,10 @@ def fill_padded(units: list[Unit], budget: int) -> list:
     count = width = 0  # of the last one: its rows, the tokens of each
     for unit in sorted(units, key=longest, reverse=True):
         if micro_batches and width * (count + len(unit.rows)) <= budget:
-            micro_batches[-1].append(unit.rows)
+            micro_batches[-1].append(unit)
             count += len(unit.rows)
         else:
-            micro_batches.append([unit.rows])
+            micro_batches.append([unit])
             count, width = len(unit.rows), longest(unit)
     return micro_batches
 
@@ -706,7 +706,7 @@ def stretch(resting: list, learning: list, most_resting: int, most_learning: int
         pass
 
     def rows_of(micro_batches: list) -> list:
-        return [torch.tensor([i for rows in units for i in rows]) for units in micro_batches]
+        return [torch.tensor([i for unit in units for i in unit.rows]) for units in micro_batches]
 
     missing = max(0, most_resting - len(resting))
     return MicroBatchPlan(rows_of(resting), rows_of(learning), missing)
@@ -725,7 +725,7 @@ def halve_largest(micro_batches: list) -> bool:
 
 def in_rows(micro_batches: list) -> list:
     """The same micro-batches with each row as a unit of its own."""
-    return [[[i] for rows in units for i in rows] for units in micro_batches]
+    return [[Unit([i]) for unit in units for i in unit.rows] for units in micro_batches]
 
 
 def torn_rows(micro_batches: list, size: int) -> torch.Tensor:

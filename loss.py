@@ -182,8 +182,9 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
     maxent and flow skip, unless maxent_skip_equal_groups says otherwise). coef 0 changes nothing.
     He, Fried and Welleck 2025, arXiv:2506.02355, use 0.25."""
     G = rewards.shape[1]
-    # log-probs of equal answers differ by rounding, by less than 1e-4 nats
-    rank = (seq_logps[:, None, :] > seq_logps[:, :, None] + 1e-4).sum(2)  # (P, G)
+    # log-probs of equal answers differ by rounding: by less than 1e-4 nats, or 1e-6 of a long sum
+    rounding = 1e-4 + 1e-6 * seq_logps.abs()  # (P, G)
+    rank = (seq_logps[:, None, :] > (seq_logps + rounding)[:, :, None]).sum(2)  # (P, G)
     return torch.where(rewards > 0, rewards * (1 - coef * (G - rank) / G), rewards)
 
 

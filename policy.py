@@ -10,6 +10,7 @@ M of all rows; H hidden size, V vocabulary.
 
 import inspect
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import NamedTuple
 
 import deepspeed
@@ -348,7 +349,7 @@ def model_weights(lm, zero_stage: int):
             parameters += [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
         weights.append(Weight(name.replace(".base_layer.", "."), parameters, layer))
 
-    for portion in portions(weights):
+    for portion in portions(weights, attrgetter("parameters")):
         parameters = []
         for weight in portion:
             parameters += weight.parameters
@@ -358,12 +359,15 @@ def model_weights(lm, zero_stage: int):
             yield weight.name, parts[0] if weight.layer is None else merged(weight.layer, *parts)
 
 
-def portions(weights: list[Weight]) -> list[list[Weight]]:
-    """The weights in order, in lists of at most GATHERED_BYTES, or of a single larger weight."""
+def portions(weights: list, parameters_of) -> list[list]:
+    """The weights in order, in lists whose parameters take at most GATHERED_BYTES, or of a single
+    larger weight."""
     lists = []
     size = 0  # bytes in the last list
     for weight in weights:
-        added = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weight.parameters)
+        added = 0
+        for p in parameters_of(weight):
+            added += getattr(p, "ds_numel", p.numel()) * p.element_size()  # ds_numel: ZeRO-3's
         if not lists or size + added > GATHERED_BYTES:
             lists.append([])
             size = 0
@@ -386,8 +390,7 @@ def flip_signs(lm, zero_stage: int) -> None:
     """Flips the sign of every 53rd number of each parameter, in place, which makes it a different
     model. A second call restores the old one to the bit, without a copy of it. All ranks
     together."""
-    for portion in portions([Weight("", [p], None) for p in lm.parameters()]):
-        parameters = [weight.parameters[0] for weight in portion]
+    for parameters in portions(lm.parameters(), lambda p: [p]):
         gathered = nullcontext()
         if zero_stage == 3:  # all ranks change them alike; DeepSpeed keeps the changes of one
             gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)

@@ -25,7 +25,7 @@ def step_rows(inputs, replay, step: int, c: dict, attempt: int = 0) -> list[dict
     P = c["prompts_per_step"]  # over all ranks
     sources = inputs.sources
     weights = inputs.weights
-    if attempt:  # a stream of its own; no easy pool, no replay: they might give the same rows again
+    if attempt:  # a stream of its own; no easy pool, no replay: they would often give the same rows
         return prompts_for_step(sources, weights, step, P, f"{c['seed']}/again/{attempt}")
     rows = prompts_for_step(sources, weights, step, P, c["seed"])
     share = scheduled(entries(c, "easy_dataset")["share"], step)

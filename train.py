@@ -108,7 +108,7 @@ from ranks import (
 # prove_sync(): changing the weights moves log-probs by some distance; after a sync at most this
 # share of it may remain between sampler and policy, for rounding
 TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
-TRIAL_PROMPTS = 4  # prove_sync() samples 2 completions of each,
+TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each,
 TRIAL_TOKENS = 16  # of at most so many tokens
 MAX_SKIPPED_STEPS = 5  # a run stops after so many steps in a row with a non-finite update
 EQUAL_STEPS = 5  # a run warns after so many steps in a row in which no group could teach
@@ -194,11 +194,15 @@ def load_policy(c: dict, device):
     optimizer = make_optimizer(trained, c)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
     skip_by_norm(engine.optimizer, c)
+    return engine
+
+
+def share_cores(c: dict, device) -> None:
+    """With offload_optimizer the optimizer steps on the CPU, where torchrun and vLLM leave it one
+    thread: gives it this rank's share of the machine's cores."""
     if c["offload_optimizer"] and device.type == "cuda":
-        # the optimizer then steps on the CPU, where torchrun and vLLM leave it one thread
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    return engine
 
 
 def load_reference(c: dict, engine, device):
@@ -267,6 +271,7 @@ def start(c: dict) -> Run:
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
+    share_cores(c, world.device)
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
@@ -329,7 +334,7 @@ def less_memory(phase: str, c: dict) -> str:
             f"lower num_generations={c['num_generations']} or "
             f"max_completion_length={c['max_completion_length']}"
         )
-    if phase == "sync":  # vLLM allocates its cache again
+    if phase == "sync" and torch.cuda.is_available():  # vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
     cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
@@ -396,7 +401,7 @@ def steer(run: Run, metrics: dict, targets, measured, batch: dict) -> dict:
     meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
-        scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G)
+        scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G + S)
         groups = {
             "utilities": targets.utilities[targets.active],
             "ref_scores": measured.ref_scores[targets.active],
@@ -440,20 +445,9 @@ def prove_sync(run: Run) -> None:
         return sync_weights(run)
     flip_signs(lm, c["zero_stage"])
     sync_weights(run)
-    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
-    sampling = rollout.Sampling(
-        temperature=1.0,
-        max_tokens=min(TRIAL_TOKENS, c["max_completion_length"]),
-        stop_token_ids=run.inputs.stop_ids,
-        seeds=list(range(len(prompts))),
-        names=[f"trial-{i}" for i in range(len(prompts))],
-    )
-    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
-    run.sampler.take_counts()  # dropped: the trial is no part of a step
-    run.sampler.sleep()
+    batch = trial_batch(run)
     with enough_memory("learn", c):
         place_frozen(lm, run.world.device)
-        batch = rollout.to_batch(rollouts, run.world.device)
         set_temperature([run.engine], 1.0)
         followed = learner.sampler_distance(run.engine, batch, c)
         flip_signs(lm, c["zero_stage"])
@@ -471,6 +465,24 @@ def prove_sync(run: Run) -> None:
         f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
         f"{stale:.2g} from those before"
     )
+
+
+def trial_batch(run: Run) -> dict:
+    """A few short completions by the sampler, which then sleeps, as tensors. They are no part of
+    any step."""
+    c = run.config
+    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    sampling = rollout.Sampling(
+        temperature=1.0,
+        max_tokens=min(TRIAL_TOKENS, c["max_completion_length"]),
+        stop_token_ids=run.inputs.stop_ids,
+        seeds=list(range(len(prompts))),
+        names=[f"trial-{i}" for i in range(len(prompts))],
+    )
+    rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
+    run.sampler.take_counts()  # dropped
+    run.sampler.sleep()
+    return rollout.to_batch(rollouts, run.world.device)
 
 
 def save_now(run: Run) -> None:
@@ -536,17 +548,21 @@ def finish(run: Run) -> None:
         run.hub.finish()
 
 
-def show(run: Run, collected, metrics: dict, bar) -> None:
-    """Writes a line of metrics.jsonl and updates the progress bar; now and then also writes or
-    prints rollouts, for a person to read."""
+def log_step(run: Run, metrics: dict, bar) -> None:
+    """Writes a line of metrics.jsonl and moves the progress bar on, on rank 0."""
+    if not run.log:
+        return
+    run.log.write(run.step, metrics)
+    shown = {"kl": "kl", "entropy": "entropy", "tokens/s": "tokens_per_second"}
+    words = [f"reward {metrics['reward']:.3g}"]
+    words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
+    bar.set_postfix_str(" ".join(words), refresh=False)
+    bar.update()
+
+
+def show_rollouts(run: Run, collected) -> None:
+    """Now and then writes or prints completions of the step, for a person to read."""
     c, G = run.config, run.config["num_generations"]
-    if run.log:
-        run.log.write(run.step, metrics)
-        shown = {"kl": "kl", "entropy": "entropy", "tokens/s": "tokens_per_second"}
-        words = [f"reward {metrics['reward']:.3g}"]
-        words += [f"{label} {metrics[key]:.3g}" for label, key in shown.items() if key in metrics]
-        bar.set_postfix_str(" ".join(words), refresh=False)
-        bar.update()
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         try:
             log_rollouts(run.folder, collected, run.inputs.reward_functions, run.step)
@@ -625,13 +641,16 @@ def train(run: Run) -> None:
     if run.step == 0 or owes_evaluation(run):
         evaluate_now(run)
     if run.hub and run.step == c["max_steps"]:  # started again: its upload may have been cut off
-        run.hub.push(checkpoint.latest(run.folder), last=True)
+        newest = checkpoint.latest(run.folder)
+        # another one, or none, where the run went on from a checkpoint of another name
+        if newest and checkpoint.number_of(newest) == run.step:
+            run.hub.push(newest, last=True)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
     timer.bar = bar
     timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
-        # was a step ago), 3. their rewards (P, G)
+        # was a step ago), 3. their rewards (P, G + S), S of them for seeds of InfoSeed (S = 0: off)
         try:
             with enough_memory("rollout", c):
                 collected = run.experience.collect(run.step, timer)
@@ -642,12 +661,11 @@ def train(run: Run) -> None:
             # moves groups: all ranks get about as much to do
             collected = deal(collected, run.world, c)
 
-        # 4. what the groups ask of the policy: weights or advantages (P, G)
+        # 4. what the groups ask of the policy: weights or advantages (P, G + S)
         with timer("score"), enough_memory("learn", c):
             place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
-            set_temperature((run.engine, run.reference), collected.temperature)
+            set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
-            # InfoSeed: S more completions a prompt, asked with a seed; S = 0 (off): it does nothing
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             measured = learner.measure_groups(
                 run.engine, run.reference, batch, collected, seeds.rewards, c
@@ -661,7 +679,8 @@ def train(run: Run) -> None:
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, collected.unseeded_indices)
-            metrics |= learner.sampler_mismatch(unseeded, limit)
+            # the log-probs of a skipped update may be NaN, which says nothing of the sampler
+            metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped else limit)
 
         # 8. tau and beta of the next step
         metrics |= learner.weight_metrics(targets, batch, c)
@@ -682,7 +701,8 @@ def train(run: Run) -> None:
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
         stop_if_folder_is_gone(run)  # before anything is written into it
-        show(run, collected, metrics, bar)
+        log_step(run, metrics, bar)
+        show_rollouts(run, collected)
         warn_of_equal_rewards(run, collected.rewards[:, :G])
         stop_after_skipped_updates(run)
         last = run.step == c["max_steps"]

@@ -132,7 +132,6 @@ def collected_by(world: World) -> experience.Collected:
         right=right,
         rewards=rewards,
         metrics={},
-        temperature=1.0,
     )
 
 

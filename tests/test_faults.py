@@ -495,7 +495,7 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
         collected = SimpleNamespace(
             rank=1, own_rewards=torch.zeros(2, 4), values=empty, right=empty
         )
-        train.show(run, collected, {}, None)
+        train.show_rollouts(run, collected)
 
 
 # --- Weights & Biases

@@ -337,6 +337,11 @@ def test_a_finished_run_that_is_started_again_uploads_its_last_checkpoint(tmp_pa
     )
     for name in ("prove_sync", "finish"):
         monkeypatch.setattr(train, name, lambda run: None)
-    monkeypatch.setattr(checkpoint, "latest", lambda folder: folder / "step_000003")
+    newest = [tmp_path / "step_000003"]
+    monkeypatch.setattr(checkpoint, "latest", lambda folder: newest[0])
     train.train(run)
     assert pushed == [("step_000003", True)]
+    # it went on from a checkpoint of another name: the newest is an older one, or there is none
+    for newest[0] in (tmp_path / "step_000002", None):
+        train.train(run)
+    assert len(pushed) == 1

@@ -334,6 +334,9 @@ def test_an_unlikely_right_answer_is_worth_more_and_equal_answers_share_a_rank()
     r = torch.tensor([[1.0, 1.0, 1.0, 0.0, -0.5]])
     S = torch.tensor([[-1.0, -4.0, -4.00001, -2.0, -3.0]])  # ranks 0, 3, 3
     close(loss.unlikely_rewards(r, S, 0.25), [[0.75, 0.9, 0.9, 0.0, -0.5]])
+    # sums of long answers are rounded by more: neighbouring float32 numbers
+    long = loss.unlikely_rewards(torch.ones(1, 2), torch.tensor([[-2000.0, -2000.00012]]), 0.25)
+    close(long, [[0.75, 0.75]])
     assert torch.equal(loss.unlikely_rewards(r, S, 0.0), r)
 
 
@@ -414,6 +417,14 @@ def test_the_entropy_bonus_does_not_hide_a_group_at_the_lowest_reward():
     case = dict(objective="maxent", policy_entropy_bonus_coef=0.4)
     c = config(4, case | {"maxent_skip_equal_groups": "wrong"})
     assert targets_of(step, c).active.tolist() == [False, True, True]
+
+
+def test_a_group_whose_equal_rewards_unlikeliness_tells_apart_counts_as_active():
+    """xdr's weights of it are measured, and steer tau."""
+    step = changed(EXAMPLE, rewards=torch.ones(3, 4))
+    case = dict(objective="xdr", maxent_tau=0.5)
+    assert not targets_of(step, config(4, case)).active.any()
+    assert targets_of(step, config(4, case | {"unlikeliness_coef": 0.25})).active.all()
 
 
 def changed_fields(targets, plain) -> set[str]:

@@ -135,14 +135,14 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
 
 
 def with_a_file_stop_in_step_2() -> None:
-    real = train.show
+    real = train.log_step
 
-    def show(run, *args) -> None:
+    def log_step(run, *args) -> None:
         real(run, *args)
         if run.step == 2:
             (run.folder / "stop").touch()
 
-    train.show = show
+    train.log_step = log_step
 
 
 def evaluated_in(folder: Path) -> list[int]:

@@ -25,6 +25,7 @@ import checkpoint
 import checks
 import common
 import evaluate
+import learner
 import loss
 import rollout
 import sft
@@ -275,6 +276,30 @@ def with_nan_weights() -> None:
     train.MAX_SKIPPED_STEPS = 2
     real = loss.maxent_weights
     loss.maxent_weights = lambda *a: real(*a) * math.nan
+
+
+def with_nan_log_probs() -> None:
+    train.MAX_SKIPPED_STEPS = 2
+    real = learner.micro_batch_loss
+
+    def micro_batch_loss(engine, part, *args):
+        result = real(engine, part, *args)
+        part["old_logps"] = part["old_logps"] * math.nan
+        return result[0], result[1], result[2] * math.nan
+
+    learner.micro_batch_loss = micro_batch_loss
+
+
+def test_nan_log_probs_of_the_trainer_skip_steps_and_do_not_blame_the_sampler(
+    tiny_model_dir, tmp_path
+):
+    folder = tmp_path / "run"
+    flags = NINE_STEPS | {"save_steps": 0, "max_logp_difference": 0.05}
+    status, words = in_child.run(with_nan_log_probs, tiny_model_dir, folder, **flags)
+    assert status == 1
+    assert "2 steps in a row had a non-finite loss" in words
+    assert "weights" not in words.splitlines()[-1]
+    assert checkpoint.latest(folder).name == "step_000002"
 
 
 def test_nan_losses_stop_the_run_after_max_skipped_steps(tiny_model_dir, tmp_path):
