@@ -164,14 +164,14 @@ class Virtual(NamedTuple):
     use_hessian: bool  # False: softmax(s) counts as a constant in the gradient
 
 
-class Targets(NamedTuple):
+class Setpoints(NamedTuple):
     """What the meta-controller steers to."""
 
     entropy: float  # H*, of w, nats
     kl: float  # KL*, of the policy's scores from the reference's over a group, nats
 
 
-def potential(log_tau, log_beta, groups: dict, targets: Targets, virtual: Virtual) -> tuple:
+def potential(log_tau, log_beta, groups: dict, setpoints: Setpoints, virtual: Virtual) -> tuple:
     """(Phi, H, K), differentiable by log_tau and log_beta. groups: "utilities" u, "scores" s,
     "ref_scores" l, each (groups, G).
 
@@ -195,7 +195,7 @@ def potential(log_tau, log_beta, groups: dict, targets: Targets, virtual: Virtua
     # nats. Not entr(w), whose slope is infinite where w underflows to 0
     H = -(w * log_w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
-    return 0.5 * (H - targets.entropy) ** 2 + 0.5 * (K - targets.kl) ** 2, H, K
+    return 0.5 * (H - setpoints.entropy) ** 2 + 0.5 * (K - setpoints.kl) ** 2, H, K
 
 
 def virtual_policy(config: dict) -> Virtual:
@@ -218,7 +218,7 @@ def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[
     (H - H*, KL* - K), which need no differentiation."""
     import torch
 
-    targets = Targets(entropy_target(state["step"], config), config["kl_target"])
+    setpoints = Setpoints(entropy_target(state["step"], config), config["kl_target"])
     virtual = virtual_policy(config)
     differentiates = virtual.steps > 0
     logs = []
@@ -226,9 +226,9 @@ def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[
         # steps are taken in the logarithm, so that neither can become negative
         log = math.log(state[name])
         logs.append(torch.tensor(log, dtype=torch.float64, requires_grad=differentiates))
-    phi, H, K = potential(*logs, groups, targets, virtual)
+    phi, H, K = potential(*logs, groups, setpoints, virtual)
     # signs: a larger tau means more entropy, a larger beta less KL
-    gradient = (H - targets.entropy, targets.kl - K)
+    gradient = (H - setpoints.entropy, setpoints.kl - K)
     if differentiates:
         gradient = torch.autograd.grad(phi, logs)
     return (phi.item(), H.item(), K.item()), [slope.item() for slope in gradient]

@@ -120,6 +120,8 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["step
     # no GPU: TRL's arms are written for the CPU
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "2"
+    if arm.startswith("trl"):  # libgomp's default, which TRL's users have: common.py lowers ours
+        environment["GOMP_SPINCOUNT"] = "300000"
     for name in ("RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
         environment.pop(name, None)
     # a process for each: neither inherits the other's memory, threads or compiled code

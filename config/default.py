@@ -85,7 +85,7 @@ maxent_group_weight = "equal"  # a group's weight in the loss; "spread": 4 * var
 maxent_loss = "listwise"  # pulls p to w; "floored": p of bad rows counts as 1/G at least;
 #                           "policy_gradient": w - 1/G as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent and flow also add beta * KL to the loss
-maxent_skip_equal_groups = "all"  # groups of equal rewards; "wrong": only at the lowest; "none"
+maxent_skip_equal_groups = "all"  # of equal rewards; "wrong": at the lowest of the step; "none"
 xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (the paper's, favours length)
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers
@@ -99,7 +99,7 @@ maxent_tau_lr = 0.03  # change of log tau a step and unit of error: 1 nat, or 1.
 maxent_tau_min = 0.01
 maxent_tau_max = 1.0  # 1 is much: above checks.tau_limit, 1 / ln(vocabulary), wrong answers win
 maxent_tau_warmup_steps = -1  # steps before tau moves; -1: warmup_steps; meta does not wait
-kl_target = 0.0  # nats per token; steers beta; 0 off
+kl_target = 0.0  # nats per token (meta: of the scores over a group); steers beta; 0 off
 kl_horizon = 10.0  # a step changes beta by the share (relative error) / kl_horizon; 0 off
 kl_ctl_step_size = 0.2  # largest relative error that counts in a step; 0 off
 beta_min = 1e-4

@@ -112,7 +112,7 @@ def test_potential_entropy_and_kl_are_the_literal_ones(batch, tau, beta, steps, 
     logs = torch.tensor([tau, beta]).log().double()
     measured = [
         x.item()
-        for x in controllers.potential(*logs, batch, controllers.Targets(1.0, 0.2), virtual)
+        for x in controllers.potential(*logs, batch, controllers.Setpoints(1.0, 0.2), virtual)
     ]
     tau, beta = logs.exp().tolist()  # as rounded as there
     literal = literal_potential(tau, beta, batch, (1.0, 0.2), virtual)
@@ -122,7 +122,7 @@ def test_potential_entropy_and_kl_are_the_literal_ones(batch, tau, beta, steps, 
 def kl_of_policy(batch, tau=0.3, beta=0.3, steps=0, rate=1.0):
     logs = torch.tensor([tau, beta], dtype=torch.float64).log()
     virtual = controllers.Virtual(steps, rate, True)
-    _, _, K = controllers.potential(*logs, batch, controllers.Targets(*AIM), virtual)
+    _, _, K = controllers.potential(*logs, batch, controllers.Setpoints(*AIM), virtual)
     return K.item()
 
 
@@ -140,7 +140,7 @@ def entropy_slopes(batch, tau, beta):
     log_tau.requires_grad_()
     log_beta.requires_grad_()
     virtual = controllers.Virtual(1, 1.0, True)
-    _, H, _ = controllers.potential(log_tau, log_beta, batch, controllers.Targets(*AIM), virtual)
+    _, H, _ = controllers.potential(log_tau, log_beta, batch, controllers.Setpoints(*AIM), virtual)
     by_log_tau, by_log_beta = torch.autograd.grad(H, [log_tau, log_beta])
     return by_log_tau.item() / tau, by_log_beta.item() / beta
 
