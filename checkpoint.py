@@ -43,20 +43,23 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
 import controllers
-from checks import state_bytes
+from checks import CHOICES, state_bytes
 from common import (
+    TODAY,
     RunStopped,
     UserError,
     as_read_back,
+    default_config,
     in_one_line,
     lost_a_rank,
     memory_text,
+    merge,
     quoted,
     say_on_rank_0,
     script,
     tell,
 )
-from journal import delete
+from journal import CONVERTED, delete, open_no_link
 
 # Settings of which a change at a resume need not be told: where, how long, and what follows from
 # memory.
@@ -82,6 +85,11 @@ SHAPE = (
 )
 # A push leaves out files whose names begin with these: they are the trainer's, not the model's.
 PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
+# What a process that died may leave in a run's folder: half a save, a checkpoint that was being
+# deleted, an upload's copy, converted shards (earlier versions put those beside the checkpoint).
+LEFT = re.compile(r"((push_)?step_\d+|step_\d+\.universal|universal)\.tmp|step_\d+\.old\d*")
+# In its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is written.
+WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a save will take
@@ -311,15 +319,32 @@ def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
     for path in steps_of(folder)[:-limit]:
         if keep_every == 0 or number_of(path) % keep_every:
             # renamed first: if deleting stops halfway, no half checkpoint is left under its name
-            shutil.rmtree(path.rename(path.with_suffix(".old")))
+            discard(path, aside=free_name(path, ".old"))
+
+
+def discard(path: Path, aside: Path | None = None) -> None:
+    """Deletes what a run no longer needs; aside: a name that it gets first. If that fails, because
+    somebody has protected it or NFS keeps files that are open, it is a warning: nothing is lost."""
+    try:
+        if aside:
+            path = path.rename(aside)
+        delete(path)
+    except OSError as error:
+        tell(
+            f"warning: {path} is no longer needed and could not be deleted ({first_line(error)}): "
+            f"delete it by hand"
+        )
 
 
 def tidy(folder: Path) -> None:
     """Removes what a process that died left behind: half-written checkpoints, and weights meant for
     rollout servers, even if another host wrote them or this run has no servers."""
-    for pattern in ("step_*.tmp", "step_*.old", "push_*.tmp", "weights/*-*-*-*"):
-        for path in folder.glob(pattern):
-            delete(path)
+    left = [path for path in folder.glob("*") if LEFT.fullmatch(path.name)]
+    weights = folder / "weights"
+    if not weights.is_symlink():  # what it leads to may be another run's, or no run's at all
+        left += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
+    for path in left:
+        discard(path)
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
@@ -329,17 +354,17 @@ def set_aside(folder: Path, step: int) -> list[Path]:
     moved = []
     for path in steps_of(folder):
         if number_of(path) > step:
-            moved.append(path.rename(abandoned_name(path)))
+            moved.append(path.rename(free_name(path, ".abandoned")))
     return moved
 
 
-def abandoned_name(path: Path) -> Path:
-    """The first free name of step_N.abandoned, step_N.abandoned2, ..."""
-    name = path.with_suffix(".abandoned")
+def free_name(path: Path, suffix: str) -> Path:
+    """The first free name of step_N.abandoned, step_N.abandoned2, ..., if suffix=".abandoned"."""
+    name = path.with_suffix(suffix)
     tries = 1
-    while name.exists():
+    while os.path.lexists(name):  # a link that leads nowhere takes a name too
         tries += 1
-        name = path.with_suffix(f".abandoned{tries}")
+        name = path.with_suffix(f"{suffix}{tries}")
     return name
 
 
@@ -400,7 +425,7 @@ def trial_seconds(folder: Path) -> float:
     trial = folder / "trial.tmp"
     start = time.perf_counter()
     try:
-        with open(trial, "wb") as file:
+        with open(trial, "wb", opener=open_no_link) as file:
             file.write(os.urandom(TRIAL_BYTES))  # random: a disk that compresses would look fast
             file.flush()
             os.fsync(file.fileno())  # else only the page cache would be measured
@@ -516,12 +541,12 @@ def put_in_place(tmp: Path, path: Path) -> None:
     """Renames the finished folder to its final name, replacing an earlier save of this step."""
     flush(tmp, *tmp.rglob("*"))  # first: the final name promises that everything is on the disk
     old = None
-    if path.exists():
-        old = path.rename(path.with_suffix(".old"))
+    if os.path.lexists(path):
+        old = path.rename(free_name(path, ".old"))
     tmp.rename(path)
     flush(path.parent)  # the rename itself
     if old:
-        delete(old)
+        discard(old)
 
 
 def flush(*paths: Path) -> None:
@@ -604,9 +629,10 @@ def changes(path: Path, config: dict) -> str:
     """One sentence about the settings that differ from those a checkpoint was made with; "" if none
     does that matters here."""
     before = as_read_back(settings_of(path))
+    known = read_table(path / "train_config.json")  # it may be older than some of the keys
     told = []
     for key, value in as_read_back(config).items():
-        if key in before and before[key] != value and key not in HARMLESS:
+        if key in known and before[key] != value and key not in HARMLESS:
             told.append(f"{key} {before[key]!r} -> {value!r}")
     return f"changed since {path}: {', '.join(told)}" if told else ""
 
@@ -618,8 +644,17 @@ def check_resumable(path: Path, config: dict) -> None:
 
 
 def settings_of(path: Path) -> dict:
-    """The config that a checkpoint was made with."""
-    return read_table(path / "train_config.json")
+    """The config that a checkpoint was made with, under today's keys: one that it is too old to
+    have has its default, one that no longer exists is left out. UserError if a value is of another
+    type."""
+    file = path / "train_config.json"
+    config = default_config()
+    known = {}
+    for name, value in read_table(file).items():
+        today = TODAY.get(name, name)  # or a sentence, which is no key
+        if today.partition(".")[0] in config:
+            known[today] = value
+    return merge(config, known, str(file))
 
 
 def read_table(file: Path) -> dict:
@@ -646,8 +681,7 @@ def check_fit(path: Path, config: dict) -> None:
     """UserError if this config can't go on from a checkpoint's optimizer state."""
     from policy import dtype_of, seed_classes
 
-    # `config |`: a checkpoint may be older than some of the keys
-    saved = config | settings_of(path)
+    saved = settings_of(path)
     model = read_table(path / "config.json")
     dtype = str(dtype_of(config)).removeprefix("torch.")
     pairs = {
@@ -720,13 +754,13 @@ def check_model(path: Path, model_config) -> None:
             )
 
 
-def load(path: Path, engine) -> TrainerState:
+def load(path: Path, engine, folder: Path | None = None) -> TrainerState:
     """Loads parameters and optimizer into `engine` and the random state into torch. Returns the
     rest.
 
     With the number of ranks that saved it, the run continues bit for bit. With another number,
-    ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding."""
-    import torch
+    ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding.
+    folder: where to, output_dir, which no other run uses; None: the checkpoint's."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -736,15 +770,25 @@ def load(path: Path, engine) -> TrainerState:
         if saved_ranks == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
-            loaded, _ = load_universal(path, engine)
+            loaded, _ = load_universal(path, engine, folder or path.parent)
     if loaded is None:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
         )
     # %: if more ranks load than saved, some start with the same random state
-    torch.set_rng_state(torch.load(path / f"rng_{rank % saved_ranks}.pt", weights_only=True))
+    set_random_state(path / f"rng_{rank % saved_ranks}.pt")
     saved = json.loads((path / "controller_state.json").read_text())
     return TrainerState(**{name: saved[name] for name in TrainerState._fields})
+
+
+def set_random_state(file: Path) -> None:
+    """Sets torch's random state to that of a checkpoint. UserError if the file holds no such."""
+    import torch
+
+    try:
+        torch.set_rng_state(torch.load(file, weights_only=True))
+    except (FileNotFoundError, TypeError, RuntimeError):  # no tensor of bytes, or of another size
+        raise damaged(file) from None
 
 
 @contextmanager
@@ -760,27 +804,30 @@ def options_kept(optimizer):
         optimizer.clip_grad = clip
 
 
-def load_universal(path: Path, engine) -> tuple:
-    """Loads shards that another number of ranks saved: rank 0 converts them first. Returns what
-    engine.load_checkpoint returns."""
+def load_universal(path: Path, engine, folder: Path) -> tuple:
+    """Loads shards that another number of ranks saved: rank 0 converts them first, inside `folder`.
+    Returns what engine.load_checkpoint returns."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    folder = path.with_suffix(".universal.tmp")
+    converted = folder / CONVERTED
     if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        problem = convert_apart(path / "engine", folder / "engine")
+        if os.path.lexists(converted):  # of a run that was killed, or a link to somewhere else
+            delete(converted)
+        problem = convert_apart(path / "engine", converted / "engine")
         if problem:
+            discard(converted)
             raise RunStopped(
-                f"{path} could not be converted for {dist.get_world_size()} rank(s): {problem}"
+                f"{path} could not be converted for {dist.get_world_size()} rank(s) in {folder}: "
+                f"{problem}"
             )
     dist.barrier()
     engine._config.load_universal_checkpoint = True  # for this one call
-    loaded = engine.load_checkpoint(str(folder), tag="engine")
+    loaded = engine.load_checkpoint(str(converted), tag="engine")
     engine._config.load_universal_checkpoint = False
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(folder)
+        discard(converted)
     return loaded
 
 
@@ -811,14 +858,14 @@ def convert(shards: str, out: str) -> None:
 # --- export, and the command line
 
 
-def engine_weights(path: Path, zero_stage: int) -> dict:
-    """{name: tensor} of the language model, from DeepSpeed's shards. Works for any number of ranks
-    that saved them."""
+def engine_weights(path: Path) -> dict:
+    """{name: tensor} of the language model, from DeepSpeed's shards. Works for any ZeRO stage and
+    number of ranks that saved them."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if zero_stage < 3:
-        file = path / "engine" / "mp_rank_00_model_states.pt"  # below stage 3 rank 0 has it all
+    file = path / "engine" / "mp_rank_00_model_states.pt"
+    if file.exists():  # below stage 3: rank 0 has it all
         state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         with no_code():
@@ -840,20 +887,24 @@ def export(path, out) -> None:
 
     path = Path(path)
     out = Path(out)
+    tmp = Path(f"{out}.tmp")
+    for folder in (out, tmp):  # never write into somebody's folder
+        if folder.exists():
+            raise UserError(f"export: {folder} is there already: name a new folder")
     problem = verify(path) or code_in(path)
     if problem:
         raise UserError(f"export: {problem}")
-    tmp = out.with_name(out.name + ".tmp")
-    for folder in (out, tmp):  # never write into somebody's folder
-        if folder.exists():
-            raise UserError(f"export: {folder} is there already")
-    config = {"lora_rank": 0} | settings_of(path)
+    config = settings_of(path)
+    if config["dtype"] not in CHOICES["dtype"]:
+        raise damaged(path / "train_config.json")
     with torch.device("meta"):  # shapes only, no memory
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, trust_remote_code=False)
+        )
         if config["lora_rank"]:
             add_adapters(lm, config["lora_rank"], base=config["model"])
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
-    saved = engine_weights(path, config["zero_stage"])
+    saved = engine_weights(path)
     weights = {}
     for name, _ in lm.named_parameters():
         if name not in saved:
@@ -867,7 +918,7 @@ def export(path, out) -> None:
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
     save_adapter(tmp / "adapter", lm, 0, 0)
-    AutoTokenizer.from_pretrained(path).save_pretrained(tmp)
+    AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(tmp)
     tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
 

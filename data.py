@@ -466,8 +466,8 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     """Leaves out the training rows whose prompts are evaluation prompts, because scores on these
     would measure memory. Prints their number. With allow_leakage it leaves out none and warns.
 
-    pools: the rows of every source, then those of the easy pool. UserError if nothing is left of
-    one."""
+    pools: the rows of every source, then, if they are trained on, those of the easy pool.
+    UserError if nothing is left of one."""
 
     def identity(row: dict) -> str:
         # white space is evened out, case is not: to a model it makes another prompt

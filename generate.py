@@ -22,6 +22,7 @@ if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["generate"]))
 
 import json
+import math
 import os
 from itertools import islice
 from pathlib import Path
@@ -86,9 +87,10 @@ def check_settings(path: Path, config: dict) -> dict:
 
 def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
     """The number of prompts of which the file holds all completions. Cuts off what follows them: a
-    part of a group or of a line. Makes the file, and its settings, if there is none. UserError if
-    its lines were made with other settings, or of other rows."""
+    part of a group or of a line. Makes the file, and its settings, if there is none. UserError,
+    before it is touched, if its lines were made with other settings, or of other rows."""
     settings = check_settings(path, config)
+    G = config["num_generations"]
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # settings first: a file without them would be refused for ever
@@ -97,17 +99,16 @@ def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
     with open(path, "rb") as file:
         # lengths in bytes, for truncate; only the last line can lack its end
         lengths = [len(line) for line in file if line.endswith(b"\n")]
-    whole = len(lengths) // config["num_generations"] * config["num_generations"]
+    check_rows(path, rows[: math.ceil(len(lengths) / G)], G)
+    whole = len(lengths) // G * G
     # a prompt with some of its lines only is sampled again
     os.truncate(path, sum(lengths[:whole]))
-    done = whole // config["num_generations"]
-    check_rows(path, rows[:done], config["num_generations"])
-    return done
+    return whole // G
 
 
 def check_rows(path: Path, rows: list[dict], G: int) -> None:
     """UserError unless these rows are those of the file's first groups of G lines."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:  # bytes: of a stranger's file, which may not be UTF-8
         firsts = islice(file, 0, None, G)  # of each group
         for i, (row, text) in enumerate(zip(rows, firsts)):
             try:
@@ -201,13 +202,14 @@ def write(c: dict, own: dict, path: Path) -> None:
     # only rank 0 opens the file, which it may cut; the others learn the number from it
     shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
-    done = min(shared[0], len(rows))
+    (done,) = shared  # may exceed len(rows): --max_prompts may have been larger before
     sampler = rollout.start_sampler(c, world.device)
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, functions)
     P = c["prompts_per_step"]
-    bar = progress(total=len(rows), initial=done, disable=world.rank > 0, unit="prompt")
-    # shared[0] may exceed len(rows): --max_prompts may have been larger before
-    for first in range(shared[0], len(rows), P):
+    bar = progress(
+        total=len(rows), initial=min(done, len(rows)), disable=world.rank > 0, unit="prompt"
+    )
+    for first in range(done, len(rows), P):
         places = range(first + world.rank, min(first + P, len(rows)), world.size)
         lines = batch_lines(exam, places, c)
         shares = [None] * world.size if world.rank == 0 else None
@@ -217,8 +219,7 @@ def write(c: dict, own: dict, path: Path) -> None:
             bar.update(write_batch(path, shares))
     bar.close()
     if world.rank == 0:
-        # the file may hold more than --max_prompts already
-        print(f"{path}: {max(shared[0], len(rows))} prompts x {c['num_generations']}")
+        print(f"{path}: {max(done, len(rows))} prompts x {c['num_generations']}")
     leave_together(sampler)
 
 

@@ -29,8 +29,11 @@ from checks import entries, paths
 from common import ROOT, UserError, check_writable, quoted
 
 LOCK = ".lock"  # this file is in the folder while a run holds it
+# Shards in DeepSpeed's universal format: checkpoint.load_universal() makes and deletes them before
+# the run has written anything.
+CONVERTED = "universal.tmp"
 # Files that don't make a folder count as used. logs: a batch script makes it before the run starts
-NOT_OF_A_RUN = (LOCK, "logs")
+NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -138,6 +141,19 @@ def open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
+def open_own(path: Path, mode: str, buffering: int = -1):
+    """open() for a file that a run writes into its folder. UserError if it is a symbolic link."""
+    try:
+        return open(path, mode, buffering, opener=open_no_link)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(
+            f"{str(path)!r} is a symbolic link, and a run writes through none: remove it, or "
+            f"choose another --output_dir"
+        ) from None
+
+
 def try_lock(lock) -> bool:
     """Locks the open file; False if another process has locked it. True, with a warning, on a file
     system without locks."""
@@ -225,8 +241,9 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         of_the_end = path.name in ("stop", "done")
         if path.name not in kept and (of_the_end or not resuming):
             delete(path)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    with open(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
+    with open_own(folder / "config.json", "w") as file:
+        file.write(json.dumps(config, indent=1))
+    with open_own(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
         file.write(json.dumps(header) + "\n")
 
 
@@ -288,7 +305,7 @@ def rewind_lines(path: Path, step: int) -> None:
     if broken:
         print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
     kept = path.with_suffix(".tmp")  # renamed once complete: a kill in between loses nothing
-    with open(kept, "w") as file:
+    with open_own(kept, "w") as file:
         for row in rows:
             if row["step"] <= step:
                 file.write(json.dumps(row) + "\n")
@@ -336,8 +353,10 @@ def wandb_id(folder: Path) -> str:
     resumed run continues there too."""
     path = folder / "wandb_id"
     if not path.exists():
-        path.write_text(secrets.token_hex(4))  # 8 hexadecimal digits
-    return path.read_text()
+        with open_own(path, "w") as file:
+            file.write(secrets.token_hex(4))  # 8 hexadecimal digits
+    with open_own(path, "r") as file:  # what it holds goes to Weights & Biases
+        return file.read()
 
 
 class MetricsLog:
@@ -348,7 +367,7 @@ class MetricsLog:
         """step: finished steps, from which this run starts or continues."""
         rewind(folder, step)
         path = folder / "metrics.jsonl"
-        self.file = open(path, "a", buffering=1)  # flushed line by line
+        self.file = open_own(path, "a", buffering=1)  # flushed line by line
         self.folder = folder
         # for lost(): while the folder is open, no other folder can get its inode number
         self.handle = os.open(folder, os.O_RDONLY)

@@ -116,6 +116,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
     with quiet():
         # in order of cost: config, tokenizer, weights
         config = load_part(model, "config.json", AutoConfig)
+        refuse_other_kinds(model, config)
         vocab_size = vocabulary_of(model, config)
         # False: if there is a tekken.json, transformers would load Mistral's own tokenizer, which
         # has no chat template and another interface
@@ -146,7 +147,8 @@ def quiet():
 
 def load_part(model: str, part: str, auto_class, **options):
     try:
-        return auto_class.from_pretrained(model, **options)
+        # False: otherwise transformers asks whether to run the code that a model may bring
+        return auto_class.from_pretrained(model, trust_remote_code=False, **options)
     except Exception as error:  # parsers of strangers' files raise dozens of kinds
         raise unusable(model, part, error) from None
 
@@ -155,16 +157,23 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-    reason = (
-        error if isinstance(error, str) else f"{type(error).__name__}: {in_one_line(error, 300)}"
-    )
+    if isinstance(error, str):
+        reason = error
+    elif "trust_remote_code" in str(error):  # transformers' own advice
+        reason = (
+            "it needs Python code that the model brings along (auto_map), and models with code of "
+            "their own are refused: take one that transformers has the code of"
+        )
+    else:
+        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
 # --- vocabulary, template, what ends a completion
 
 
-def vocabulary_of(model: str, config) -> int:
+def refuse_other_kinds(model: str, config) -> None:
+    """UserError for a model that reads more than text, or has no attention."""
     if config.get_text_config() is not config:  # multimodal: the text model's config is nested
         raise unusable(
             model,
@@ -172,6 +181,16 @@ def vocabulary_of(model: str, config) -> int:
             f"a {config.model_type} does more than read text, and only models that do not are "
             "trained here",
         )
+    if not getattr(config, "num_attention_heads", None):  # such as Mamba
+        raise unusable(
+            model,
+            "config.json",
+            f"a {config.model_type} has no attention heads (num_attention_heads), and models "
+            "without are not supported here",
+        )
+
+
+def vocabulary_of(model: str, config) -> int:
     vocab_size = getattr(config, "vocab_size", None)
     if type(vocab_size) is not int or vocab_size < 1:  # bool is an int
         raise unusable(model, "config.json", f"vocab_size={vocab_size!r} must be at least 1")
@@ -264,7 +283,7 @@ def empty_model(model: str, config):
     """The model that config.json describes, without any memory for its weights."""
     try:
         with torch.device("meta"):  # shapes without storage
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # as in load_part
         raise unusable(model, "config.json", error) from None
 
@@ -300,6 +319,7 @@ def check_weights(model: str) -> None:
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # don't raise: the report has them
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # as in load_part
         raise unusable(model, "its weights", damaged_file(folder) or error) from None

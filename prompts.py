@@ -96,7 +96,7 @@ def prompt_key(row: dict) -> str:
     """A hash that is equal for prompts that differ in white space only. The replay buffer
     recognises prompts by it."""
     words = prompt_identity(row).split()
-    # surrogatepass: JSON can hold half a surrogate pair, which is not UTF-8
+    # surrogatepass: a row of somebody's task may hold half a surrogate pair, which is not UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

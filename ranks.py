@@ -346,22 +346,21 @@ def send_at_once(connection: socket.socket) -> None:
 
 
 def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
-    """Rank 0's connections to the other ranks, as they come in."""
+    """Rank 0's connections to the other ranks, as they come in. RunStopped after
+    MEETING_SECONDS, however many strangers call."""
     missing = set(range(1, dist.get_world_size()))
     peers = []
-    listener.settimeout(MEETING_SECONDS)
+    end = time.monotonic() + MEETING_SECONDS
     while missing:
         try:
+            listener.settimeout(left(end))
             connection, _ = listener.accept()
         except OSError as error:
             raise RunStopped(
                 f"rank 0 was not reached by {sorted(missing)} at port {listener.getsockname()[1]} "
                 f"of its host, by which ranks notice that one has died ({error})"
             ) from None
-        hello = b""
-        connection.settimeout(HELLO_SECONDS)
-        with contextlib.suppress(OSError):  # a stranger may send nothing, or hang up
-            hello = connection.makefile("rb", buffering=0).readline(500)
+        hello = read_hello(connection, time.monotonic() + HELLO_SECONDS)
         said, _, rest = hello.decode(errors="replace").strip().partition(" ")
         rank, _, place = rest.partition(" ")
         if secrets.compare_digest(said.encode(), secret.encode()) and int(rank) in missing:
@@ -370,6 +369,29 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
         else:
             connection.close()  # a stranger
     return peers
+
+
+def read_hello(connection: socket.socket, end: float) -> bytes:
+    """The line that a rank sends as soon as it is connected; of a stranger what it has sent before
+    the moment `end`, 500 bytes at most."""
+    hello = b""
+    with contextlib.suppress(OSError):  # a stranger may send nothing, or hang up
+        while len(hello) < 500 and not hello.endswith(b"\n"):
+            connection.settimeout(left(end))
+            received = connection.recv(1)  # what follows the line is for Peer
+            if not received:
+                break
+            hello += received
+    return hello
+
+
+def left(end: float) -> float:
+    """Seconds until the moment `end` of time.monotonic(); TimeoutError, an OSError, if it has
+    passed."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds
 
 
 # --- how ranks agree: all ranks call these functions together

@@ -88,8 +88,8 @@ def format_reward(completion: str, answer=None, **row) -> float:
     # think == 0: nothing may stand before <think>
     in_order = think == 0 < think_end < answer_start < answer_end
     at_the_end = answer_end == len(text) - len("</answer>")
-    between = text[think_end + len("</think>") : answer_start]
-    return float(in_order and at_the_end and not between.strip())
+    gap = text[think_end + len("</think>") : answer_start]
+    return float(in_order and at_the_end and not gap.strip())
 
 
 def tag_count(completion: str, answer=None, **row) -> float:

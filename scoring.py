@@ -24,6 +24,7 @@ import torch
 import rollout
 import tasks
 import workers
+from checks import rows_of_a_group
 from common import RewardsFailed, UserError, quoted, tell
 from tasks import last_answer, mathematics
 from workers import Failure
@@ -79,10 +80,11 @@ def pool_of(c: dict) -> workers.Pool | None:
     return POOLS[settings]
 
 
-def answers_to(jobs: dict, c: dict) -> dict:
-    """{key: number, text, None or Failure} for jobs {key: (function, text, row)}."""
+def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
+    """{key: number, text, None or Failure} for jobs {key: (function, text, row)}. Once more than
+    `most_timeouts` have timed out, the workers give up the others."""
     if pool := pool_of(c):
-        return pool.answers(jobs)
+        return pool.answers(jobs, most_timeouts)
     # a copy, as a worker would get one: a reward may change what it is given
     return {key: workers.believed(workers.answer(*deepcopy(job))) for key, job in jobs.items()}
 
@@ -120,12 +122,13 @@ def measure(
     rollouts: list[dict], rows: list[dict], functions: list[RewardFunction], c: dict
 ) -> tuple[torch.Tensor, list[dict]]:
     """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
-    where it failed; and a record of each failure."""
+    where it failed; and a record of each failure. Once most_timeouts() is exceeded, what has no
+    answer yet is a TIMEOUT too."""
     groups = list(zip(rows, rollout.groups_of(rollouts, len(rows))))
     jobs = {}
     for row, group in groups:
         jobs |= jobs_of(group, row, functions, c)
-    answers = answers_to(jobs, c)
+    answers = answers_to(jobs, c, most_timeouts(rows, functions, c))
     G = len(groups[0][1]) if groups else 0
     # (p, G, F)
     values = torch.full((len(rows), G, len(functions)), math.nan)
@@ -141,6 +144,17 @@ def measure(
                     value = TIMEOUT if value.kind == "timeout" else ERROR
                 values[i, j, f] = value
     return values, failed
+
+
+def most_timeouts(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
+    """How many of a rank's jobs may time out before it is certain that check_failures() will stop
+    the run, whatever the other ranks find."""
+    if c["max_reward_failures"] == 1:  # nothing will
+        return math.inf
+    completions = c["prompts_per_step"] * rows_of_a_group(c)  # of all ranks
+    # jobs of one completion, which counts once
+    jobs = max((sum(f.scores(row) for f in functions) for row in rows), default=0)
+    return c["max_reward_failures"] * completions * jobs
 
 
 class Exam(NamedTuple):
@@ -163,7 +177,8 @@ def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) 
 
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, n, sampling, group_done)
-    values, failed = measure(rollouts, rows, exam.functions, c)
+    # 1: this is no step, which failures would stop
+    values, failed = measure(rollouts, rows, exam.functions, c | {"max_reward_failures": 1.0})
     return rollouts, values, failed
 
 

@@ -190,7 +190,7 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         sources, _ = data.training_sources(c, tokenizer)
         if is_evaluated(c):  # sft.py does not evaluate, but must not learn the answers either
             held_out = held_out_rows(c, tokenizer)
-            *sources, _ = data.leave_out_evaluated([*sources, []], held_out, c)
+            sources = data.leave_out_evaluated(sources, held_out, c)
         rows = data.all_rows(sources)
         groups = demonstrations(rows, tokenizer, c)
         train(c, own, lm, tokenizer, groups)
@@ -233,7 +233,9 @@ def load_model(c: dict) -> tuple:
         tokenizer = files.tokenizer
         if tokenizer.eos_token_id is None:  # only generation_config.json names one
             tokenizer.eos_token_id = files.stop_ids[0]
-        lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=torch.float32)
+        lm = AutoModelForCausalLM.from_pretrained(
+            c["model"], dtype=torch.float32, trust_remote_code=False
+        )
     if c["pack_sequences"]:
         packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
     return lm, tokenizer

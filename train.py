@@ -236,7 +236,9 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
         return tokens
     size = dist.get_world_size()
     if resume_path and checkpoint.ranks_of(resume_path) == size:
-        return checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
+        tokens = checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
+        if tokens:
+            return tokens
     fitting = fitting_tokens(c, inputs.model_config, parameters, size)
     fitting = int(across_ranks(torch.tensor(fitting), dist.ReduceOp.MIN))  # machines may differ
     say_on_rank_0(f"max_tokens_per_micro_batch={fitting}: it follows the memory of a rank")
@@ -275,7 +277,7 @@ def start(c: dict) -> Run:
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
-        saved = checkpoint.load(resume_path, engine)
+        saved = checkpoint.load(resume_path, engine, Path(c["output_dir"]))
         if changes := checkpoint.changes(resume_path, c):
             say_on_rank_0(changes)
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")

@@ -5,7 +5,8 @@
     pool.answers({key: (function, text, row)})    # {key: number, text, None or Failure}
 
 A job calls function(text, **row). A function is given as "module:function"; a worker imports it
-before its first job of that function. Every job ends within `timeout`, not counting the import.
+before its first job of that function. Every job ends within `timeout`, not counting the import;
+all that are waited for together within WAIT_SECONDS.
 `python workers.py <socket> <parent>` becomes two processes:
 
     the worker   runs the jobs. It has no torch, no GPU and no process group, so that killing it
@@ -49,6 +50,8 @@ from typing import NamedTuple
 from common import RunStopped, UserError, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
+# for all jobs that answers() waits for: other ranks wait for this one meanwhile (common.DEADLINE)
+WAIT_SECONDS = 3600
 END_SECONDS = 10  # for a keeper to kill its worker's descendants; it takes milliseconds
 CHUNK = 64  # most jobs that a worker is given at a time
 BIGGEST = 1e12  # rewards must be smaller: their weighted squares are finite in float32 then
@@ -163,6 +166,7 @@ class Pool:
         self.asked = {}  # key: job
         self.waiting = deque()  # keys of jobs that no worker has
         self.found = {}  # key: answer
+        self.late = set()  # keys of jobs that have timed out
         self.loaded = set()  # names of functions that some worker has imported
         self.failed_starts = 0  # since a worker was last ready
         self.lock = threading.RLock()
@@ -185,18 +189,27 @@ class Pool:
             self.waiting.extend(new)
             self.attend(0)
 
-    def answers(self, jobs: dict) -> dict:
+    def answers(self, jobs: dict, most_timeouts: float = math.inf) -> dict:
         """{key: answer} of these jobs; an answer is a number, a text, None or a Failure. Waits for
-        them. If no other job is under way, the pool then forgets everything asked so far."""
+        them, but gives up the rest once more than `most_timeouts` of them have timed out, or after
+        WAIT_SECONDS. If no other job is under way, the pool then forgets everything asked so
+        far."""
         self.ask(jobs)
+        end = self.clock() + WAIT_SECONDS
         while any(key not in self.found for key in jobs):
             with self.lock:
                 self.attend(0.1)
+                late = sum(key in jobs for key in self.late)
+                if late > most_timeouts:
+                    self.give_up(jobs, f"{late} others had no answer in {self.timeout:g} s")
+                elif self.clock() > end:
+                    self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")
         with self.lock:
             answers = {key: self.found[key] for key in jobs}
             if len(self.found) == len(self.asked):  # else jobs of the other thread are under way
                 self.asked = {}
                 self.found = {}
+                self.late = set()
         return answers
 
     def attend(self, seconds: float) -> None:
@@ -302,17 +315,34 @@ class Pool:
         return f"died ({how})"
 
     def replace(self, worker: Worker, kind: str, reason: str) -> None:
-        """Kills a worker and starts another. The job that it was doing becomes a Failure; its other
-        jobs go to the front of the queue."""
+        """Replaces a worker. The job that it was doing becomes a Failure; its other jobs go to the
+        front of the queue."""
         if worker.ready and worker.jobs:
-            self.found[worker.jobs.popleft()] = Failure(kind, reason)
+            key = worker.jobs.popleft()
+            self.found[key] = Failure(kind, reason)
+            if kind == "timeout":
+                self.late.add(key)
         self.take_back(worker)
         if not worker.ready:
             self.count_failed_start(worker, reason)
+        self.renew(worker)
+
+    def renew(self, worker: Worker) -> None:
+        """Kills a worker, which has no jobs any more, and starts another."""
         self.workers.remove(worker)
         self.selector.unregister(worker.socket)
         worker.kill()
         self.start()
+
+    def give_up(self, jobs: dict, reason: str) -> None:
+        """Makes timeouts of those of the jobs that have no answer yet."""
+        keys = jobs.keys() - self.found.keys()
+        for worker in list(self.workers):
+            if not keys.isdisjoint(worker.jobs):
+                self.take_back(worker)
+                self.renew(worker)
+        self.waiting = deque(key for key in self.waiting if key not in keys)
+        self.found |= dict.fromkeys(keys, Failure("timeout", f"given up: {reason}"))
 
     def count_failed_start(self, worker: Worker, reason: str) -> None:
         """UserError if the worker was importing a function that no worker has imported yet: that

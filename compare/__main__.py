@@ -183,7 +183,8 @@ def with_known_tau(config: dict) -> dict:
     from transformers import AutoConfig  # here: it takes seconds, and few arms need it
 
     try:
-        return with_tau(config, AutoConfig.from_pretrained(config["model"]).vocab_size)
+        model_config = AutoConfig.from_pretrained(config["model"], trust_remote_code=False)
+        return with_tau(config, model_config.vocab_size)
     except (OSError, ValueError):  # the model is gone, which a report does not need
         return {key: value for key, value in config.items() if key != "maxent_tau"}
 

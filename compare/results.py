@@ -25,6 +25,8 @@ METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the or
 # keys that `python -m compare` sets itself; an arm that sets one is refused
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 PICTURES = (".png", ".pdf", ".svg")
+# what is read of a line of eval.jsonl, which evaluate.evaluate_problems makes
+RECORD = {"id", "seed", "correct", "distinct", "num_modes"}
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 REWARDS = 20  # neighbouring training steps whose rewards are averaged in the picture
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
@@ -55,11 +57,15 @@ def damaged(path: Path, why) -> UserError:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """parse_lines() of a file that a run wrote; UserError if it is damaged."""
+    """The records in a run's eval.jsonl; UserError if it is damaged."""
     try:
-        return parse_lines(path)
+        records = parse_lines(path)
     except (OSError, ValueError) as error:
         raise damaged(path, error) from None
+    for i, record in enumerate(records, 1):
+        if missing := sorted(RECORD - record.keys()):
+            raise damaged(path, f"line {i} lacks {', '.join(missing)}")
+    return records
 
 
 def metrics_of(run: Path) -> list[dict]:

@@ -53,7 +53,7 @@ class ServerEngine:
         self.rank = dist.get_rank()
         self.seconds = config["rollout_timeout"]  # limit for one answer, and for servers to start
         self.longest_prompt = config["max_prompt_length"]
-        self.vocabulary = AutoConfig.from_pretrained(model).vocab_size
+        self.vocabulary = AutoConfig.from_pretrained(model, trust_remote_code=False).vocab_size
         self.tag = client_tag()
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
 

@@ -262,7 +262,7 @@ class Server:
             settings = info["vllm_config"]
             mode = settings["model_config"]["logprobs_mode"]
             transfer = settings["weight_transfer_config"]
-        except (ServerError, LookupError, TypeError, ValueError) as error:
+        except (ServerError, LookupError, TypeError, ValueError, OverflowError) as error:
             problem = str(error) if isinstance(error, ServerError) else quoted(repr(error))
             raise UserError(
                 f"rollout_server: {self.url} does not speak vLLM's development API ({problem}); "

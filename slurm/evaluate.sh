@@ -14,8 +14,9 @@
 # Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per
 # problem).
 # One process per GPU of the node, or one without GPUs. A "shallow" checkpoint is made into a model
-# first, in a temporary folder. Rewards of your own ("module:function") are imported when you name
-# them, --reward_funcs=..., or say that you trust the config that does, --trust_checkpoint=True.
+# first, in a temporary folder. Rewards of your own ("module:function") and options of vLLM that may
+# import code are taken when you name them, --reward_funcs=..., --vllm_options=..., or say that you
+# trust the config that does, --trust_checkpoint=True.
 
 #SBATCH --job-name=evaluate
 #SBATCH --nodes=1
@@ -44,26 +45,32 @@ checkpoint=${checkpoint%/}
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 
-# the config without what is not ours: a server of the training to ask, and the code of a stranger's
-# rewards to run
-python - "$checkpoint/train_config.json" "$temporary/config.json" "${@:2}" << 'END'
+# the config without what is not ours: a server of the training to ask, and code that a stranger has
+# named to run
+python - "$checkpoint" "$temporary/config.json" "${@:2}" << 'END'
 import json, sys
+from pathlib import Path
+from checkpoint import settings_of
+from checks import ENTRIES
+from common import script
 source, target, *flags = sys.argv[1:]
-config = json.load(open(source))
+config = script(settings_of, Path(source))
 if config["rollout_engine"] == "server":
     config |= {"rollout_engine": "vllm", "rollout_ahead": 0}
 config["rollout_server"] = ""
 config["eval_command"] = ""
-consent = False
-for flag in flags:
-    if flag.lower() == "--trust_checkpoint=true" or flag.startswith("--reward_funcs="):
-        consent = True
-# "auto": those that its rows' tasks name
-code = [name for name in config["reward_funcs"] if ":" in name or name == "auto"]
-if code and not consent:
-    sys.exit(f"error: {source} asks for reward_funcs={config['reward_funcs']!r}, and "
-             f"{code[0]!r} can name code that would be imported: if you trust it add "
-             f"--trust_checkpoint=True")
+harmless = {*ENTRIES["vllm_options"], "enforce_eager", "max_num_seqs", "block_size"}
+code = {
+    # "auto": those that its rows' tasks name
+    "reward_funcs": [name for name in config["reward_funcs"] if ":" in name or name == "auto"],
+    "vllm_options": [name for name in config["vllm_options"] if name not in harmless],
+}
+trusted = "--trust_checkpoint=true" in [flag.lower() for flag in flags]
+for key, named in code.items():
+    # a flag replaces the checkpoint's
+    if named and not trusted and not any(flag.startswith(f"--{key}=") for flag in flags):
+        sys.exit(f"error: {source} asks for {key}={config[key]!r}, and {named[0]!r} may import "
+                 f"code: if you trust it add --trust_checkpoint=True")
 json.dump(config, open(target, "w"))
 END
 flags=()
@@ -79,6 +86,8 @@ fi
 gpus=$(gpus_here | wc -l)
 out=$(dirname "$checkpoint")/evaluations/$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"
+# of a job that has died, or a stranger's links, through which nothing is written
+rm -f "$out.said" "$out.tmp" "$out.jsonl.tmp"
 say "evaluating $checkpoint"
 python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) \
   evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" "${flags[@]}" \

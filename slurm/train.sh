@@ -86,6 +86,11 @@ while (($#)); do
   esac
 done
 
+# here: the config is checked with them. auto: ROLLOUT_SERVER, which is set once they are there
+if ((server_gpus || server_nodes)); then
+  args+=(--rollout_engine=server --rollout_server=auto)
+fi
+
 # a wrong key or value ends the job here, with train.py's own sentence
 asked=$(python -c 'from checks import FLAGS
 from common import load_with_flags, script
@@ -177,6 +182,7 @@ trap leave EXIT
 mkdir -p "$run/logs"
 before=$(newest_checkpoint)
 more=()
+find "$run/logs/" -maxdepth 1 -type l -delete      # a stranger's: we write through no link
 if ((${SLURM_RESTART_COUNT:-0} == 0)); then
   echo "$SLURM_JOB_ID" > "$run/logs/job"
 elif [[ $before ]]; then
@@ -216,7 +222,6 @@ for i in "${!urls[@]}"; do
   done
 done
 if ((${#urls[@]})); then
-  more+=(--rollout_engine=server --rollout_server=auto)
   export ROLLOUT_SERVER
   ROLLOUT_SERVER=$(commas "${urls[@]}")
 fi

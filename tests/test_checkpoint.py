@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ import ranks
 import sft
 from common import RunStopped, UserError, load_config
 from policy import ParameterCounts
+from server.disk import run_name
 
 TOGETHER = checkpoint.verify_together  # the fixture `alone` puts another in its place
 
@@ -149,7 +151,7 @@ def test_a_disk_that_is_full_stops_with_a_sentence_and_keeps_the_last_checkpoint
 
 
 def test_a_rank_that_dies_in_a_save_does_not_read_as_a_full_disk(
-    alone, tiny_model_dir, tmp_path, monkeypatch, capsys
+    alone, tiny_model_dir, tmp_path, monkeypatch, capfd
 ):
     def barrier() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -157,7 +159,7 @@ def test_a_rank_that_dies_in_a_save_does_not_read_as_a_full_disk(
     monkeypatch.setattr(torch.distributed, "barrier", barrier)
     monkeypatch.setattr(os, "_exit", lambda status: None)
     common.script(lambda argv: save(tmp_path, 1, FakeEngine(tiny_model_dir)))
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert "another rank has died" in error and "could not be written" not in error
 
 
@@ -404,6 +406,50 @@ def test_what_a_process_that_died_left_is_removed_weights_for_servers_too(tmp_pa
     checkpoint.tidy(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "weights"]
     assert not any((tmp_path / "weights").iterdir()) and (tmp_path / "mine" / "engine").exists()
+
+
+def test_weights_go_by_the_names_that_a_run_gives_them_and_never_through_a_link(tmp_path):
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    synced = f"{run_name(uuid.uuid4().hex[:8])}-7"  # as server/engine.py names a sync
+    for name in ("my-very-nice-project", synced, f"{synced}.tmp"):
+        (theirs / name).mkdir(parents=True)
+    run.mkdir()
+    (run / "weights").symlink_to(theirs)
+    checkpoint.tidy(run)
+    assert len(list(theirs.iterdir())) == 3
+    (run / "weights").unlink()
+    theirs.rename(run / "weights")
+    (run / "step_by_step.old").mkdir()  # somebody's own
+    checkpoint.tidy(run)
+    assert names((run / "weights").iterdir()) == ["my-very-nice-project"]
+    assert (run / "step_by_step.old").exists()
+
+
+def protected(path, ignore_errors: bool = False) -> None:
+    if not ignore_errors:
+        raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_an_old_checkpoint_that_can_not_be_deleted_is_a_warning_and_the_save_stands(
+    alone, tiny_model_dir, tmp_path, monkeypatch, capsys
+):
+    engine = FakeEngine(tiny_model_dir)
+    for step in (1, 2):
+        save(tmp_path, step, engine)
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", protected)
+    for _ in range(3):  # of the same step: what it replaces can't be deleted either
+        assert checkpoint.verify(save(tmp_path, 3, engine)) == ""
+    old = ["step_000001.old", "step_000003.old", "step_000003.old2"]
+    for start in ("saves", "the next start"):
+        said = capsys.readouterr().out.splitlines()
+        for name, line in zip(old, sorted(said), strict=True):
+            assert line.startswith(f"warning: {tmp_path / name} is no longer needed"), start
+            assert "Permission denied" in line
+        checkpoint.tidy(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    checkpoint.tidy(tmp_path)
+    assert sorted(names(tmp_path.iterdir())) == ["step_000002", "step_000003"]
 
 
 def test_the_newest_and_every_nth_are_kept(tmp_path):

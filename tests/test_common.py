@@ -9,7 +9,7 @@ import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
-from common import RunStopped, UserError, in_one_line, quoted, script
+from common import RunStopped, UserError, in_one_line, leave, quoted, script
 
 
 def say_on_the_way_out(argv, kind=UserError):
@@ -53,3 +53,35 @@ def test_only_a_reader_of_the_output_that_has_gone_is_told_in_a_sentence(where, 
     assert done.returncode == 1
     assert said in done.stderr
     assert ("Traceback" in done.stderr) == (where == "another")
+
+
+@pytest.mark.parametrize("where", ["a closed pipe", "a full disk"])
+def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
+    work = "def work(argv):\n    print('a line')\n    raise UserError('row 7 is odd')"
+    code = f"from common import UserError, script\n{work}\nscript(work)"
+    reading, output = os.pipe()
+    os.close(reading)
+    if where == "a full disk":
+        os.close(output)
+        output = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+    )
+    os.close(output)
+    assert (done.returncode, done.stderr) == (2, "error: row 7 is odd\n")
+
+
+@pytest.mark.parametrize("length", [1000, 1_000_000])
+def test_an_error_about_a_name_of_a_megabyte_is_cut_in_the_middle(length, monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    leave(f"there is no column {'x' * length}; it has a and b", 2)
+    said = capfd.readouterr().err
+    assert said.startswith("error: there is no column xxx")
+    assert said.endswith("xxx; it has a and b\n")
+    assert (" ... " in said) == (length > 2000) and len(said) < 2100

@@ -460,7 +460,7 @@ def test_what_can_not_work_is_one_sentence_before_any_run_starts(
 
 
 def test_exit_status_is_2_for_what_a_user_can_put_right_and_1_for_a_run_that_failed(
-    tmp_path, launched, monkeypatch, capsys
+    tmp_path, launched, monkeypatch, capfd
 ):
     _, argv = plan(tmp_path, "a = {}\nbad = {}")
     codes = []
@@ -469,7 +469,7 @@ def test_exit_status_is_2_for_what_a_user_can_put_right_and_1_for_a_run_that_fai
         monkeypatch.setattr(sys, "argv", ["compare", *argv, *flags])
         compare.script(compare.main)
     assert codes == [1, 2]
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = capfd.readouterr().err.splitlines()[-1]
     assert last == "error: --seeds=0 must be at least 1"
 
 

@@ -104,8 +104,18 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
         lambda text: "",
         lambda text: text.replace('"000"', '"other"'),
         lambda text: text.replace('"correct": ', '"correct": 9'),
+        lambda text: text.replace('"seed": 1', '"sead": 1'),
+        lambda text: text + "{}\n",
     ],
-    ids=["cut within a line", "lines missing", "empty", "another problem", "too many are right"],
+    ids=[
+        "cut within a line",
+        "lines missing",
+        "empty",
+        "another problem",
+        "too many are right",
+        "a key missing",
+        "an empty record",
+    ],
 )
 def test_a_damaged_evaluation_is_named_not_averaged(tmp_path, damage):
     runs, argv = plan(tmp_path, "a = {}\nb = {}")

@@ -257,6 +257,18 @@ def test_a_config_file_without_an_end_is_not_read_to_it():
     assert "/dev/zero is longer than 1000000 characters" in refusal("/dev/zero")
 
 
+def test_a_json_config_has_the_same_limits(tmp_path):
+    endless = tmp_path / "endless.json"
+    endless.symlink_to("/dev/zero")
+    assert f"{str(endless)!r} is longer than 1000000 characters" in refusal(str(endless))
+    twice = write(tmp_path, '{"reward_funcs": ["math"], "seed": 1, "seed": 2}', "twice.json")
+    assert refusal(twice) == f"{twice!r}: 'seed' is set twice"
+    inside = '{"reward_funcs": ["math"], "temperature": {"0": 1.0, "0": 0.5}}'
+    assert "'0' is set twice" in refusal(write(tmp_path, inside, "inside.json"))
+    deep = write(tmp_path, "[" * 100_000, "deep.json")
+    assert "somebody else's" in refusal(deep)
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [

@@ -180,3 +180,24 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
     line = json.dumps(rows[0]) + "\n"
     path.write_text(line * 3 + line[:7])
     assert generate.finished_prompts(path, rows, config) == 1 and path.read_text() == line * 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"id": "mine", "prompt": "z"}\n' * 3,
+        b'{"id": "mine", "prompt": "z"}\n',
+        b'{"id": "x", "prompt": "y"}\n' * 2 + b'{"id": "mine", "prompt": "z"}\n{"id',
+        b"\xff\xfe\n" * 3,
+    ],
+    ids=["a group and a part", "a part", "a group of ours and a part", "no UTF-8"],
+)
+def test_a_file_of_other_rows_is_refused_as_it_is(tmp_path, content):
+    path = tmp_path / "out.jsonl"
+    config = load_config(["config/countdown_tiny.py", "--num_generations=2"])
+    rows = [{"id": "x", "prompt": "y"}] * 2
+    generate.finished_prompts(path, rows, config)  # writes the settings beside it
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="was made of other rows: its prompt"):
+        generate.finished_prompts(path, rows, config)
+    assert path.read_bytes() == content

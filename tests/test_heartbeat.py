@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import child
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deadlines import PATIENCE
 
 import ranks
+from common import RunStopped
 
 # --- the rules, beat by beat
 
@@ -64,6 +66,61 @@ def test_strangers_at_the_place_of_the_meeting_are_passed_over(monkeypatch):
         assert (peer.rank, peer.place) == (1, "host, process 7")
         for caller in [*callers, peer.connection]:
             caller.close()
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(ranks, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    sent = []
+
+    def drip(stranger: socket.socket) -> None:
+        dropped = threading.Event()
+        while not dropped.wait(0.01) and len(sent) < 500:  # which no line of ours is longer than
+            try:
+                stranger.sendall(b"x")
+                sent.append(1)
+            except OSError:
+                dropped.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        callers = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+        callers[1].sendall(b"secret 1 host, process 7\n")
+        dripping = threading.Thread(target=drip, args=[callers[0]])
+        dripping.start()
+        (peer,) = ranks.wait_for_peers(listener, "secret")
+        dripping.join()
+        assert peer.rank == 1 and len(sent) < 500
+        for caller in [*callers, peer.connection]:
+            caller.close()
+
+
+class Crowd:
+    """A listener to whom a stranger comes every second, for a hundred seconds, and no rank."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+    def getsockname(self) -> tuple:
+        return "127.0.0.1", 7
+
+    def accept(self) -> tuple:
+        self.now += 1.0
+        assert self.now < 100.0, "strangers are let in for ever"
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours, None
+
+
+def test_strangers_who_come_and_go_do_not_put_off_the_end_of_the_wait(monkeypatch):
+    crowd = Crowd()
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: crowd.now))
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    with pytest.raises(RunStopped, match=r"rank 0 was not reached by \[1\] at port 7"):
+        ranks.wait_for_peers(crowd, "secret")
+    assert crowd.now == ranks.MEETING_SECONDS
 
 
 def test_one_that_says_goodbye_is_not_missed():

@@ -21,6 +21,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
+    MambaConfig,
     MistralConfig,
     OPTConfig,
     PhiConfig,
@@ -365,6 +366,35 @@ def test_a_model_that_keeps_weights_beside_its_parameters_is_not_trained(folder)
     load_model_files(str(folder))  # to score it, or to sample from it, it will do
     said = refusal(preflight.load_inputs, load_config([f"--model={folder}"]), 1)
     check_words(said, "1 of its tensors", "layers.1.mlp.gate.e_score_correction_bias")
+
+
+CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+CODE = {
+    "config": {CONFIG: {"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}},
+    "model": {CONFIG: {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.M"}}},
+    "tokenizer": {
+        CONFIG: {"model_type": "llama"},
+        TOKENIZER: {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", None]}},
+    },
+}
+
+
+@pytest.mark.parametrize("files", CODE.values(), ids=CODE)
+def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(folder, files, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "y")
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    for file, fields in files.items():
+        change(file, **fields)(folder)
+    message = refusal(load_model_files, str(folder))
+    check_words(message, "(auto_map), and models with code of their own are refused")
+    assert not asked and not (folder / "ran").exists()
+
+
+def test_a_model_without_attention_heads_is_refused(folder):
+    config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    check_words(refusal(load_model_files, str(folder)), "a mamba has no attention heads")
 
 
 # --- a tokenizer and a model that do not belong together

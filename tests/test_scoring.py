@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hang_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_tools import (
@@ -214,6 +215,40 @@ def test_with_a_limit_of_zero_one_failure_stops_the_run_and_with_one_nothing_doe
     scoring.check_failures(none, 1000, 0.0)
     everything = {"reward/a/errors": 64, "reward/b/timeouts": 64, "reward/failures": 64}
     scoring.check_failures(everything, 64, 1.0)
+
+
+def test_a_step_that_is_lost_to_timeouts_is_not_waited_for_and_an_evaluation_is(
+    reward_folder, monkeypatch
+):
+    """Of 8 x 2 completions an eighth may fail: the third hang is one too many."""
+    flags = {"prompts_per_step": 8, "num_generations": 2, "max_reward_failures": 0.125}
+    c = config("hostile:act", reward_workers=1, reward_timeout=0.2, **flags)
+    scoring.pool_of(c).clock = Clock(scoring.pool_of(c), lambda text: text == "sleep")
+    rows = [row_of("own") for _ in range(8)]
+    rollouts = rollouts_of(["sleep", "1"] * 8)
+    values, failed = scoring.measure(rollouts, rows, functions_for(c, rows), c)
+    assert [record["kind"] for record in failed] == ["timeout"] * len(failed)
+    assert sum(record["reason"].startswith("no answer in 0.2 s") for record in failed) == 3
+    _, metrics = scoring.combine(values, functions_for(c, rows))
+    with pytest.raises(RunStopped, match="of a step's 16 completions"):
+        scoring.check_failures(metrics, 16, 0.125)
+
+    asked = []
+    monkeypatch.setattr(scoring, "answers_to", lambda jobs, c, most: asked.append(most) or {})
+    monkeypatch.setattr(scoring.rollout, "generate", lambda *_: [])
+    scoring.sample_and_measure(scoring.Exam(None, None, [], rows, []), [], 2, None, c)
+    assert asked == [math.inf]
+
+
+def test_a_step_is_lost_when_more_completions_than_allowed_can_only_have_failed():
+    """A completion on which both its functions hang is one; a row of another task has one less."""
+    rows = [row_of("own"), row_of("countdown", TEN)]
+    functions = [function("a"), function("b", task="countdown")]
+    c = config("a:a", prompts_per_step=8, num_generations=4, max_reward_failures=0.25)
+    assert scoring.most_timeouts(rows[:1], functions, c) == 8
+    assert scoring.most_timeouts(rows, functions, c) == 16
+    assert scoring.most_timeouts(rows, functions, c | {"max_reward_failures": 1.0}) == math.inf
+    assert scoring.most_timeouts([], functions, c) == 0
 
 
 def test_a_completion_on_which_three_functions_fail_is_one_failure():

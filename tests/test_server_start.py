@@ -50,6 +50,7 @@ def with_settings(mode: str) -> dict:
     return {"/server_info": says(200, settings)}
 
 
+ENDLESS = b'{"data": [{"id": "policy", "max_model_len": 1e999}]}'
 NO_API = "does not speak vLLM's development API"
 
 
@@ -61,6 +62,7 @@ NO_API = "does not speak vLLM's development API"
         ({"/server_info": says(200, [])}, {}, NO_API),
         ({"/weight_info": says(200, [1])}, {}, NO_API),
         ({"/v1/models": says(200, {"data": []})}, {}, NO_API),
+        ({"/v1/models": says(200, ENDLESS)}, {}, f"{NO_API} .*infinity"),
         (
             {},
             {"max_completion_length": 60},

@@ -391,8 +391,8 @@ def test_a_checkpoint_of_a_run_with_servers_is_evaluated_by_vllm_in_the_process(
     made = tmp_path / "config.json"
     script = (ROOT / "slurm" / "evaluate.sh").read_text()
     lines = script.split("<< 'END'\n")[1].split("\nEND\n")[0]
-    command = [sys.executable, "-c", lines, saved, made, "--trust_checkpoint=True"]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-c", lines, tmp_path, made, "--trust_checkpoint=True"]
+    subprocess.run(command, cwd=ROOT, check=True)
     config = load_config([str(made)])
     assert config["rollout_engine"] == "vllm"
     assert config["reward_funcs"] == ["patient_reward:parity"]
@@ -411,17 +411,113 @@ def test_checkpoints_are_found_where_the_run_folder_is_a_link(tmp_path):
         assert done.stdout == f"{folder}/step_000010\n"
 
 
+def checkpoint_of(folder: Path, settings: dict) -> Path:
+    """As much of a checkpoint as evaluate.sh looks at first."""
+    path = folder / "step_1"
+    path.mkdir()
+    (path / "train_config.json").write_text(json.dumps(settings))
+    return path
+
+
 @pytest.mark.parametrize("reward", ["patient_reward:parity", "auto"])
 def test_rewards_that_only_a_checkpoint_names_are_not_imported(reward, tmp_path):
-    path = tmp_path / "step_1"
-    path.mkdir()
     config = load_config([*CONFIG, f"--reward_funcs=[{reward!r}]"]) | {"trust_checkpoint": True}
-    (path / "train_config.json").write_text(json.dumps(config))
+    path = checkpoint_of(tmp_path, config)
     done = bash("slurm/evaluate.sh", path, env=without_slurm())
     assert done.returncode == 1
     assert not (tmp_path / "evaluations").exists()
     assert repr(reward) in done.stderr and "--trust_checkpoint=True" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["vllm_options", "vllm_options.worker_extension_cls"])
+def test_options_of_vllm_that_only_a_checkpoint_names_import_nothing(key, tmp_path):
+    value = "evil.Worker" if "." in key else {"worker_extension_cls": "evil.Worker"}
+    path = checkpoint_of(tmp_path, load_config([HF]) | {key: value})
+    for flag in ("--seeds=1", "--reward_funcs=countdown"):  # consents to rewards alone
+        done = bash("slurm/evaluate.sh", path, flag, env=without_slurm())
+        assert done.returncode == 1
+        assert "'worker_extension_cls' may import code" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "evaluations").exists()
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"vllm_options": []}, "vllm_options must be of type dict"),
+        ({"reward_funcs": 5}, "reward_funcs must be of type list"),
+        ([], "is damaged"),
+    ],
+)
+def test_a_checkpoint_whose_settings_are_nonsense_is_not_evaluated_but_named(
+    settings, words, tmp_path
+):
+    path = checkpoint_of(tmp_path, settings)
+    done = bash("slurm/evaluate.sh", path, env=without_slurm())
+    assert done.returncode == 2
+    assert words in done.stderr and str(path) in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+# python3 under another name, but for torchrun: this one says what an evaluation would
+TORCHRUN_SAYS = """#!/usr/bin/env bash
+if [[ $2 == torch.distributed.run ]]; then echo '{"model": 1}'; else exec "$REAL" "$@"; fi
+"""
+
+
+def tools(folder: Path, **scripts: str) -> str:
+    """A PATH on which these scripts come first."""
+    (folder / "bin").mkdir()
+    for name, text in scripts.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
+
+
+def test_an_evaluation_writes_through_no_link_of_a_strangers_folder(tmp_path):
+    path = checkpoint_of(tmp_path, load_config([HF]))
+    (path / "model.safetensors").touch()
+    (tmp_path / "diary").write_text("mine")
+    (tmp_path / "evaluations").mkdir()
+    for end in ("said", "tmp", "json"):
+        (tmp_path / "evaluations" / f"step_1.{end}").symlink_to(tmp_path / "diary")
+    env = without_slurm() | {"PATH": tools(tmp_path, python=TORCHRUN_SAYS), "REAL": sys.executable}
+    done = bash("slurm/evaluate.sh", path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "diary").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step_1.json"]
+    assert (tmp_path / "evaluations" / "step_1.json").read_text() == '{"model": 1}\n'
+
+
+def one_node(folder: Path, **variables) -> dict:
+    """The environment of a job on one node where srun starts nothing."""
+    srun, scontrol = "#!/bin/sh\nexit 1\n", "#!/bin/sh\necho here\n"
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here"}
+    path = tools(folder, srun=srun, scontrol=scontrol, scancel=srun)
+    return without_slurm() | job | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+@pytest.mark.parametrize("servers", [["--server-gpus", "1"], ["--server-nodes=1"]])
+def test_what_needs_servers_is_allowed_to_a_job_that_starts_them(servers, tmp_path):
+    words = [*servers, *CONFIG, "--rollout_ahead=1", f"--output_dir={tmp_path / 'run'}"]
+    done = bash("slurm/train.sh", *words, env=one_node(tmp_path))
+    assert "one must be left to train" in done.stderr, done.stderr
+    assert "rollout_ahead" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_job_writes_its_logs_through_no_link_of_a_strangers_folder(tmp_path):
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "diary").write_text("mine")
+    for name in ("job", "trainer_0.log"):
+        (logs / name).symlink_to(tmp_path / "diary")
+    words = [*CONFIG, f"--output_dir={tmp_path / 'run'}"]
+    done = bash("slurm/train.sh", *words, env=one_node(tmp_path))
+    assert "no process starts on here" in done.stderr, done.stderr
+    assert (tmp_path / "diary").read_text() == "mine"
+    assert (logs / "job").read_text() == "7\n" and not (logs / "trainer_0.log").is_symlink()
 
 
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])

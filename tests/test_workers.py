@@ -155,6 +155,35 @@ def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     pool.close()
 
 
+def sleeps(pool: Pool) -> dict:
+    """Fifty jobs of it that hang, and a clock that knows."""
+    pool.clock = Clock(pool, lambda text: text == "sleep")
+    return {i: job("hostile:act", "sleep") for i in range(50)}
+
+
+def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder):
+    """What is not waited for, such as jobs of the next step, stays in the queue."""
+    pool = Pool(1, 0.2, 0.25)
+    jobs = sleeps(pool)
+    pool.ask(jobs)
+    pool.ask({"next step": job("hostile:act", "5")})
+    reasons = [answer.reason for answer in pool.answers(jobs, most_timeouts=2).values()]
+    assert reasons[:3] == ["no answer in 0.2 s (reward_timeout)"] * 3
+    assert reasons[3:] == ["given up: 3 others had no answer in 0.2 s"] * 47
+    assert pool.answers({"next step": None}) == {"next step": 5}
+    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
+    assert pool.asked == pool.found == {} and not pool.late and len(pool.workers) == 1
+    pool.close()
+
+
+def test_jobs_that_are_waited_for_together_have_an_end_together(reward_folder, monkeypatch):
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
+    pool = Pool(1, 100_000.0, 0.25)
+    found = pool.answers(sleeps(pool))
+    assert set(found.values()) == {Failure("timeout", "given up: 50 together took over 0.5 s")}
+    pool.close()
+
+
 def test_the_pool_is_as_large_as_before_and_nothing_is_left_behind(battle, reward_folder):
     pool = battle["pool"]
     assert len(pool.workers) == 6 and battle["fds"] == 0

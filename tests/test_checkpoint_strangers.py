@@ -1,0 +1,148 @@
+"""Checkpoints that somebody else, an older version or another number of ranks has made."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_checkpoint import CONFIG, GROUP_OF_ONE, FakeEngine, names, save
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import evaluate
+from common import RunStopped, UserError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """A process group of one, without torch.distributed."""
+    for name, answer in GROUP_OF_ONE.items():
+        monkeypatch.setattr(torch.distributed, name, answer)
+    monkeypatch.setattr(checkpoint, "verify_together", checkpoint.verify)
+
+
+def signed(path: Path, name: str, contents) -> Path:
+    """A checkpoint with another file, and a manifest that says so."""
+    if name.endswith(".pt"):
+        torch.save(contents, path / name)
+    else:
+        (path / name).write_text(json.dumps(contents))
+    (path / "manifest.json").write_text(json.dumps(checkpoint.manifest_of(path)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({}, ""),
+        ({"dataset_name": "rows.jsonl", "weight_decay": 0.1, "adam_beta1": 0.9}, ""),
+        ({"optimizer_options": []}, "optimizer_options must be of type dict"),
+        ({"dataset": [5]}, "dataset, source 0 must be of type dict"),
+        ({"zero_stage": "3"}, "zero_stage must be of type int"),
+    ],
+)
+def test_a_checkpoint_with_other_settings_is_gone_on_from_or_refused_in_one_sentence(
+    settings, words, tiny_model_dir, tmp_path
+):
+    path = signed(save(tmp_path, 1, FakeEngine(tiny_model_dir)), "train_config.json", settings)
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    asked = c | {"model": str(path), "eval_dataset": {"name": "rows.jsonl"}}
+    if not words:
+        assert checkpoint.find(c) == path
+        assert bool(evaluate.trained_on(9, asked)) == ("dataset_name" in settings)
+        return
+    for work in (
+        lambda: checkpoint.find(c),
+        lambda: checkpoint.changes(path, c),
+        lambda: checkpoint.export(path, tmp_path / "out"),
+        lambda: evaluate.trained_on(9, asked),
+    ):
+        with pytest.raises(UserError, match=f"{path / 'train_config.json'}: {words}"):
+            work()
+
+
+def test_settings_of_an_older_version_are_read_under_todays_keys(tiny_model_dir, tmp_path, capsys):
+    older = {"beta": 0.5, "dataset_name": "x", "weight_decay": 0.1}
+    gone = {"logprob_chunk_size": 128, "never_heard_of": None}
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    signed(path, "train_config.json", older | gone)
+    capsys.readouterr()
+    saved = checkpoint.settings_of(path)
+    assert saved.keys() == CONFIG.keys() and saved["beta"] == 0.5
+    assert saved["dataset"] == {"name": "x"}
+    assert saved["optimizer_options"] == {"weight_decay": 0.1}
+    # only what it knew: what it is too old to know has not changed
+    c = CONFIG | {"max_logp_difference": 9.0}
+    assert checkpoint.changes(path, c) == f"changed since {path}: beta 0.5 -> 0.0"
+    assert capsys.readouterr().err == ""  # nobody asked for a lesson in old names
+
+
+def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(tiny_model_dir, tmp_path):
+    engine = FakeEngine(tiny_model_dir)
+    path = save(tmp_path, 1, engine)
+    weights = engine.module.lm.state_dict()
+    shard = {"module": {f"lm.{name}": tensor for name, tensor in weights.items()}}
+    signed(path, "engine/mp_rank_00_model_states.pt", shard)
+    signed(path, "train_config.json", {"dtype": "load"})
+    with pytest.raises(UserError, match=r"train_config\.json is damaged"):
+        checkpoint.export(path, tmp_path / "out")
+    signed(path, "train_config.json", {})
+    checkpoint.export(path, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("out", [".", "/", ".."])
+def test_a_place_that_is_there_gets_no_export(out, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    with pytest.raises(UserError, match="is there already: name a new folder"):
+        checkpoint.main(["export", str(path), out])
+
+
+def loads(stage: int, asked: list) -> SimpleNamespace:
+    """Stands in for DeepSpeed's engine; `asked` gets the folders that it is to load."""
+
+    def load_checkpoint(folder: str, tag: str) -> tuple:
+        assert (Path(folder) / tag).exists()
+        asked.append(folder)
+        return folder, {}
+
+    return SimpleNamespace(
+        _config=SimpleNamespace(),
+        optimizer=SimpleNamespace(param_groups=[]),
+        zero_optimization_stage=lambda: stage,
+        load_checkpoint=load_checkpoint,
+    )
+
+
+@pytest.mark.parametrize("contents", [{}, torch.zeros(3, dtype=torch.uint8)])
+def test_a_random_state_that_is_none_is_one_sentence(contents, tiny_model_dir, tmp_path):
+    path = signed(save(tmp_path, 1, FakeEngine(tiny_model_dir)), "rng_0.pt", contents)
+    with pytest.raises(UserError, match=r"rng_0\.pt is damaged"):
+        checkpoint.load(path, loads(0, []))
+
+
+def test_shards_are_converted_in_the_folder_of_the_run_that_loads_them(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    """It is locked: two runs that start from one checkpoint would delete each other's."""
+    theirs, ours, home = tmp_path / "theirs", tmp_path / "ours", tmp_path / "home"
+    for folder in (theirs, ours, home / "engine"):
+        folder.mkdir(parents=True)
+    path = signed(save(theirs, 1, FakeEngine(tiny_model_dir)), "rng_1.pt", torch.get_rng_state())
+    (ours / "universal.tmp").symlink_to(home)
+    asked, problems = [], ["", "No space left on device"]
+
+    def convert(shards: Path, out: Path) -> str:
+        assert shards == path / "engine"
+        out.mkdir(parents=True)
+        return problems.pop(0)
+
+    monkeypatch.setattr(checkpoint, "convert_apart", convert)
+    assert checkpoint.load(path, loads(3, asked), ours).step == 1
+    assert asked == [str(ours / "universal.tmp")]
+    with pytest.raises(RunStopped, match=f"1 rank\\(s\\) in {ours}: No space left"):
+        checkpoint.load(path, loads(3, asked), ours)
+    assert not list(ours.iterdir()) and names(theirs.iterdir()) == ["step_000001"]
+    assert (home / "engine").exists()

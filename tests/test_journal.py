@@ -1,0 +1,65 @@
+"""What a run writes about itself, in a folder that may be a stranger's."""
+
+import pytest
+
+import checkpoint
+import common
+import journal
+from common import UserError
+
+CONFIG = common.load_config([])
+
+
+def take_up(folder) -> None:
+    journal.make_run_folder(CONFIG | {"output_dir": str(folder)}, {}, resuming=True)
+
+
+WRITES = {
+    "config.json": take_up,
+    "launches.jsonl": take_up,
+    "metrics.tmp": lambda folder: journal.MetricsLog(folder, CONFIG, 0),
+    "wandb_id": journal.wandb_id,
+    "trial.tmp": checkpoint.trial_seconds,
+}
+
+
+@pytest.mark.parametrize("name, write", WRITES.items(), ids=WRITES)
+def test_a_link_in_a_run_folder_leads_no_run_that_goes_on_there_to_other_files(
+    name, write, tmp_path
+):
+    run, diary = tmp_path / "run", tmp_path / "diary"
+    run.mkdir()
+    for there in (True, False):  # a link that leads nowhere would make the file
+        if there:
+            diary.write_text("mine")
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(diary)
+        with pytest.raises(UserError, match=r"symbolic link|could not be written"):
+            write(run)
+        assert diary.exists() == there
+        if there:
+            assert diary.read_text() == "mine"
+            diary.unlink()
+
+
+def test_metrics_that_are_a_link_become_a_file_of_the_runs_own(tmp_path):
+    run, theirs = tmp_path / "run", tmp_path / "metrics.jsonl"
+    run.mkdir()
+    theirs.write_text('{"step": 1}\n')
+    (run / "metrics.jsonl").symlink_to(theirs)
+    log = journal.MetricsLog(run, CONFIG, 1)
+    log.write(2, {"reward": 1.0})
+    log.close()
+    assert theirs.read_text() == '{"step": 1}\n'
+    rows, _ = journal.read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp_path):
+    (tmp_path / journal.CONVERTED / "engine").mkdir(parents=True)
+    c = CONFIG | {"output_dir": str(tmp_path)}
+    with journal.hold_folder(tmp_path):
+        journal.check_run_folder(c, resuming=False)
+        journal.make_run_folder(c, {}, resuming=False)
+    checkpoint.tidy(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "launches.jsonl"}
