@@ -20,6 +20,12 @@ pkpo_2 = {"objective": "pkpo", "pkpo_k": 2}
 pkpo_anneal = {"objective": "pkpo", "pkpo_k": {0: 8, 300: 4, 600: 2, 900: 1}}
 flow_20 = {"objective": "flow", "maxent_tau": 0.2}
 flow_10 = {"objective": "flow", "maxent_tau": 0.1}
+flow_05 = {"objective": "flow", "maxent_tau": 0.05}
+# above the bound of tau, 1 / ln(101 tokens) = .217
+flow_50 = {"objective": "flow", "maxent_tau": 0.5}
+flow_100 = {"objective": "flow", "maxent_tau": 1.0}
+# the scores of whole answers: about eight times those per token
+flow_sum_02 = {"objective": "flow", "maxent_score_norm": "sum", "maxent_tau": 0.02}
 unlikely_25 = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
 maxent_10 = {"objective": "maxent", "maxent_tau": 0.1}
 maxent_20 = {"objective": "maxent", "maxent_tau": 0.2}
