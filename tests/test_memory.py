@@ -170,7 +170,11 @@ def in_vllms_allocator():
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
     ],
 )
-def test_out_of_memory_is_one_sentence_with_the_key_to_lower(fail, phase, flags, words):
+def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
+    fail, phase, flags, words, monkeypatch
+):
+    # a fake GPU: without one a sync has no cache of vLLM to make room for
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     c = config("--max_tokens_per_micro_batch=64", *flags)
     with pytest.raises(RunStopped) as caught:
         with train.enough_memory(phase, c):
@@ -179,6 +183,12 @@ def test_out_of_memory_is_one_sentence_with_the_key_to_lower(fail, phase, flags,
     assert words in sentence
     assert "\n" not in sentence
     assert "memory" in sentence.rpartition(";")[2]  # the library's own words
+
+
+def test_a_sync_without_a_gpu_names_no_key_of_one():
+    with pytest.raises(RunStopped, match="lower max_tokens_per_micro_batch=64"):
+        with train.enough_memory("sync", config("--max_tokens_per_micro_batch=64")):
+            more_than_any_machine_has()
 
 
 def test_other_errors_of_the_learner_stay_what_they_are():

@@ -460,10 +460,11 @@ def test_a_checkpoint_whose_settings_are_nonsense_is_not_evaluated_but_named(
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-# python3 under another name, but for torchrun: this one says what an evaluation would
-TORCHRUN_SAYS = """#!/usr/bin/env bash
-if [[ $2 == torch.distributed.run ]]; then echo '{"model": 1}'; else exec "$REAL" "$@"; fi
-"""
+# a function of bash, which comes before any PATH, that of .venv too: python as it is, but for
+# torchrun, where it says what an evaluation would
+TORCHRUN_SAYS = """() {
+if [[ $2 == torch.distributed.run ]]; then echo '{"model": 1}'; else command python "$@"; fi
+}"""
 
 
 def tools(folder: Path, **scripts: str) -> str:
@@ -482,7 +483,7 @@ def test_an_evaluation_writes_through_no_link_of_a_strangers_folder(tmp_path):
     (tmp_path / "evaluations").mkdir()
     for end in ("said", "tmp", "json"):
         (tmp_path / "evaluations" / f"step_1.{end}").symlink_to(tmp_path / "diary")
-    env = without_slurm() | {"PATH": tools(tmp_path, python=TORCHRUN_SAYS), "REAL": sys.executable}
+    env = without_slurm() | {"BASH_FUNC_python%%": TORCHRUN_SAYS}
     done = bash("slurm/evaluate.sh", path, env=env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "diary").read_text() == "mine"
