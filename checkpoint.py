@@ -754,13 +754,13 @@ def check_model(path: Path, model_config) -> None:
             )
 
 
-def load(path: Path, engine, folder: Path | None = None) -> TrainerState:
+def load(path: Path, engine, folder: Path) -> TrainerState:
     """Loads parameters and optimizer into `engine` and the random state into torch. Returns the
     rest.
 
     With the number of ranks that saved it, the run continues bit for bit. With another number,
     ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding.
-    folder: where to, output_dir, which no other run uses; None: the checkpoint's."""
+    folder: where to, output_dir, which no other run uses."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -770,7 +770,7 @@ def load(path: Path, engine, folder: Path | None = None) -> TrainerState:
         if saved_ranks == dist.get_world_size() or engine.zero_optimization_stage() == 0:
             loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         else:
-            loaded, _ = load_universal(path, engine, folder or path.parent)
+            loaded, _ = load_universal(path, engine, folder)
     if loaded is None:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"

@@ -119,16 +119,20 @@ def begin(group: list[dict], row: dict, functions: list[RewardFunction], c: dict
 
 
 def measure(
-    rollouts: list[dict], rows: list[dict], functions: list[RewardFunction], c: dict
+    rollouts: list[dict],
+    rows: list[dict],
+    functions: list[RewardFunction],
+    c: dict,
+    most_timeouts: float = math.inf,
 ) -> tuple[torch.Tensor, list[dict]]:
     """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
-    where it failed; and a record of each failure. Once most_timeouts() is exceeded, what has no
-    answer yet is a TIMEOUT too."""
+    where it failed; and a record of each failure. Once more than `most_timeouts` jobs have timed
+    out, what has no answer yet is a TIMEOUT too."""
     groups = list(zip(rows, rollout.groups_of(rollouts, len(rows))))
     jobs = {}
     for row, group in groups:
         jobs |= jobs_of(group, row, functions, c)
-    answers = answers_to(jobs, c, most_timeouts(rows, functions, c))
+    answers = answers_to(jobs, c, most_timeouts)
     G = len(groups[0][1]) if groups else 0
     # (p, G, F)
     values = torch.full((len(rows), G, len(functions)), math.nan)
@@ -146,9 +150,9 @@ def measure(
     return values, failed
 
 
-def most_timeouts(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
-    """How many of a rank's jobs may time out before it is certain that check_failures() will stop
-    the run, whatever the other ranks find."""
+def most_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
+    """For measure(): how many of a rank's jobs may time out before it is certain that
+    check_failures() will stop the run, whatever the other ranks find."""
     if c["max_reward_failures"] == 1:  # nothing will
         return math.inf
     completions = c["prompts_per_step"] * rows_of_a_group(c)  # of all ranks
@@ -177,8 +181,7 @@ def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) 
 
     prompts = [row["prompt_ids"] for row in rows]
     rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, n, sampling, group_done)
-    # 1: this is no step, which failures would stop
-    values, failed = measure(rollouts, rows, exam.functions, c | {"max_reward_failures": 1.0})
+    values, failed = measure(rollouts, rows, exam.functions, c)
     return rollouts, values, failed
 
 

@@ -91,7 +91,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     wanted = step(run), weights_of(run)
     other = run_of(tiny_model_dir, tmp_path, stage, world)
     torch.rand(1)  # moves it
-    checkpoint.load(saved, other.engine)
+    checkpoint.load(saved, other.engine, tmp_path)
     assert torch.equal(torch.get_rng_state(), random_state)
     other.step = 1
     assert same(weights_of(other), after)
@@ -102,7 +102,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
 
     changed = ["--max_grad_norm=0.25", "--optimizer_options.weight_decay=0.5"]
     third = run_of(tiny_model_dir, tmp_path, stage, world, *changed)
-    checkpoint.load(saved, third.engine)
+    checkpoint.load(saved, third.engine, tmp_path)
     assert {group["weight_decay"] for group in third.engine.optimizer.param_groups} == {0.5}
     assert third.engine.optimizer.clip_grad == 0.25
 

@@ -120,7 +120,7 @@ def loads(stage: int, asked: list) -> SimpleNamespace:
 def test_a_random_state_that_is_none_is_one_sentence(contents, tiny_model_dir, tmp_path):
     path = signed(save(tmp_path, 1, FakeEngine(tiny_model_dir)), "rng_0.pt", contents)
     with pytest.raises(UserError, match=r"rng_0\.pt is damaged"):
-        checkpoint.load(path, loads(0, []))
+        checkpoint.load(path, loads(0, []), tmp_path)
 
 
 def test_shards_are_converted_in_the_folder_of_the_run_that_loads_them(

@@ -289,7 +289,7 @@ def test_a_policy_goes_on_from_a_checkpoint_bit_for_bit(tiny_model_dir, tmp_path
     path = save(one, 1)
     one_update(one)
     two = policy_of(tiny_model_dir, f"--output_dir={tmp_path}")
-    checkpoint.load(path, two.engine)
+    checkpoint.load(path, two.engine, tmp_path)
     one_update(two)
     theirs = dict(two.lm.named_parameters())
     for name, parameter in one.lm.named_parameters():
