@@ -374,6 +374,8 @@ def main(argv) -> None:
     baseline = runs[0]["arm"]
     done = [run for run in runs if state_of(run) == "done"]
     missing = [run for run in runs if run not in done]
+    # a default is a number in the picture's doses
+    done = [run | {"config": with_known_tau(run["config"])} for run in done]
     if not any(run["arm"] == baseline for run in done):
         raise RunStopped(
             f"{len(done)} of {len(runs)} runs are finished, none of them of the baseline "

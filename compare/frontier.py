@@ -54,14 +54,13 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
     for record in records:
         try:
             line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
-            seconds = record.get("seconds")
             line["step"] = int(record["step"])
-            line["seconds"] = nan if seconds is None else float(seconds)
+            line["seconds"] = number(record.get("seconds"))
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
             if not all(0 <= line[metric] <= 1 for metric in NEEDED):
                 raise ValueError
             for metric in METRICS[2:]:
-                line[metric] = float(record.get(f"{metric}@{k}", nan))
+                line[metric] = number(record.get(f"{metric}@{k}"))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
                 f"{source}: {json.dumps(record)[:200]} lacks arm, seed, step or one of "
@@ -75,6 +74,11 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
         if run["step"].min() > 0:
             raise UserError(f"{source}: {arm}, seed {seed} has no evaluation of step 0, the start")
     return table.sort_values("step", kind="stable")
+
+
+def number(value) -> float:
+    """NaN for None: what was not measured."""
+    return nan if value is None else float(value)
 
 
 def read_records(source: Path, k: int) -> list[dict]:
@@ -253,7 +257,7 @@ def main(argv) -> None:
     print(table_of(evaluations, own["problems"], own["k"]))
     if own["output"]:
         shown = set(evaluations["arm"])
-        write_lines(own["output"], [record for record in records if record["arm"] in shown])
+        write_lines(own["output"], [record for record in records if str(record["arm"]) in shown])
     if own["picture"]:
         draw(evaluations, Path(own["picture"]), own["k"])
         print(f"picture: {own['picture']}")

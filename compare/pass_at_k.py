@@ -34,6 +34,7 @@ from compare.results import (
 )
 
 OWN = {"output": "", "picture": ""}
+MOST_SAMPLES = 10_000  # of a problem: from some millions on one binomial coefficient takes minutes
 
 
 class Counts(NamedTuple):
@@ -57,18 +58,22 @@ def of_run(run: Counts, k: int) -> float:
 def read_runs(source: Path) -> list[Counts]:
     if not source.exists():
         raise UserError(f"{source} is not there")
+    runs = []
+    asked = {}  # the ids of each file's problems
     if source.is_file():
         with usable(source, "this command's --output"):
             runs = [read_line(line) for line in parse_lines(source)]
     else:
-        runs = []
         for arm, seed, folder in runs_in(source, having="eval.jsonl"):
             file = folder / "eval.jsonl"
             with usable(file, "evaluate.py --output"):
-                runs.append(count(arm, seed, parse_lines(file)))
+                records = parse_lines(file)
+                runs.append(count(arm, seed, records))
+                asked[file] = {record["id"] for record in records}
     if not runs:
         raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
     check_comparable(runs, source)
+    check_same_problems(asked)
     return runs
 
 
@@ -103,11 +108,20 @@ def check_comparable(runs: list[Counts], source: Path) -> None:
         raise UserError(f"{source} has arm {twice[0][0]}, seed {twice[0][1]} twice")
 
 
+def check_same_problems(asked: dict[Path, set]) -> None:
+    first = next(iter(asked), None)
+    for file, ids in asked.items():
+        if ids != asked[first]:
+            raise UserError(f"{file} has other problems than {first}: evaluate them on the same")
+
+
 def read_line(line: dict) -> Counts:
     problems = {int(correct): int(n) for correct, n in line["problems"].items()}
     run = Counts(str(line["arm"]), int(line["seed"]), int(line["samples"]), problems)
     # hostile or damaged: comb() refuses negative numbers, and a mean over none has no value
-    if run.samples < 1 or not 0 <= min(problems) <= max(problems) <= run.samples:
+    if not 1 <= run.samples <= MOST_SAMPLES:
+        raise ValueError(f"{run.samples} samples, 1 to {MOST_SAMPLES} can be counted")
+    if not 0 <= min(problems) <= max(problems) <= run.samples:
         raise ValueError(f"{run.samples} samples, right answers {sorted(problems)}")
     if min(problems.values()) < 1:
         raise ValueError(f"numbers of problems {sorted(problems.values())}")
@@ -118,6 +132,8 @@ def count(arm: str, seed: int, records: list[dict]) -> Counts:
     """Records of evaluate.py, one for each problem and evaluation seed, as one line of counts."""
     if not all("samples" in record for record in records):
         raise ValueError("records without `samples`, as older versions wrote them: evaluate again")
+    if not all(isinstance(record.get("id"), str) for record in records):
+        raise ValueError("an id that is no text")
     table = pd.DataFrame(records, columns=["id", "samples", "correct"]).groupby("id").sum()
     samples = set(table["samples"])
     if len(samples) != 1:

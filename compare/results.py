@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from common import UserError, check_writable
+from common import UserError, check_writable, in_one_line
 from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
@@ -26,7 +26,13 @@ METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the or
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 PICTURES = (".png", ".pdf", ".svg")
 # what is read of a line of eval.jsonl, which evaluate.evaluate_problems makes
-RECORD = {"id", "seed", "correct", "distinct", "num_modes"}
+RECORD = {
+    "id": str,
+    "seed": int,
+    "correct": int,
+    "distinct": int | None,
+    "num_modes": int | None,
+}
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 REWARDS = 20  # neighbouring training steps whose rewards are averaged in the picture
 ROUNDING = 1e-12  # an effect with an error below this is that of equal outcomes
@@ -63,8 +69,9 @@ def read_lines(path: Path) -> list[dict]:
     except (OSError, ValueError) as error:
         raise damaged(path, error) from None
     for i, record in enumerate(records, 1):
-        if missing := sorted(RECORD - record.keys()):
-            raise damaged(path, f"line {i} lacks {', '.join(missing)}")
+        for name, kind in RECORD.items():
+            if name not in record or not isinstance(record[name], kind):
+                raise damaged(path, f"line {i} has no {name}, or another kind of value there")
     return records
 
 
@@ -74,11 +81,15 @@ def metrics_of(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     lines, broken = read_metrics(path)
     if broken or not path.exists():
-        raise UserError(
-            f"{path} is damaged ({'line ' + broken if broken else 'it is gone'}): delete {run}, "
-            f"and the python -m compare that made it makes it again"
-        )
+        raise damaged_metrics(path, f"line {broken}" if broken else "it is gone")
     return lines
+
+
+def damaged_metrics(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} is damaged ({why}): delete {path.parent}, and the python -m compare that made it "
+        f"makes it again"
+    )
 
 
 def runs_in(folder: Path, having: str = "metrics.jsonl") -> list[tuple[str, int, Path]]:
@@ -159,18 +170,21 @@ def check_same_problems(records: dict) -> None:
 
 
 def load_curves(runs: list[dict]) -> pd.DataFrame:
-    """One line per arm, seed and evaluation during training: step, mean, pass, coverage,
-    distinct."""
+    """One line per arm, seed and evaluation during training: step, mean, pass, coverage, distinct.
+    The runs are finished, so each has some."""
     k = k_of(runs)
     lines = []
     for run in runs:
-        for line in metrics_of(run["folder"]):
-            # only some steps are evaluated
-            if "eval/pass@1" in line:
-                scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
-                key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
-                lines.append(key | scores)
-    return pd.DataFrame(lines)
+        # only some steps are evaluated
+        evaluated = [line for line in metrics_of(run["folder"]) if "eval/pass@1" in line]
+        if not evaluated:
+            raise damaged_metrics(run["folder"] / "metrics.jsonl", "it has no evaluation")
+        for line in evaluated:
+            scores = {m: line.get(f"eval/{m}@{k}", nan) for m in METRICS}
+            key = {"arm": run["arm"], "seed": run["seed"], "step": line["step"]}
+            lines.append(key | scores)
+    # if a step was repeated, the later line counts
+    return pd.DataFrame(lines).drop_duplicates(["arm", "seed", "step"], keep="last")
 
 
 def load_rewards(runs: list[dict]) -> pd.DataFrame:
@@ -269,10 +283,10 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
     """The arm's `metric` at its end, minus the baseline's when the baseline last had the same
     mean@k: how far the arm's end lies above the baseline's path in the plane of mean@k and
-    `metric`. Both paths are averaged over three neighbouring evaluations. NaN if the baseline never
-    had that mean@k; 0 for the baseline itself."""
-    path = smoothed(path_of(curves, baseline, metric))
-    end = smoothed(path_of(curves, arm, metric)).iloc[-1]
+    `metric`. Both are averaged over three neighbouring evaluations of each run. NaN if the baseline
+    never had that mean@k; 0 for the baseline itself."""
+    path = path_of(curves, baseline, metric, LAST)
+    end = path_of(curves, arm, metric, LAST).iloc[-1]
     # a path may go back: from its end, the first stretch that passes through the arm's mean
     for i in reversed(range(1, len(path))):
         before, after = path.iloc[i - 1], path.iloc[i]
@@ -283,24 +297,32 @@ def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) ->
     return nan
 
 
-def smoothed(path: pd.DataFrame) -> pd.DataFrame:
-    """Each evaluation averaged with the LAST - 1 before it, as far as there are any."""
-    return path.rolling(LAST, min_periods=1).mean()
+def smoothed(path: pd.DataFrame, last: int = LAST) -> pd.DataFrame:
+    """Each evaluation averaged with the `last` - 1 before it, as far as there are any."""
+    return path.rolling(last, min_periods=1).mean()
 
 
-def path_of(curves: pd.DataFrame, arm: str, metric: str) -> pd.DataFrame:
-    """mean@k and `metric` by step, averaged over the arm's runs."""
-    return curves[curves["arm"] == arm].groupby("step")[["mean", metric]].mean()
+def path_of(curves: pd.DataFrame, arm: str, metric: str, last: int = 1) -> pd.DataFrame:
+    """mean@k and `metric` by step, averaged over the arm's runs, of each run over `last`
+    neighbouring evaluations. A run that has ended before others stays where it ended: an average of
+    those that are left would jump."""
+    of_arm = curves[curves["arm"] == arm].set_index(["step", "seed"])[["mean", metric]]
+    by_run = of_arm.unstack("seed").sort_index()  # a line per step, a column per metric and run
+    paths = smoothed(by_run, last).where(by_run.notna()).ffill()
+    return pd.DataFrame({name: paths[name].mean(axis=1) for name in ("mean", metric)})
 
 
 # --- results.md
 
 
 def markdown(*rows) -> str:
+    """A table. Names in it may come from a stranger's file, and neither break it nor reach the
+    terminal as they are."""
     head, *rest = rows
     lines = []
     for row in (head, ["---"] * len(head), *rest):
-        lines.append(f"| {' | '.join(row)} |")
+        cells = [in_one_line(cell).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

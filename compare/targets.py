@@ -46,9 +46,11 @@ def held(measured: pd.Series, aims: pd.Series | None) -> list[str]:
     return [mean, f"{aims.iloc[-1]:g}", f"{(measured - aims).abs().mean():.4f}"]
 
 
-def bounded(values: pd.Series, low: float, high: float) -> list[str]:
-    """Two cells: the last value of tau or beta, and the share of steps that it was at a bound."""
-    return [f"{values.iloc[-1]:.4g}", f"{values.isin([low, high]).mean():.0%}"]
+def bounded(values: pd.Series, moves: bool, low: float, high: float) -> list[str]:
+    """Two cells: the last value of tau or beta, and the share of steps that it was at a bound, if a
+    controller moves it."""
+    last = f"{values.iloc[-1]:.4g}"
+    return [last, f"{values.isin([low, high]).mean():.0%}" if moves else ""]
 
 
 def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> list[str]:
@@ -71,8 +73,8 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
         str(count),
         *held(steps.get(steering_entropy(c), nothing), aims["entropy"]),
         *held(steps.get("meta/kl" if meta else "kl", nothing), aims["kl"]),
-        *bounded(steps["tau"], c["maxent_tau_min"], c["maxent_tau_max"]),
-        *bounded(steps["beta"], c["beta_min"], c["beta_max"]),
+        *bounded(steps["tau"], moves_tau(c), c["maxent_tau_min"], c["maxent_tau_max"]),
+        *bounded(steps["beta"], moves_beta(c), c["beta_min"], c["beta_max"]),
     ]
 
 

@@ -205,6 +205,19 @@ def test_gain_at_equal_mean_equals_the_number_made_by_hand(end, gain):
     assert found == pytest.approx(gain, nan_ok=True)
 
 
+def test_runs_that_ended_at_different_steps_count_alike_at_the_end():
+    """An arm of which one run ended at .9 and the other, later, at .5; the baseline ended at .5."""
+    curves = curves_of(base=[(0.2, 0.5)] * 9, arm=[(0.2, 0.5)] * 9)
+    early = curves["arm"].eq("arm") & curves["seed"].eq(1)
+    curves["pass"] = 0.5
+    curves["mean"] = 0.2
+    curves.loc[early, "pass"] = 0.9
+    curves = curves[~(early & (curves["step"] > 50))]
+    end = results.path_of(curves, "arm", "pass").iloc[-1]
+    assert end.tolist() == pytest.approx([0.2, 0.7])
+    assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(0.2)
+
+
 def test_an_arm_that_is_the_baseline_gains_nothing_at_equal_mean():
     """Though its path goes back: read at its first crossing, the baseline had lost nothing yet."""
     rng = np.random.default_rng(3)

@@ -143,12 +143,23 @@ def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
         (json.dumps(line(0, 0.5, math.nan)), "no shares from 0 to 1"),
         (json.dumps(line(math.inf, 0.5, 0.5)), "another --k"),
         (json.dumps(line(0, 0.5, 0.5) | {"seed": [1]}), "another --k"),
+        (json.dumps(line(0, None, 0.5)), "another --k"),
     ],
 )
 def test_a_file_that_holds_no_evaluations_is_one_sentence(tmp_path, text, words):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(UserError, match=words):
         read_evaluations(tmp_path / "rows.jsonl", k=8)
+
+
+def test_what_a_file_does_not_know_and_how_it_names_its_arms_is_no_matter(tmp_path, capsys):
+    file, output = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
+    unknown = line(0, 0.2, 0.5, arm=1) | {"distinct@8": None}
+    write_lines(file, [unknown, line(0, 0, 0, arm="\x1b[31m|b")])
+    frontier.main([str(file), f"--output={output}"])
+    shown = capsys.readouterr().out
+    assert "distinct" not in shown and "\x1b" not in shown and "| \\x1b[31m\\|b |" in shown
+    assert read_lines(output) == read_lines(file)
 
 
 def test_some_of_the_arms_can_be_shown(tmp_path, capsys):

@@ -85,6 +85,7 @@ GOOD = {"arm": "a", "seed": 1, "samples": 4, "problems": {"0": 3, "4": 1}}
         json.dumps(GOOD | {"problems": [1, 2]}),
         json.dumps(GOOD | {"problems": {"0": -3}}),
         json.dumps(GOOD | {"samples": 0, "problems": {"0": 1}}),
+        json.dumps(GOOD | {"samples": 2_000_000, "problems": {"1000000": 1}}),
         '{"arm": "a", "seed": 1, "samples": 1e999, "problems": {"0": 1}}',
         "[" * 100_000,
     ],
@@ -108,6 +109,10 @@ def test_evaluations_that_can_not_stand_side_by_side_are_refused(tmp_path):
     write_lines(run / "eval.jsonl", [{"id": "0", "seed": 0, "samples": 3, "correct": 1}])
     with pytest.raises(UserError, match="3 to 6 samples of each problem"):
         command.main([str(tmp_path)])
+    for name, words in (("1", r"b/seed_1/eval.jsonl has other .* than .*a/seed_1"), (1, "no text")):
+        write_lines(run / "eval.jsonl", [{"id": name, "seed": 0, "samples": 6, "correct": 1}])
+        with pytest.raises(UserError, match=words):
+            command.main([str(tmp_path)])
     write_lines(tmp_path / "twice.jsonl", [GOOD, GOOD])
     with pytest.raises(UserError, match="has arm a, seed 1 twice"):
         command.main([str(tmp_path / "twice.jsonl")])

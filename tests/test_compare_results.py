@@ -106,6 +106,9 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
         lambda text: text.replace('"correct": ', '"correct": 9'),
         lambda text: text.replace('"seed": 1', '"sead": 1'),
         lambda text: text + "{}\n",
+        lambda text: text.replace('"correct": ', '"correct": null, "was": '),
+        lambda text: text.replace('"distinct": ', '"distinct": "x", "was": '),
+        lambda text: text.replace('"id": "000"', '"id": null'),
     ],
     ids=[
         "cut within a line",
@@ -115,6 +118,9 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
         "too many are right",
         "a key missing",
         "an empty record",
+        "no number of right answers",
+        "a text for a number",
+        "a problem without a name",
     ],
 )
 def test_a_damaged_evaluation_is_named_not_averaged(tmp_path, damage):
@@ -138,6 +144,9 @@ def test_half_a_last_line_of_metrics_is_none_and_a_damaged_one_is_named(tmp_path
     compare.main([*argv, "--report_only=True"])
     path.write_text(path.read_text() + "\n")
     with pytest.raises(UserError, match=r"metrics.jsonl is damaged \(line 5\)"):
+        compare.main([*argv, "--report_only=True"])
+    path.write_text("")
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged \(it has no evaluation\)"):
         compare.main([*argv, "--report_only=True"])
 
 
@@ -173,6 +182,19 @@ def test_doses_are_arms_that_differ_in_one_number(tmp_path):
         ("mode_entropy_coef", [(0.0, "base"), (0.1, "e1"), (0.3, "e2")]),
         ("mode_entropy_coef", [(0.1, "l1"), (0.2, "l2"), (0.3, "l3")]),
     ]
+
+
+def test_a_default_tau_is_a_dose_with_its_number(tmp_path, monkeypatch, tiny_model_dir):
+    arms = 'a = {}\nb = {"maxent_tau": 0.05}\nc = {"maxent_tau": 0.4}'
+    runs, argv = plan(tmp_path, arms, f"--model={tiny_model_dir}", "--maxent_tau=-1")
+    for run in runs:
+        write_run(run | {"config": compare.with_known_tau(run["config"])})
+    drawn = []
+    monkeypatch.setattr(compare, "draw", lambda runs, output: drawn.extend(results.doses(runs)))
+    compare.main([*argv, "--report_only=True"])
+    ((key, doses),) = drawn
+    assert key == "maxent_tau" and [arm for _, arm in doses] == ["b", "a", "c"]
+    assert 0.05 < doses[1][0] < 0.4
 
 
 MANY = "".join(f'a{i} = {{"maxent_tau": {0.1 * (i + 1)}}}\n' for i in range(25))

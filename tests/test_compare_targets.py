@@ -61,9 +61,12 @@ def test_a_step_without_a_measurement_is_left_out_and_one_made_twice_counts_once
 
 def test_without_a_target_there_is_a_mean_and_no_distance(tmp_path, capsys):
     flags = ["--maxent_target_excess_entropy=-1.0", "--kl_target=0.0"]
-    lines = [{**step(0.1, 0.03), "weights/entropy": 1.4}] * 2
+    lines = [{**step(0.1, 0.03, tau=0.217), "weights/entropy": 1.4}] * 2
     write_steps(tmp_path, "off", *flags, lines=lines)
-    assert cells_of(tmp_path, capsys)[3:9] == ["1.4000", "", "", "0.0300", "", ""]
+    cells = cells_of(tmp_path, capsys)
+    assert cells[3:9] == ["1.4000", "", "", "0.0300", "", ""]
+    # nothing moves tau, so that it is maxent_tau_max says nothing
+    assert cells[9:12] == ["0.217", "", "0.02"]
 
 
 def test_an_annealed_target_is_that_of_its_step(tmp_path, capsys):
