@@ -719,12 +719,17 @@ def check_state(path: Path, config: dict) -> None:
         raise damaged(file) from None
     if not alike(saved, example):
         raise damaged(file)
+    for _, _, squares in saved["replay"].get("prompts", {}).values():
+        if squares < 0:  # a sum of squares, of which stream.py takes the root
+            raise damaged(file)
 
 
 def alike(value, example) -> bool:
     """Whether a value that was read from a file has the form of an example: its keys, lengths and
     types. In the example 1 stands for an int from 1 on, 0.0 for a number but NaN, None for null or
-    a float, "" for a text."""
+    a float, "" for a text. An int that a float can't hold fits nothing."""
+    if type(value) is int and abs(value) > sys.float_info.max:
+        return False
     if isinstance(example, dict):
         keys = isinstance(value, dict) and value.keys() >= example.keys()
         return keys and all(alike(value[key], example[key]) for key in example)

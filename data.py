@@ -78,6 +78,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         raise UserError(f"{file}: its split {source['split']!r} has no rows")
     for i, row in enumerate(made):
         check_task_row(row, f"{file}, row {i}")
+        row["id"] = id_of(row, i)
     make_ids_unique(made, name)
     return made
 
@@ -142,7 +143,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         for column in more:
             if "." in column and column_of(raw, column) is not None:
                 row[column] = column_of(raw, column)
-        row["id"] = str(i if raw.get("id") is None else raw["id"])
+        row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
         # of messages role and content alone: other entries may be of types that JSON lacks
         row["prompt"] = prompt if isinstance(prompt, str) else messages_of({"prompt": prompt}, "")
@@ -167,6 +168,11 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
             f"and are left out"
         )
     return rows
+
+
+def id_of(row: dict, number: int) -> str:
+    """The id of a row as text, so that all ids of a run can be sorted; without one, its number."""
+    return str(number if row.get("id") is None else row["id"])
 
 
 def make_ids_unique(rows: list[dict], name: str) -> None:
@@ -389,15 +395,17 @@ def is_saved_to_disk(folder: Path) -> bool:
 def use_cache_without_hub(endpoint: str) -> bool:
     """Whether the hub can't be reached. If so, this tells huggingface_hub to use its cache only:
     otherwise it would retry for half a minute. Behind a proxy nothing is tried here: the library
-    decides."""
+    decides. UserError if `endpoint`, which HF_ENDPOINT sets, is no address."""
     hub = huggingface_hub.constants
     proxies = {"http", "https", "all"} & set(getproxies())
     if hub.HF_HUB_OFFLINE or proxies:
         return hub.HF_HUB_OFFLINE
-    address = urlsplit(endpoint)
-    port = address.port or (443 if address.scheme == "https" else 80)
     try:
+        address = urlsplit(endpoint)
+        port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname, port), timeout=10).close()
+    except ValueError as error:  # a port that is no number, a host like a..b
+        raise UserError(f"HF_ENDPOINT={quoted(endpoint)} is not an address: {error}") from None
     except OSError as error:
         say_on_rank_0(f"{endpoint} can't be reached ({error}): only its cache is used")
         hub.HF_HUB_OFFLINE = True

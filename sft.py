@@ -227,6 +227,7 @@ def load_model(c: dict) -> tuple:
     if c["model"] == "tiny":
         tokenizer = tiny_tokenizer()
         lm = tiny_model(len(tokenizer), c["seed"])
+        check_context(lm.config, c)  # train.py would refuse the result
     else:
         files = load_model_files(c["model"], c["chat_template"])
         check_context(files.config, c)

@@ -101,16 +101,28 @@ def mode(completion: str, answer: dict) -> str | None:
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that is not a graph."""
-    n = answer["n"]
-    vertices = set(range(int(n))) if type(n) in (int, float) and n % 1 == 0 else set()
-    edges = answer["edges"]
-    known = len(answer["partial"]) == len(vertices) > 0 and all(len(edge) == 2 for edge in edges)
-    if not known or not all(set(edge) <= vertices for edge in edges):
+    # the row is wrong, not the completion: a reward of 0 would hide that
+    if not is_graph(answer):
         raise ValueError(
-            "graph_coloring: the answer must have a whole n, a partial of n characters and edges "
-            f"of two vertices from 0 to n - 1, not {answer!r:.100}"
+            "graph_coloring: the answer must have a whole n, a partial of n characters R, G, B or "
+            f'"." and edges of two different vertices from 0 to n - 1, not {answer!r:.100}'
         )
     return float(mode(completion, answer) is not None)
+
+
+def is_graph(answer: dict) -> bool:
+    """Whether an answer is a graph of one vertex or more, each with a colour or free."""
+    n = answer["n"]
+    partial = answer["partial"]
+    if n != len(partial) or not partial or not set(partial) <= {*COLORS, FREE}:
+        return False
+    for edge in answer["edges"]:
+        # not isinstance: True is no vertex. Nor is 1.0, which is no place in a text
+        if not all(type(v) is int and 0 <= v < n for v in edge):
+            return False
+        if len(edge) != 2 or edge[0] == edge[1]:
+            return False
+    return True
 
 
 # --- problems

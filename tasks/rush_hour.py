@@ -38,7 +38,8 @@ rush_hour_shaped: 1.0 for any shortest solution, else 0.65 exact + 0.20 solve + 
   progress: by what share "cells between A and the edge, plus cars on them" has fallen from its
     value at the start, before the first illegal move; 1 is solved.
 A user's own rows may have just the moves as answer, "BD2,AR3". Without a board, exact means these
-moves, solve and progress are 0, and 0.75 is the most.
+moves, solve and progress are 0, and 0.75 is the most. With a board, a "solution" that does not
+solve it is an error.
 
 Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000
 characters.
@@ -50,8 +51,8 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import islice
 from string import ascii_uppercase
 
@@ -102,7 +103,7 @@ def read_moves(text: str) -> list[tuple[str, str, int]] | None:
     return merged
 
 
-def write_moves(moves: list) -> str:
+def write_moves(moves: Sequence) -> str:
     """The text of moves: BD2,AR3 for [("B", "D", 2), ("A", "R", 3)]."""
     return ",".join(f"{car}{direction}{count}" for car, direction, count in moves)
 
@@ -201,7 +202,7 @@ def slides(board: dict, state: tuple) -> Iterator[tuple]:
                 yield (board["letters"][i], direction, count), after
 
 
-def play(board: dict, moves: list) -> tuple[tuple, bool]:
+def play(board: dict, moves: Sequence) -> tuple[tuple, bool]:
     """(the state after all moves, or before the first illegal one; whether all are legal)."""
     state = board["start"]
     for move in moves:
@@ -215,10 +216,23 @@ def play(board: dict, moves: list) -> tuple[tuple, bool]:
 # --- rewards
 
 
+# cached: a group's completions have one row, and playing takes longer than looking it up
+@lru_cache(maxsize=1024)
+def solved_board(text: str, size: int, solution: tuple) -> dict:
+    """read_board(text, size). ValueError unless the moves `solution` solve it."""
+    board = read_board(text, size)
+    end, legal = play(board, solution)
+    if not legal or any(in_the_way(board, end)):
+        raise ValueError(
+            f"rush_hour: the answer {write_moves(solution)!r} does not solve the board {text!r}"
+        )
+    return board
+
+
 def judge(completion: str, answer) -> dict:
     """How good a completion is: {"moves", "gold": the known solution, "board": None if the answer
     has none, "exact": bool, "solve", "progress": 0 to 1}. ValueError for an answer that can't be
-    read."""
+    read or does not solve its board."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
     gold = read_moves(str(given["solution"]).strip())
     # the row is wrong, not the completion: a reward of 0 would hide that
@@ -227,7 +241,9 @@ def judge(completion: str, answer) -> dict:
             f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
         )
     text = given.get("board")
-    board = read_board(text, given.get("size") or math.isqrt(len(text))) if text else None
+    board = None
+    if text:
+        board = solved_board(text, given.get("size") or math.isqrt(len(text)), tuple(gold))
     # "moves" first: the known solution of a user's row may not be a shortest one
     fewest = int(given.get("moves") or len(gold))
     moves = read_moves(last_answer(completion))

@@ -173,6 +173,13 @@ def test_a_task_may_make_its_rows_one_by_one(monkeypatch):
     assert [row["id"] for row in load("countdown")] == ["0", "1", "2"]
 
 
+def test_the_ids_of_a_task_are_texts_and_no_two_are_alike(monkeypatch):
+    """As those of a file: whoever sorts them has no numbers among them."""
+    made = [GOOD | {"id": name} for name in (1, 1, None, None, "1", 2.5)]
+    own_task(monkeypatch, lambda split, n, seed: made)
+    assert [row["id"] for row in load("countdown")] == ["1", "1#1", "2", "3", "1#4", "2.5"]
+
+
 def test_a_task_that_can_not_be_imported_is_one_sentence(monkeypatch):
     def module(name):
         raise ModuleNotFoundError("No module named 'nowhere'")

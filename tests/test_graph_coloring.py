@@ -122,8 +122,18 @@ def test_no_training_graph_is_a_held_out_one_in_disguise(config):
         {"n": 3, "edges": [[0, 1]], "partial": "."},
         {"n": 3.5, "edges": [[0, 1]], "partial": "..."},
         {"n": 0, "edges": [], "partial": ""},
+        {"n": 3.0, "edges": [[0.0, 1.0]], "partial": "..."},
+        {"n": 3, "edges": [[False, True]], "partial": "..."},
+        {"n": 3, "edges": [[0, 0]], "partial": "..."},
+        {"n": 3, "edges": [[0, 1]], "partial": "r.."},
+        {"n": 3, "edges": [[0, 1]], "partial": ".. "},
     ],
 )
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):
-    with pytest.raises(ValueError, match=r"^graph_coloring: the answer must"):
-        graph_coloring.reward("1", answer)
+    for text in ("1", "RGB"):
+        with pytest.raises(ValueError, match=r"^graph_coloring: the answer must"):
+            graph_coloring.reward(text, answer)
+
+
+def test_a_whole_number_of_vertices_may_be_written_as_a_float():
+    assert graph_coloring.reward("RGB", {**PATH, "n": 3.0}) == 1.0

@@ -27,6 +27,10 @@ CONFIG = load_config([])
         {"replay": {"total": 3, "prompts": {"a": [0, 0.5, 0.0]}}},
         {"replay": {"total": 3, "prompts": {"a": [1, "0.5", 0.0]}}},
         {"replay": {"total": 0, "prompts": {"a": [1, 0.5, 0.0]}}},
+        {"replay": {"total": 3, "prompts": {"a": [1, 0.5, -0.1]}}},
+        {"replay": {"total": 3, "prompts": {"a": [10**400, 0.5, 0.0]}}},
+        {"replay": {"total": 3, "prompts": {"a": [1, -(10**400), 0.0]}}},
+        {"tau": 10**400},
         {"streaks": {"skipped": 1}},
     ],
 )

@@ -231,11 +231,13 @@ def test_a_board_may_be_given_by_lines_with_o_for_empty_and_x_for_a_wall():
     lines = {"board": "ooBo\nAABo\noooo\nCCoo", "solution": "BD2,AR2"}
     assert rush_hour_shaped("BD2,AR2", lines) == 1.0
     assert rush_hour_shaped("BD2", lines) == rush_hour_shaped("BD2", ONE)
-    walled = {**ONE, "board": "..B.AAB.....CCx."}
-    # B stops at the wall: the prefix alone
-    assert rush_hour_shaped("BD2,AR1", walled) == 0.05
-    assert rush_hour_shaped("BD2,AR1", ONE) > 0.08
-    assert modes(walled) == set()
+    # B stops at the wall
+    cells = ".....AAB....B............"
+    walled = {"board": cells[:-3] + "x..", "size": 5, "solution": "BD1,AR3"}
+    for answer, value in ((walled, 0.0), ({**walled, "board": cells}, 1.0)):
+        assert rush_hour_shaped("BD1,AR3", answer) == 1.0
+        assert rush_hour_shaped("BD2,AR3", answer) == value
+        assert ("BD2,AR3" in modes(answer)) == bool(value)
 
 
 @pytest.mark.parametrize("board", ["AA.x............", "AAx.............", ".AAx...B...B...."])
@@ -461,6 +463,10 @@ def test_random_text_never_raises():
         assert rush_hour_exact(text, ONE) == (mode(text, ONE) is not None)
 
 
+# short of the edge, blocked, no such car, away again
+UNSOLVED = ["BD2,AR1", "AR2", "BD2,ZU1,AR2", "BD2,AR2,AL1"]
+
+
 @pytest.mark.parametrize(
     "answer, message",
     [
@@ -473,13 +479,17 @@ def test_random_text_never_raises():
         ({**ONE, "board": "..B.AA.C.....CC."}, "car B .* 2 or more cells"),
         ({**ONE, "board": "...AA..........."}, "car A of the board"),
         ({**ONE, "moves": "many"}, "many"),
+        ({**ONE, "solution": "BD2,AR3"}, "'BD2,AR3' does not solve the board '..B.AAB.....CC..'"),
+        *(({**ONE, "solution": moves}, f"'{moves}' does not solve") for moves in UNSOLVED),
     ],
     ids=repr,
 )
 def test_an_answer_that_cannot_be_read_is_an_error_that_names_it(answer, message):
+    solution = str(answer["solution"] if isinstance(answer, dict) else answer)
     for function in (rush_hour_exact, rush_hour_shaped, mode):
-        with pytest.raises(ValueError, match=message):
-            function("no moves at all", answer)
+        for text in ("no moves at all", solution):
+            with pytest.raises(ValueError, match=message):
+                function(text, answer)
 
 
 # --- splits

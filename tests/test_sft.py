@@ -1,7 +1,7 @@
 """What a warm start learns from."""
 
 import pytest
-from row_files import refusal
+from row_files import check_words, refusal
 
 import sft
 from common import load_config
@@ -35,6 +35,15 @@ def test_solutions_that_are_too_long_are_counted(capsys):
     assert len(group) == 1
     sentence = "max_completion_length=20: 1 of 2 solutions are longer and are left out"
     assert sentence in capsys.readouterr().out
+
+
+def test_a_tiny_model_is_not_trained_for_rows_that_are_longer_than_its_positions():
+    """train.py and evaluate.py would refuse it afterwards."""
+    c = load_config(["--model=tiny"])
+    lm, _ = sft.load_model(c)
+    message = refusal(sft.load_model, c | {"max_prompt_length": 2048})
+    limit = lm.config.max_position_embeddings
+    check_words(message, "max_prompt_length=2048", f"{limit} positions of model='tiny'")
 
 
 def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_model_dir):
