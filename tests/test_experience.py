@@ -3,7 +3,6 @@ once real processes with gloo."""
 
 import copy
 import json
-import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from deadlines import PATIENCE
+from digit_engine import (
+    FAKE_REWARD,
+    TOKENIZER,
+    FakeEngine,
+    fake_reward,
+    rows_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import experience
-import prompts
 import rewards
 import rollout
 import scoring
@@ -34,7 +39,6 @@ from preflight import Inputs
 from ranks import World
 from stream import Replay, prompt_key
 
-TOKENIZER = sft.tiny_tokenizer()
 P = 8
 G = 4
 S = 2
@@ -51,71 +55,14 @@ INFOSEED = [
 ]
 
 
-def completion_of(prompt_ids: list[int], text: str) -> dict:
-    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": [*tokens, 0],
-        "logprobs": [-1.0] * 5,
-        "finish_reason": "stop",
-    }
-
-
-class FakeEngine:
-    """No model: completion j of a prompt is the digit j and three more that the seed decides; the
-    last prompt is finished first. A completion asked alone, as InfoSeed does, begins with 9."""
-
-    def __init__(self):
-        self.calls = []
-        self.naps = 0
-
-    def generate(self, prompts_ids, n, sampling, finished=None):
-        self.calls.append({"prompts_ids": prompts_ids, "n": n, **sampling._asdict()})
-        groups = []
-        for ids, seed in zip(prompts_ids, sampling.seeds, strict=True):
-            rng = random.Random(seed)
-            group = []
-            for j in range(n):
-                text = str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3))
-                group.append(completion_of(ids, text))
-            groups.append(group)
-        for i in reversed(range(len(groups)) if finished else range(0)):
-            finished(i, groups[i])
-        return [r for group in groups for r in group]
-
-    def sleep(self):
-        self.naps += 1
-
-    def take_counts(self):
-        return {}
-
-
-def fake_reward(completion: str, answer, **row) -> float:
-    """By the row's answer: "same" is 1 for all of a group's ordinary completions, "differ" 0 and 1
-    in turns, "luck" either; "broken" fails."""
-    first = int(completion[0])
-    last = int(completion[-1])
-    if answer == "broken":
-        raise RuntimeError("no idea")
-    worth = {"same": first < 9, "differ": first % 2, "luck": last < 2}
-    return float(worth[answer])
-
-
 @pytest.fixture(autouse=True)
 def fake_reward_function(monkeypatch):
     monkeypatch.setitem(rewards.REWARDS, "fake", fake_reward)
 
 
-def rows_of(*answers, name: str = "q") -> list[dict]:
-    rows = []
-    for i, answer in enumerate(answers):
-        rows.append({"id": f"{name}{i}", "task": "", "prompt": f"{name} {i}", "answer": answer})
-    return prompts.encode_prompts(rows, TOKENIZER, load_config([]))
-
-
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
     # by hand, for REWARDS has the fake one only while a test runs
-    functions = [scoring.RewardFunction("fake", 1.0, None, True, f"{__name__}:fake_reward")]
+    functions = [FAKE_REWARD]
     return Inputs(
         None,
         TOKENIZER,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from reward_tools import TEN, rollouts_of, row_of
 
 import checks
 import infoseed
@@ -152,6 +153,29 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     assert shaped(targets)[2, 3] > shaped(targets)[2].mean()
     shaped_only = group_targets(group._replace(task_rewards=REWARDS + bonus), 0.2, 0.0, c)
     assert torch.equal(shaped(shaped_only), shaped(targets))
+
+
+@pytest.mark.parametrize("objective", ["seed_grpo", "xdr"])
+def test_answers_are_told_apart_row_by_row(objective):
+    """In the first group two orders of one sum, a wrong answer and one that says nothing; in the
+    second a wrong answer three times."""
+    meet()
+    texts = ["2*3+4", "4+3*2", "2+3+4", "", "2+3+4", "2*3+4", "2+3+4", "2+3+4"]
+    c = load_config([f"--objective={objective}", "--num_generations=4", "--reward_workers=0"])
+    collected = SimpleNamespace(
+        rows=[row_of("countdown", TEN), row_of("countdown", TEN)],
+        rollouts=rollouts_of(texts),
+        right=torch.tensor([[True, True, False, False], [False, True, False, False]]),
+        rewards=torch.zeros(2, 4),
+    )
+    batch = {"sampler_logps": -torch.ones(8, 5), "lengths": torch.full((8,), 5)}
+    c["xdr_mode_adaptive_tau"] = objective == "xdr"
+    measured = learner.measure_groups(None, None, batch, collected, collected.rewards, c)
+    if objective == "xdr":
+        assert measured.correct_modes.tolist() == [1, 1]
+    else:
+        assert measured.clusters.tolist() == [[0, 0, 1, 2], [0, 1, 0, 0]]
+        assert measured.mean_logps.tolist() == [[-1.0] * 4] * 2
 
 
 def largest(grads: dict) -> float:

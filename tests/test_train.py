@@ -236,6 +236,7 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     flags = [*SMALL, f"--model={model}", "--rollout_engine=hf", f"--output={output}"]
     argv = ["config/countdown_tiny.py", *flags]
     own, config = common.load_with_flags(argv, checks.FLAGS["evaluate"])
+    own["seeds"] = 2
     log = tmp_path / "log"
     # forked: it has imported all this already; test_slurm.py runs the script
     evaluated = child.start(common.script, evaluate.main, config, own, log=log)
@@ -243,7 +244,8 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     (summary,) = [line for line in log.read_text().splitlines() if line.startswith("{")]
     summary = json.loads(summary)
     assert summary["problems"] == 6
-    assert len(output.read_text().splitlines()) == 6
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["seed"] for record in records] == [0] * 6 + [1] * 6
 
 
 NINE_STEPS = {"reward_funcs": ["parity_reward:parity"], "max_steps": 9}

@@ -1,0 +1,73 @@
+"""evaluate.evaluate_problems with an engine that needs no model: what it asks for, what it counts,
+and that any number of ranks finds the same."""
+
+import pytest
+import torch
+from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, fake_reward, rows_of
+
+import evaluate
+import rewards
+import scoring
+from common import load_config
+from ranks import World
+
+ROWS = rows_of("differ", "luck", "same", "broken", "luck")
+FLAGS = [
+    "--reward_funcs=['fake']",
+    "--reward_workers=0",
+    "--eval_num_generations=4",
+    "--eval_temperature=0.3",
+    "--max_completion_length=9",
+]
+
+
+@pytest.fixture(autouse=True)
+def fake_reward_function(monkeypatch):
+    monkeypatch.setitem(rewards.REWARDS, "fake", fake_reward)
+
+
+def evaluated(rank: int, size: int, gather, monkeypatch, seed: int = 0) -> tuple:
+    """(what this rank returns, the calls of its engine). gather: stands in for the collective."""
+    engine = FakeEngine()
+    monkeypatch.setattr(evaluate, "gather_objects", gather)
+    exam = scoring.Exam(engine, TOKENIZER, [0], ROWS, [FAKE_REWARD])
+    world = World(rank, size, torch.device("cpu"))
+    return evaluate.evaluate_problems(exam, load_config(FLAGS), world, seed), engine.calls
+
+
+def alone(monkeypatch, seed: int = 0) -> tuple:
+    return evaluated(0, 1, lambda value: [value], monkeypatch, seed)
+
+
+def test_an_evaluation_samples_at_its_own_temperature_and_counts_what_is_right(monkeypatch):
+    records, (call,) = alone(monkeypatch)
+    assert (call["n"], call["temperature"], call["max_tokens"]) == (4, 0.3, 9)
+    by_id = {record["id"]: record for record in records}
+    assert list(by_id) == ["q0", "q1", "q2", "q3", "q4"]
+    # every other one is right, all are, all fail
+    counts = {
+        name: (by_id[name]["correct"], by_id[name]["failures"]) for name in ("q0", "q2", "q3")
+    }
+    assert counts == {"q0": (2, 0), "q2": (4, 0), "q3": (0, 4)}
+
+
+def test_two_ranks_share_the_problems_and_both_know_all_records(monkeypatch):
+    whole, (call,) = alone(monkeypatch)
+    shares, asked = [], []
+    for rank in range(2):
+        share, calls = evaluated(rank, 2, lambda value: [value], monkeypatch)
+        shares.append(share)
+        asked += calls[0]["seeds"]
+    assert [len(share) for share in shares] == [3, 2]
+    assert sorted(asked) == sorted(call["seeds"])
+    for rank in range(2):
+        found, _ = evaluated(rank, 2, lambda value: shares, monkeypatch)
+        assert sorted(found, key=lambda record: record["id"]) == whole
+
+
+def test_another_evaluation_seed_draws_other_samples(monkeypatch):
+    records, (call,) = alone(monkeypatch)
+    others, (other,) = alone(monkeypatch, seed=1)
+    assert {record["seed"] for record in records} == {0}
+    assert {record["seed"] for record in others} == {1}
+    assert set(call["seeds"]).isdisjoint(other["seeds"])
