@@ -53,8 +53,11 @@ $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores: some tests wait more than they compute; no run of them is worth more than an hour
-PYTEST := timeout --foreground --kill-after=20 3600 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# three files at a time on two cores: some tests wait more than they compute. A run that hangs is ended after an hour, test-all
+# after three, by SIGINT: pytest then names what has failed until there
+LIMIT := 3600
+test-all: LIMIT := 10800
+PYTEST = timeout --foreground --signal=INT --kill-after=60 $(LIMIT) $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # on a machine with a GPU too tests and bench run on the CPU, in an environment made for it: vLLM's build for GPUs knows no CPU
 ON_CPU := CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory GPU= VENV=.venv-cpu
