@@ -43,6 +43,7 @@ from bench.arms import (
     trl,
     trl_vllm,
 )
+from bench.processes import run_for
 from common import ROOT, RunStopped, UserError, own_flags, script
 
 STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it
@@ -55,6 +56,9 @@ ARMS = {
 }
 # which of ours each of TRL's is compared with: engines in the same mode
 OURS = {"trl": "ours", "trl_vllm": "ours_compiled"}
+# seconds that a run may take at most, far above what it should: one that hangs is ended
+START_SECONDS = 600
+STEP_SECONDS = 300  # a step of SmolLM2 beside two busy processes took 86
 WARM = 3  # steps at the beginning of a run that do not count: allocators, caches, compilers
 FLAGS = {
     "arm": "",  # empty: comparisons
@@ -115,8 +119,21 @@ def result_of(done: subprocess.CompletedProcess) -> dict | None:
     return json.loads(lines[-1].removeprefix("result "))
 
 
+def run_or_stop(
+    command: list[str], limit: int, what: str, env: dict | None = None
+) -> subprocess.CompletedProcess:
+    """The command, as run_for() has run it. RunStopped if it was not done in `limit` seconds."""
+    done = run_for(command, limit, env)
+    if done.returncode is None:
+        raise RunStopped(
+            f"{what} was not done after {limit} seconds and was ended: it hangs, or this machine "
+            f"is too busy or too small for it"
+        )
+    return done
+
+
 def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["steps"]) -> dict:
-    """One run in a process of its own."""
+    """One run in a process of its own. RunStopped if it fails, or is not done in time."""
     # no GPU: TRL's arms are written for the CPU
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "2"
@@ -127,9 +144,8 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["step
     # a process for each: neither inherits the other's memory, threads or compiled code
     command = [sys.executable, "-m", "bench", scenario]
     command += [f"--arm={arm}", f"--beta={beta}", f"--steps={steps}"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=1800, env=environment
-    )
+    limit = START_SECONDS + STEP_SECONDS * steps
+    done = run_or_stop(command, limit, f"{arm} {scenario} of {steps} steps", environment)
     result = result_of(done)
     if result is None:
         print(done.stderr[-2000:], file=sys.stderr)
@@ -350,13 +366,9 @@ def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
 
 def check_same_loss() -> None:
     """Ratios mean something only where both compute the same."""
-    oracle = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/test_trl_oracle.py", "-k", "dr_grpo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    test = "tests/test_trl_oracle.py"
+    command = [sys.executable, "-m", "pytest", "-q", test, "-k", "dr_grpo"]
+    oracle = run_or_stop(command, 900, test)
     if oracle.returncode:
         print(oracle.stdout, file=sys.stderr)
         raise RunStopped("tests/test_trl_oracle.py failed, see above: there is nothing to compare")

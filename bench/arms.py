@@ -174,10 +174,6 @@ def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
     import train
     from common import load_config
 
-    out = Path(tempfile.mkdtemp()) / "run"  # a new folder: train.py refuses a used one
-    settings = settings_of_ours(scenario, beta, steps) | {"output_dir": out} | changes
-    # as flags: checked as a user's would be
-    config = load_config([f"--{key}={value}" for key, value in settings.items()])
     began, peaks = watch(steps)
     start = rollout.VllmEngine.__init__
 
@@ -187,8 +183,13 @@ def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
 
     if not has_tail(scenario):
         rollout.VllmEngine.__init__ = start_endless
-    train.main(config)
-    lines = (out / "metrics.jsonl").read_text().splitlines()
+    with tempfile.TemporaryDirectory() as base:
+        out = Path(base) / "run"  # a new folder: train.py refuses a used one
+        settings = settings_of_ours(scenario, beta, steps) | {"output_dir": out} | changes
+        # as flags: checked as a user's would be
+        config = load_config([f"--{key}={value}" for key, value in settings.items()])
+        train.main(config)
+        lines = (out / "metrics.jsonl").read_text().splitlines()
     times = []
     for line in lines[:steps]:  # not the step that was weighed
         times.append(times_of(json.loads(line)) | peaks)
@@ -277,17 +278,19 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
 
     folder = prepare(scenario)
     clock = make_clock()
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder),
-        args=GRPOConfig(**settings_of_trl(scenario, beta, steps) | changes),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        reward_funcs=rewards,
-        train_dataset=Dataset.from_list(read_rows(folder)),
-        callbacks=[clock],
-    )
-    # its rollouts and nothing else, with either engine
-    trainer._generate = clock.timed(trainer._generate)
-    trainer.train()
+    with tempfile.TemporaryDirectory() as out:
+        settings = settings_of_trl(scenario, beta, steps) | {"output_dir": out} | changes
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder),
+            args=GRPOConfig(**settings),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            reward_funcs=rewards,
+            train_dataset=Dataset.from_list(read_rows(folder)),
+            callbacks=[clock],
+        )
+        # its rollouts and nothing else, with either engine
+        trainer._generate = clock.timed(trainer._generate)
+        trainer.train()
     return clock.first, clock.steps
 
 
@@ -312,7 +315,6 @@ def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
     else:
         generation = {"min_new_tokens": size["T"]}
     return PLAIN_TRL | {
-        "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": size["P"] * size["G"],
         "num_generations": size["G"],
         "max_completion_length": size["T"],

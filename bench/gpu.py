@@ -16,13 +16,13 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common import ROOT, UserError, own_flags, script
+from bench.processes import run_for
+from common import UserError, check_writable, own_flags, script
 
 NO_GPU = 3  # exit status: a script can tell it from a failed check
 
@@ -66,11 +66,31 @@ CHECKS = {
 }
 
 
+# here, not in bench/shapes.py, which needs torch: a mistyped one is told before that is loaded
+class Shape(NamedTuple):
+    """What of a model decides how long its kernels take."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int  # heads of keys and values, each shared by heads / kv_heads queries
+    feed_forward: int
+    vocabulary: int
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5-0.5B
+    "1.5b": Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B
+    "tiny": Shape(128, 2, 4, 2, 256, 1000),  # for a CPU: shows that a check runs
+}
+DEVICES = ("cuda", "cpu")
+
+
 class Setting(NamedTuple):
     """What a check is told."""
 
-    device: str = "cuda"
-    shape: str = "0.5b"  # of bench.shapes.SHAPES
+    device: str = "cuda"  # of DEVICES
+    shape: str = "0.5b"  # of SHAPES
 
 
 FLAGS = {
@@ -142,17 +162,14 @@ def rows_of(name: str, setting: Setting, limit: float) -> list[dict]:
     command = [sys.executable, "-m", "bench.gpu", f"--check={name}"]
     command += [f"--device={setting.device}", f"--shape={setting.shape}"]
     begin = time.perf_counter()
+    done = run_for(command, limit)
     stopped = ""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
-        out, err = done.stdout, done.stderr
-        if done.returncode:
-            stopped = f"stopped with status {done.returncode}: {last_words(err)}"
-    except subprocess.TimeoutExpired as error:
-        out = (error.stdout or b"").decode(errors="replace")  # bytes here, whatever text= says
+    if done.returncode is None:
         stopped = f"not done after {limit:.0f} seconds"
+    elif done.returncode:
+        stopped = f"stopped with status {done.returncode}: {last_words(done.stderr)}"
     rows = []
-    for line in out.splitlines():
+    for line in done.stdout.splitlines():
         if not line.startswith("finding "):
             continue
         found = json.loads(line.removeprefix("finding "))
@@ -199,10 +216,15 @@ def main(argv: list[str]) -> int:
             f"there is no check and no flag {' '.join(wrong)}: checks are {', '.join(CHECKS)}; "
             f"flags --device=, --shape=, --json="
         )
+    for flag, choices in (("device", DEVICES), ("shape", SHAPES)):
+        if flags[flag] not in choices:
+            raise UserError(f"--{flag}={flags[flag]} must be one of {', '.join(choices)}")
     setting = Setting(flags["device"], flags["shape"])
     if flags["check"]:
         run_check(flags["check"], setting)
         return 0
+    # now, not when all checks are done and their figures lost
+    check_writable("--json", flags["json"], folder=False)
     why = no_gpu()
     if why and setting.device == "cuda":
         print(f"no GPU: {why}")

@@ -3,8 +3,8 @@
 import torch
 
 import rollout
-from bench.gpu import Finding
-from bench.shapes import GIB, SHAPES, model_folder
+from bench.gpu import SHAPES, Finding
+from bench.shapes import GIB, model_folder
 from common import load_config
 from policy import Policy, named_weights
 from ranks import start_distributed

@@ -6,11 +6,9 @@ import torch
 
 import loss
 import packing
-from bench.gpu import Finding
+from bench.gpu import SHAPES, Finding, Shape
 from bench.oracle import bottom_right_attention
 from bench.shapes import (
-    SHAPES,
-    Shape,
     batch_of,
     distance,
     gib_of,

@@ -3,16 +3,13 @@
 import os
 import shutil
 import subprocess
-import sysconfig
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bench.gpu import Finding
+from bench.gpu_needs import DRIVER, find_compiler, find_header
 from bench.shapes import copy_peak, distance, matrix_peak
-
-DRIVER = 580  # the oldest for CUDA 13, which PyPI's torch 2.13 is built for
 
 
 def output_of(*command: str) -> str:
@@ -37,16 +34,14 @@ def driver(setting):
 
 def compiler(setting):
     """Triton compiles its driver helper with it at first use."""
-    version = ""
-    for name in (os.environ.get("CC", ""), "gcc", "clang", "cc"):  # Triton asks $CC first too
-        version = version or output_of(name, "--version")
+    version = output_of(find_compiler(), "--version")
     measured = version.split("\n")[0] or "none"
-    yield Finding("of C", bool(version), measured, "gcc, clang or $CC")
+    yield Finding("of C", bool(version), measured, "$CC, or else gcc or clang")
 
 
 def python_h(setting):
     """What Triton compiles includes it; many images come without."""
-    path = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    path = find_header()
     yield Finding("header", path.exists(), str(path), "exists (python3-dev)")
 
 

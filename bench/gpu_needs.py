@@ -31,19 +31,36 @@ def driver_problem() -> str:
     )
 
 
+def find_compiler() -> str:
+    """The C compiler that Triton will call (its runtime/build.py); empty if there is none."""
+    if "CC" in os.environ:  # then Triton tries no other, whatever stands there
+        return shutil.which(os.environ["CC"]) or ""
+    return shutil.which("gcc") or shutil.which("clang") or ""
+
+
 def compiler_problem() -> str:
-    # as Triton looks for it
-    names = [os.environ.get("CC") or "gcc", "gcc", "clang"]
-    if any(shutil.which(name) for name in names):
+    if find_compiler():
         return ""
+    missing, cure = "C compiler, neither gcc nor clang", "install gcc"
+    if "CC" in os.environ:
+        missing = f"program {os.environ['CC']!r}, which the environment variable CC names"
+        cure = "unset CC, or let it be the path of a C compiler without options"
     return (
-        "there is no C compiler (gcc, clang, or what CC names), with which Triton builds its "
-        "helper at the first use of a GPU: install gcc"
+        f"there is no {missing}, and Triton builds its helper with it at the first use of a GPU: "
+        f"{cure}"
     )
 
 
+def find_header() -> Path:
+    """Python.h where Triton's compiler will look for it, whether it is there or not."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # of Debian, whose packages do not write there
+        scheme = "posix_prefix"
+    return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+
+
 def header_problem() -> str:
-    path = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    path = find_header()
     if path.exists():
         return ""
     return (

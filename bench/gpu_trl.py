@@ -8,9 +8,9 @@ import tempfile
 import torch
 
 from bench.arms import PLAIN_TRL, make_clock, tokenizer_of
-from bench.gpu import Finding
+from bench.gpu import SHAPES, Finding
 from bench.gpu_learner import Case
-from bench.shapes import GIB, PROMPT, SHAPES, batch_of, model_folder, seconds_of
+from bench.shapes import GIB, PROMPT, batch_of, model_folder, seconds_of
 
 REPEATS = 5  # steps that count
 WARM = 3  # steps before these
@@ -60,7 +60,6 @@ def trl_step(setting, tokens: int, recomputed: bool, dtype) -> tuple[float, floa
     batch = batch_of(shape.vocabulary, tokens, P, G, "cpu")
     rows = ROWS if recomputed else P * G
     changes = {
-        "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": P * G // rows,
         "num_generations": G,
@@ -74,19 +73,20 @@ def trl_step(setting, tokens: int, recomputed: bool, dtype) -> tuple[float, floa
     # TRL's steps wait for the device by themselves: what one leaves behind, the next one waits for
     clock = make_clock()
     folder = model_folder(shape, setting.device)
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
-        args=GRPOConfig(**PLAIN_TRL | changes),
-        processing_class=tokenizer_of(shape.vocabulary),
-        # all different: every row has a gradient
-        reward_funcs=lambda completions, **columns: list(range(len(completions))),
-        train_dataset=Dataset.from_list([{"prompt": "a"}] * (P * (WARM + REPEATS))),
-        callbacks=[clock],
-        rollout_func=lambda prompts, trainer: completions_of(batch),
-    )
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    trainer.train()
+    with tempfile.TemporaryDirectory() as out:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+            args=GRPOConfig(**PLAIN_TRL | changes | {"output_dir": out}),
+            processing_class=tokenizer_of(shape.vocabulary),
+            # all different: every row has a gradient
+            reward_funcs=lambda completions, **columns: list(range(len(completions))),
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * (P * (WARM + REPEATS))),
+            callbacks=[clock],
+            rollout_func=lambda prompts, trainer: completions_of(batch),
+        )
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
     peak = torch.cuda.max_memory_allocated() - held if gpu else 0
     seconds = statistics.median(step["step"] for step in clock.steps[WARM:])
     return seconds, peak / GIB

@@ -1,30 +1,15 @@
 """Models of real shapes with random weights, batches for them, and the best that a GPU can do."""
 
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+from bench.gpu import Shape
 
-class Shape(NamedTuple):
-    """What of a model decides how long its kernels take."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int  # heads of keys and values, each shared by heads / kv_heads queries
-    feed_forward: int
-    vocabulary: int
-
-
-SHAPES = {
-    "0.5b": Shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5-0.5B
-    "1.5b": Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B
-    "tiny": Shape(128, 2, 4, 2, 256, 1000),  # for a CPU: shows that a check runs
-}
 PROMPT = 128  # tokens of a prompt
 GIB = 2**30
 
@@ -53,12 +38,18 @@ def random_model(shape: Shape, device, dtype=torch.bfloat16):
 
 
 def model_folder(shape: Shape, device) -> Path:
-    """Random weights, saved once."""
+    """Random weights, saved once: whole or not at all."""
     name = "_".join(map(str, shape))
     # of this user only: another's folder might not be readable
     folder = Path(tempfile.gettempdir()) / f"bench_gpu_{os.getuid()}_{name}"
-    if not (folder / "model.safetensors").exists():
-        random_model(shape, device).save_pretrained(folder)
+    if (folder / "model.safetensors").exists():
+        return folder
+    # beside it: a process that is killed here leaves no half a model under its name
+    part = folder.with_name(folder.name + ".part")
+    for remains in (part, folder):  # of such a one
+        shutil.rmtree(remains, ignore_errors=True)
+    random_model(shape, device).save_pretrained(part)
+    os.replace(part, folder)
     return folder
 
 

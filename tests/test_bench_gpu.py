@@ -8,14 +8,19 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deadlines import PATIENCE
 from exact_matrix import ROOT
+from row_files import check_words, refusal
 
 import packing
-from bench import gpu, gpu_kernels, gpu_machine, shapes
+from bench import gpu, gpu_kernels, gpu_learner, gpu_machine, gpu_needs, shapes
 from common import UserError
 
 TINY = gpu.Setting("cpu", "tiny")
@@ -45,11 +50,23 @@ def test_an_unknown_check_or_flag_is_refused_with_those_there_are(wrong):
         assert word in said
 
 
-class Done:
-    """A process that has ended."""
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--shape=7b"], ["--shape=7b", "0.5b, 1.5b, tiny"]),
+        (["head", "--device=gpu"], ["--device=gpu", "cuda, cpu"]),
+        (["--json=/proc/x/y.json"], ["--json='/proc/x/y.json' can't be written"]),
+        (["--json="], ["--json='' can't be written", "is a folder"]),
+    ],
+)
+def test_its_flags_are_checked_before_anything_is_done(argv, words, monkeypatch):
+    monkeypatch.setattr(gpu, "no_gpu", lambda: pytest.fail("torch is loaded"))
+    said = refusal(gpu.main, argv)
+    check_words(said, *words)
 
-    def __init__(self, out: str, status: int = 0, err: str = ""):
-        self.stdout, self.returncode, self.stderr = out, status, err
+
+def ended(out: str, status: int | None = 0, err: str = "") -> CompletedProcess:
+    return CompletedProcess([], status, out, err)
 
 
 def finding(what: str, good: bool) -> str:
@@ -60,17 +77,15 @@ def finding(what: str, good: bool) -> str:
 def test_all_checks_run_whatever_one_of_them_does(tmp_path, monkeypatch, capsys):
     """One is fine, one fails, one dies half way, one does not end, one needs what is not here."""
 
-    def run(command, timeout, **more):
+    def run_for(command, limit):
         name = command[3].removeprefix("--check=")
         if name == "head":
-            error = subprocess.TimeoutExpired(command, timeout)
-            error.stdout = finding("early", True).encode()
-            raise error
+            return ended(finding("early", True), None)
         if name == "zero1":
-            return Done(finding("early", True), 1, "RuntimeError: out of memory\nleaked\n")
-        return Done(finding("it", name != "peaks"))
+            return ended(finding("early", True), 1, "RuntimeError: out of memory\nleaked\n")
+        return ended(finding("it", name != "peaks"))
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu, "run_for", run_for)
     monkeypatch.setitem(gpu.CHECKS, "engine", gpu.Check("gpu_engine", 9, ("no_such_package",)))
     monkeypatch.setitem(gpu.CHECKS, "nccl", gpu.Check("gpu_machine", 9, (), gpus=3))
     path = tmp_path / "new" / "figures.json"
@@ -98,7 +113,7 @@ def test_all_checks_run_whatever_one_of_them_does(tmp_path, monkeypatch, capsys)
 
 
 def test_a_check_that_finds_nothing_has_failed(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: Done("nothing\n"))
+    monkeypatch.setattr(gpu, "run_for", lambda command, limit: ended("nothing\n"))
     assert [row["state"] for row in gpu.rows_of("driver", TINY, 9)] == ["FAIL"]
 
 
@@ -139,6 +154,56 @@ def test_the_driver_must_be_new_enough_for_the_wheels(version, good, monkeypatch
     (found,) = gpu_machine.driver(TINY)
     assert found.good == good
     assert version in found.measured
+
+
+@pytest.mark.parametrize(
+    "programs, CC, found",
+    [
+        ("gcc clang cc", None, "gcc"),
+        ("clang", None, "clang"),
+        ("cc", None, ""),  # Triton does not know it
+        ("gcc clang", "clang", "clang"),
+        ("gcc", "", ""),  # it takes CC as it is, and asks for no other
+        ("gcc", "icc", ""),
+        ("gcc", "gcc -m64", ""),
+    ],
+)
+def test_a_compiler_is_looked_for_as_triton_does(programs, CC, found, tmp_path, monkeypatch):
+    for name in programs.split():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} 12.3\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if CC is not None:
+        monkeypatch.setenv("CC", CC)
+    assert gpu_needs.find_compiler() == (str(tmp_path / found) if found else "")
+    problem = gpu_needs.compiler_problem()
+    assert bool(problem) == (not found)
+    assert not problem or repr(CC or "") in problem or "neither gcc nor clang" in problem
+    (row,) = gpu_machine.compiler(TINY)
+    assert (row.good, row.measured) == (bool(found), f"{found} 12.3" if found else "none")
+    # what Triton itself would call
+    find = pytest.importorskip("triton.runtime.build")._find_compiler.__wrapped__
+    if CC is None and not found:
+        with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+            find("c")
+    else:
+        assert find("c") in (gpu_needs.find_compiler(), CC)
+
+
+def test_python_h_is_looked_for_where_triton_does(monkeypatch):
+    """Debian's default has another folder for it, which nobody fills."""
+    real = sysconfig.get_paths
+
+    def get_paths(scheme="posix_local"):
+        return {"include": "/usr/local/include"} if scheme == "posix_local" else real(scheme)
+
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr(sysconfig, "get_paths", get_paths)
+    there = Path(real("posix_prefix")["include"]) / "Python.h"
+    (row,) = gpu_machine.python_h(TINY)
+    assert row.measured == str(there)
+    assert bool(gpu_needs.header_problem()) == (not there.exists())
 
 
 @pytest.mark.parametrize("name", ["alignment", "attention", "head"])
@@ -190,7 +255,7 @@ def test_a_batch_has_the_tokens_asked_for_and_shares_prompts():
 
 
 def test_products_are_counted_once_for_a_shared_prompt():
-    shape = shapes.SHAPES["tiny"]
+    shape = gpu.SHAPES["tiny"]
     one = shapes.batch_of(shape.vocabulary, 1300, 1, 8, "cpu")
     batch = one | {"lengths": one["lengths"] * 0}
     hidden, kv = shape.hidden, shape.kv_heads / shape.heads
@@ -209,6 +274,47 @@ def test_what_a_gpu_is_asked_for_is_in_the_torch_that_is_pinned():
     assert "ScalarType out_dtype" in schema
     assert "fused" in inspect.signature(torch.optim.AdamW).parameters
     assert callable(torch.cuda.set_sync_debug_mode)
+
+
+@pytest.mark.parametrize("moved, words", [(True, "weights moved"), (False, "weights stay")])
+def test_a_step_says_whether_the_weights_moved(moved, words, monkeypatch):
+    class Case:
+        def __init__(self, *args, **changes):
+            self.steps = 0
+
+        def weights(self):
+            return torch.tensor([1.0 + self.steps * moved])
+
+        def step(self):
+            self.steps += 1
+            return {"loss": 0.5}
+
+    monkeypatch.setattr(gpu_learner, "Case", Case)
+    found = next(gpu_learner.steps_and_saves(TINY))
+    assert (found.good, found.measured) == (moved, f"loss 5.00e-01, {words}")
+
+
+def test_a_model_that_was_half_saved_is_not_taken_for_one(tmp_path, monkeypatch):
+    saved = []
+
+    def save(folder):
+        folder.mkdir()
+        saved.append(folder)
+        (folder / "model.safetensors").write_text("half")
+        if len(saved) == 1:
+            raise KeyboardInterrupt
+        (folder / "model.safetensors").write_text("whole")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(shapes, "random_model", lambda *a: SimpleNamespace(save_pretrained=save))
+    shape = gpu.SHAPES["tiny"]
+    with pytest.raises(KeyboardInterrupt):
+        shapes.model_folder(shape, "cpu")
+    for _ in range(2):
+        folder = shapes.model_folder(shape, "cpu")
+        assert (folder / "model.safetensors").read_text() == "whole"
+    assert len(saved) == 2  # once in vain
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.slow
