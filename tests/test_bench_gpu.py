@@ -323,5 +323,5 @@ def test_a_model_that_was_half_saved_is_not_taken_for_one(tmp_path, monkeypatch)
 )
 def test_checks_of_the_learner_run_on_a_cpu(name):
     """Steps, saves, loads and skips a NaN in bfloat16 at every ZeRO stage."""
-    rows = gpu.rows_of(name, TINY, 300)
+    rows = gpu.rows_of(name, TINY, PATIENCE)
     assert {row["state"] for row in rows} == {"ok"}, rows

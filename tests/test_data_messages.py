@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 from child import ended_well
+from deadlines import PATIENCE
 from exact_matrix import ROOT
 from row_files import check_words, jsonl, load, parquet, refusal
 
@@ -297,7 +298,7 @@ def test_two_steps_on_rows_in_verls_form(tiny_model_dir, tmp_path):
         "--log_rollouts_steps=1",
     ]
     command = [sys.executable, "train.py", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     ended_well(done)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]

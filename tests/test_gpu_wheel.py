@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_vllm
 import pytest
 import torch
+from deadlines import PATIENCE
 
 import rollout
 from common import ROOT, load_config
@@ -56,7 +57,7 @@ def wheel(tmp_path_factory) -> Wheel:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--dest", str(folder), pin]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode:
         pytest.skip(f"pip can't fetch {pin}: {done.stderr.strip().splitlines()[-1:]}")
     (path,) = folder.glob("vllm-*.whl")
