@@ -63,6 +63,21 @@ def test_a_reward_that_failed_is_null_and_so_is_the_sum():
     assert [line["rewards"]["b"] for line in lines] == [0.5, None, None]
 
 
+def test_a_temperature_that_changes_is_the_one_at_the_end_of_training(monkeypatch):
+    asked = []
+
+    def sample(exam, rows, n, sampling, c):
+        asked.append(sampling.temperature)
+        return [], torch.zeros(0, n, 1), []
+
+    monkeypatch.setattr(scoring, "sample_and_measure", sample)
+    functions = [RewardFunction("a", 1.0, None, True, "m:f")]
+    exam = scoring.Exam(None, None, [0], [], functions)
+    c = load_config(["--temperature={0: 1.0, 10: 0.5}", "--max_steps=10"])
+    assert generate.batch_lines(exam, range(0), c) == {}
+    assert asked == [0.5]
+
+
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -1,9 +1,12 @@
 """The order of calls on a GPU, by a fake of vLLM that knows its rules of sleep: training,
-evaluation, InfoSeed, resampling, a resumed run and evaluate.py with on_gpu=True."""
+evaluation, InfoSeed, resampling, a resumed run and evaluate.py with on_gpu=True. And what two
+ranks log of all that."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import child
 import fake_vllm
@@ -31,7 +34,9 @@ FLAGS = [
     "--resample_equal_groups=2",
     "--info_seed_num_seeds=2",
     "--info_seed_lambda=0.1",
+    "--info_seed_reward=0.3",
     "--beta=0.1",
+    "--log_rollouts_steps=1",
 ]
 
 
@@ -44,7 +49,7 @@ def flags_of(folder: Path, model: Path) -> list[str]:
     return [f"--model={model}", *sources, *FLAGS]
 
 
-def work(main, argv: list[str], calls: Path) -> None:
+def work(main, argv: list[str], folder: Path) -> None:
     torch.set_num_threads(1)
     fake_vllm.install()
     train.evaluate.report = lambda folder: None  # no picture
@@ -55,22 +60,45 @@ def work(main, argv: list[str], calls: Path) -> None:
         real(lm, device)
 
     train.place_frozen = place
+    real_targets = train.learner.group_targets
+
+    def group_targets(measured, *args):  # measured (P, G + S): 1 where a seed has earned something
+        earned = (measured.rewards != measured.task_rewards).int()
+        fake_vllm.calls.append(f"seeds earn {earned.tolist()}")
+        return real_targets(measured, *args)
+
+    train.learner.group_targets = group_targets
     try:
         main(load_config(argv))
     finally:
-        calls.write_text("\n".join(fake_vllm.calls))
+        rank = os.environ.get("RANK", "0")
+        (folder / f"calls_{rank}").write_text("\n".join(fake_vllm.calls))
 
 
-def done(main, argv: list[str], folder: Path) -> list[str]:
-    """What was asked of the fake."""
+def done(main, argv: list[str], folder: Path, size: int = 2) -> list[str]:
+    """What the first of `size` ranks asked of the fake."""
     log = folder / "log"
-    status = child.status(child.start(work, main, argv, folder / "calls", log=log))
-    assert status == 0, log.read_text()[-3000:]
-    return (folder / "calls").read_text().splitlines()
+    ranks = child.start_ranks(size, work, main, argv, folder, logs=[log] * size)
+    assert set(child.statuses(ranks)) == {0}, log.read_text()[-3000:]
+    return (folder / "calls_0").read_text().splitlines()
 
 
-def lines_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return lines_of(run / "metrics.jsonl")
+
+
+def steps_of(run: Path) -> list[dict]:
+    return [line for line in metrics_of(run) if "reward" in line]
+
+
+def logged(run: Path, step: int) -> list[dict]:
+    """Both ranks' rollouts of a step."""
+    first, second = [run / "rollouts" / f"step_{step:06d}.rank_{rank}.jsonl" for rank in (0, 1)]
+    return lines_of(first) + lines_of(second)
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +110,10 @@ def whole(tiny_model_dir, tmp_path_factory):
 
 def test_a_run_with_everything_goes_through_a_gpus_order_of_calls(whole):
     folder, _, calls = whole
-    steps = [line for line in lines_of(folder / "whole") if "reward" in line]
+    steps = steps_of(folder / "whole")
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all("resampled_groups" in line and "seed/loss" in line for line in steps)
-    assert sum("eval/mean@2" in line for line in lines_of(folder / "whole")) == 3
+    assert sum("eval/mean@2" in line for line in metrics_of(folder / "whole")) == 3
     for line in steps:
         assert line["sampling/sampling_logp_difference/mean"] < 1e-5
     assert any(call.startswith("sleep") for call in calls)
@@ -100,6 +128,29 @@ def test_a_run_with_everything_goes_through_a_gpus_order_of_calls(whole):
     assert all(calls[i - 1].startswith("sleep") for i in back)
 
 
+def test_what_seeds_earn_enters_the_targets_in_the_seed_rows_alone(whole):
+    _, _, calls = whole
+    earned = [call for call in calls if call.startswith("seeds earn")]
+    assert earned == [f"seeds earn {[[0, 0, 0, 1, 1]] * 4}"] * 3  # in each step
+
+
+def test_what_is_logged_of_a_step_is_of_both_ranks_and_without_seed_rows(whole):
+    run = whole[0] / "whole"
+    for line in steps_of(run):
+        rows = [row for row in logged(run, line["step"]) if "seed_id" not in row]
+        mean = {"reward": fmean(row["reward"] for row in rows)}
+        mean["completions/mean_length"] = fmean(row["tokens"] for row in rows)
+        mean["completions/clipped_ratio"] = fmean(row["finish_reason"] == "length" for row in rows)
+        assert {name: line[name] for name in mean} == pytest.approx(mean)
+
+
+def test_files_of_rollouts_name_the_prompt_of_each_group(whole):
+    for step in (1, 2, 3):
+        ids = [row["id"] for row in logged(whole[0] / "whole", step)]
+        assert len(set(ids)) > 2  # resampling may have chosen one of the four twice
+        assert ids == [name for name in ids[::5] for _ in range(5)]
+
+
 @pytest.mark.slow
 def test_a_resumed_run_goes_through_it_too_and_is_the_same(whole):
     folder, argv, _ = whole
@@ -109,7 +160,7 @@ def test_a_resumed_run_goes_through_it_too_and_is_the_same(whole):
     (part / "done").unlink()
     more = [f"--output_dir={part}", "--resume_from_checkpoint=latest"]
     done(train.main, [*argv, *more], folder)
-    one, other = (lines_of(folder / name)[-1] for name in ("whole", "part"))
+    one, other = (metrics_of(folder / name)[-1] for name in ("whole", "part"))
     for name, value in one.items():
         if not name.startswith(("time/", "tokens_per")):
             assert other[name] == value, name
@@ -122,7 +173,7 @@ def exam(c: dict) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_by_it_too(whole):
     folder, argv, _ = whole
-    calls = done(exam, [*argv, f"--model={folder / 'whole' / 'step_000003'}"], folder)
+    calls = done(exam, [*argv, f"--model={folder / 'whole' / 'step_000003'}"], folder, size=1)
     assert calls == ["generate"]  # it never sleeps
     assert '"eval/mean@2"' in (folder / "log").read_text()
 

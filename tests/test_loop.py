@@ -1,10 +1,13 @@
-"""What train.py's loop itself decides: which metric steers, which model follows a schedule, what an
-evaluation that fails costs."""
+"""What train.py itself decides: which metric steers, which model follows a schedule, what an
+evaluation that fails costs; what a run is made of, and what it takes over where it goes on."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import in_child
+import pytest
+import torch
 from controlled import setting
 from exact_matrix import steps_in
 
@@ -26,13 +29,32 @@ def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
     assert told["delta_tau"] == run.state["tau"] - 0.2
 
 
-def test_the_reference_follows_a_temperature_that_changes(tiny_model_dir, tmp_path):
-    """At this rate nothing is learnt: policy and reference stay the same model."""
-    folder = tmp_path / "run"
-    flags = {"beta": 0.1, "temperature": {0: 1.0, 1: 0.5}, "learning_rate": 1e-12, "max_steps": 2}
+# at this rate nothing is learnt: policy and reference stay the same model
+FLAGS = {"beta": 0.1, "temperature": {0: 1.0, 1: 0.5}, "learning_rate": 1e-12, "save_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loop") / "run"
+    status, words = in_child.run(None, tiny_model_dir, folder, **FLAGS, max_steps=2, maxent_tau=0.2)
+    assert status == 0, words
+    return folder
+
+
+def test_the_reference_follows_a_temperature_that_changes(two_steps):
+    assert [line["kl"] < 1e-5 for line in steps_in(two_steps)] == [True, True]
+
+
+def test_a_run_goes_on_with_a_new_tau_and_its_count_of_steps_that_taught_nothing(
+    two_steps, tiny_model_dir, tmp_path
+):
+    """This model's answers are all wrong."""
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    flags = FLAGS | {"max_steps": 5, "maxent_tau": 0.05, "resume_from_checkpoint": "latest"}
     status, words = in_child.run(None, tiny_model_dir, folder, **flags)
     assert status == 0, words
-    assert [line["kl"] < 1e-5 for line in steps_in(folder)] == [True, True]
+    assert [line["tau"] for line in steps_in(folder)] == [0.2, 0.2, 0.05, 0.05, 0.05]
+    assert "warning: for 5 steps all completions of a group have had equal rewards" in words
 
 
 def with_k_told() -> None:
@@ -63,3 +85,40 @@ def test_an_evaluation_whose_servers_are_lost_is_said_and_ends_nothing(monkeypat
     run.say = said.append
     train.evaluate_now(run)
     assert said == ["step 3: not evaluated: no server is left"]
+
+
+def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    class Loaded(Exception):
+        """Carries the policy out of start()."""
+
+    def initialize(model, **settings):
+        raise Loaded(model)
+
+    def begun(seed: int) -> list:
+        """What is trained of a new run's policy."""
+        flags = ["--lora_rank=2", "--info_seed_num_seeds=2", "--info_seed_loss_type=ce"]
+        flags += [f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", f"--seed={seed}"]
+        with pytest.raises(Loaded) as loaded:
+            train.start(common.load_config(flags))
+        return [p for p in loaded.value.args[0].parameters() if p.requires_grad]
+
+    inputs = SimpleNamespace(model_config=SimpleNamespace(vocab_size=101))
+    monkeypatch.setattr(train, "load_inputs", lambda c, ranks: inputs)
+    asleep = SimpleNamespace(sleep=lambda: None)
+    monkeypatch.setattr(train.rollout, "start_engine", lambda c, device: asleep)
+    monkeypatch.setattr(train.deepspeed, "initialize", initialize)
+    one, same, other = begun(1), begun(1), begun(2)
+    assert all(map(torch.equal, one, same))
+    # the first adapter's A, the head's weights
+    assert not torch.equal(one[0], other[0]) and not torch.equal(one[-2], other[-2])
+
+
+def test_a_policy_is_padded_and_recomputed_as_the_config_says(tiny_model_dir):
+    for value in (True, False):
+        flags = [f"--pack_sequences={value}", f"--gradient_checkpointing={value}"]
+        c = common.load_config([f"--model={tiny_model_dir}", *flags])
+        policy = train.load_lm(c, trains=True, device="cpu")
+        assert policy.pack == value
+        assert policy.lm.is_gradient_checkpointing == value

@@ -70,7 +70,7 @@ def test_seeds_decide_the_samples_and_every_completion_is_whole(synced):
     _, result = synced
     assert result["same_seed_same_tokens"]
     assert result["other_seed_other_tokens"]
-    assert result["count"] == 24
+    assert result["count"] == 32
     assert result["within_group_distinct"] > 1
     assert result["ends"]
 

@@ -25,6 +25,7 @@ from policy import Policy, named_weights
 from ranks import across_ranks, start_distributed
 
 PROMPTS = [[7, 20, 33, 41], [50, 51], [9, 8, 7, 6, 5, 90]]
+LONG = list(range(5, 85))  # fills blocks of vLLM's cache, which must not outlive a sync
 
 
 def sampling(seed: int, prompts: int, max_tokens: int = 12, temperature: float = 0.8):
@@ -70,10 +71,10 @@ def without_head(lm):
 
 
 def syncs(model: str, *flags) -> dict:
-    engine, lm, tokenizer = start("vllm", model, *flags)
+    engine, lm, tokenizer = start("vllm", model, "--max_prompt_length=80", *flags)
 
     def ask(seed: int) -> list[dict]:
-        return rollout.generate(engine, tokenizer, PROMPTS, 8, sampling(seed, 3))
+        return rollout.generate(engine, tokenizer, [*PROMPTS, LONG], 8, sampling(seed, 4))
 
     differences = []
     for i in range(5):
