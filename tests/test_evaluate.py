@@ -1,12 +1,10 @@
 """evaluate.evaluate_problems with an engine that needs no model: what it asks for, what it counts,
 and that any number of ranks finds the same."""
 
-import pytest
 import torch
-from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, fake_reward, rows_of
+from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
 
 import evaluate
-import rewards
 import scoring
 from common import load_config
 from ranks import World
@@ -19,11 +17,6 @@ FLAGS = [
     "--eval_temperature=0.3",
     "--max_completion_length=9",
 ]
-
-
-@pytest.fixture(autouse=True)
-def fake_reward_function(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "fake", fake_reward)
 
 
 def evaluated(rank: int, size: int, gather, monkeypatch, seed: int = 0) -> tuple:

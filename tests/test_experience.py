@@ -26,7 +26,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import experience
-import rewards
 import rollout
 import scoring
 import sft
@@ -55,14 +54,7 @@ INFOSEED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fake_reward_function(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "fake", fake_reward)
-
-
 def inputs_of(*sources, weights=None, easy=()) -> Inputs:
-    # by hand, for REWARDS has the fake one only while a test runs
-    functions = [FAKE_REWARD]
     return Inputs(
         None,
         TOKENIZER,
@@ -70,7 +62,7 @@ def inputs_of(*sources, weights=None, easy=()) -> Inputs:
         list(sources),
         weights or [1.0] * len(sources),
         list(easy),
-        functions,
+        [FAKE_REWARD],  # by hand: REWARDS has no fake one
         [],
     )
 
@@ -442,7 +434,6 @@ def test_the_policy_and_the_reference_take_log_probs_at_the_temperature_of_the_s
 
 def one_rank(rank: int, folder: Path, c: dict) -> None:
     torch.set_num_threads(1)
-    rewards.REWARDS["fake"] = fake_reward
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
     )
