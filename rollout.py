@@ -223,6 +223,8 @@ def import_vllm():
     logging.getLogger("vllm").setLevel(level.upper())  # before vLLM reads the variable itself
     # ranks share the cores: the kernel places the threads, instead of vLLM pinning them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # FlashInfer's sampler takes no request with a seed, as all of ours are: vLLM need not load it
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
         import vllm
     except ImportError as error:
@@ -231,6 +233,8 @@ def import_vllm():
             f"machine, requirements-cpu.txt on others, or choose the slow rollout_engine='hf'"
         ) from None
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    # torch's advice to round float32 to 10 bits: the sampler would leave the trainer's log-probs
+    warnings.filterwarnings("ignore", message="TensorFloat32")
     return vllm
 
 

@@ -74,10 +74,12 @@ def tokens_of(rollouts: list[dict]) -> list:
 def about(engine) -> str:
     """What vLLM has chosen to run."""
     config = engine.llm.llm_engine.vllm_config
-    runner = type(engine.llm.llm_engine.engine_core).__module__
+    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    # vllm.v1.worker.gpu.model_runner is the second of vLLM's, ...gpu_model_runner the first
+    runner = type(worker.model_runner).__module__.removeprefix("vllm.v1.worker.")
     scheduling = getattr(config.scheduler_config, "async_scheduling", "?")  # not in all versions
     return (
-        f"vLLM {engine.vllm.__version__}, core {runner.rpartition('.')[2]}, "
+        f"vLLM {engine.vllm.__version__}, {runner}, "
         f"async {scheduling}, eager {config.model_config.enforce_eager}"
     )
 

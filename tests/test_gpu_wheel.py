@@ -132,6 +132,15 @@ def test_both_of_its_runners_reload_weights_from_an_iterator(wheel, runner):
     assert arguments and arguments[0][1:3] == ["weights_iterator", "weights_path"]
 
 
+def test_its_flashinfer_sampler_takes_no_request_of_ours(wheel):
+    # all have a seed, and want the log-probs of what they are sampled from
+    assert '"VLLM_USE_FLASHINFER_SAMPLER"' in wheel.text("envs.py")
+    sampler = wheel.text("v1/worker/gpu/sample/sampler.py")
+    (condition,) = re.findall(r"eligible = not \((.*?)\n        \)", sampler, re.S)
+    assert "any_explicit_seed" in condition
+    assert "return_logprobs and self.logprobs_mode in PROCESSED_LOGPROBS_MODES" in condition
+
+
 def test_its_nccl_transfer_has_our_fields_and_calls_our_client(wheel):
     folder = "distributed/weight_transfer"
     engine = f"{folder}/nccl_engine.py"
