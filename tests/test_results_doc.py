@@ -1,0 +1,200 @@
+"""The tables of docs/results.md at convergence and of 64 samples: every arm of the evidence stands
+there, and every figure is the evidence's."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common import ROOT
+from compare import frontier, pass_at_k
+from compare.results import LAST
+
+EVIDENCE = ROOT / "compare" / "evidence"
+COLUMNS = ["mean@8", "pass@8", "distinct@8", "coverage@8"]  # in the documents' order
+KS = [1, 4, 16, 64]
+
+# a row's name there: its arm in the file
+COUNTDOWN = {
+    "maxent, τ = .2, cosine": "maxent_cosine",
+    "maxrl, cosine": "maxrl_cosine",
+    'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
+    "maxrl, lr 1e-4": "maxrl_half",
+    "xdr, τ = .05": "xdr_05",
+    "maxent, τ = .2": "maxent_20",
+    "maxent, τ = .2, lr 5e-5": "maxent_slow",
+    "maxent as a policy gradient, τ = 0": "maxent_pg_tau0",
+    "maxent, τ = .1": "maxent_10",
+    "maxrl": "maxrl",
+    "maxent, τ = .2, lr 1e-4": "maxent_half",
+    'maxent "floored", τ = .4': "maxent_floored_40",
+    "xdr, τ = .8": "xdr_80",
+    "pkpo, k = 2": "pkpo_2",
+    "dr_grpo, lr 5e-5": "dr_grpo_slow",
+    "dr_grpo, cosine": "dr_grpo_cosine",
+    "dr_grpo, unlikeliness .25": "unlikely_25",
+    "dr_grpo, mode entropy .3 per token": "modes_30_length",
+    "dapo": "dapo",
+    "pkpo, k from 8 to 1": "pkpo_anneal",
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "dapo, clip-higher .28, two updates a batch": "dapo_high",
+    "token entropy .03": "token_entropy_03",
+    "flow, τ = .2": "flow_20",
+    "flow, τ = .05": "flow_05",
+    "flow, summed scores, τ = .02": "flow_sum_02",
+    "maxent, τ = .4: destroyed": "maxent_40",
+    "token entropy .1: destroyed": "token_entropy_10",
+}
+# the document says so below the tables, or shows their last evaluations instead
+COUNTDOWN_LEFT_OUT = {
+    "flow_10",
+    "dr_grpo_rowmean",
+    "token_entropy_01",
+    "maxent_pg_half",
+    "maxent_soft_half",
+    "maxent_scale8",
+    "maxent_spread",
+    "flow_50",
+    "flow_100",
+}
+GRAPHS = {
+    "maxent, τ = .2, cosine": "maxent_cosine",
+    "maxrl, cosine": "maxrl_cosine",
+    'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
+    "dr_grpo, cosine": "dr_grpo_cosine",
+    "maxent, τ = .2, lr 1e-4": "maxent_half",
+    "maxrl, lr 1e-4": "maxrl_half",
+    "maxent, τ = .2": "maxent_20",
+    "maxent, τ = .2, lr 4e-4": "maxent_double",
+    "xdr, τ = .05": "xdr_05",
+    "maxrl": "maxrl",
+    "maxent as a policy gradient, τ = 0": "maxent_pg_tau0",
+    "dr_grpo, lr 5e-5": "dr_grpo_slow",
+    "dr_grpo": "dr_grpo",
+}
+COUNTDOWN_K64 = {
+    "start": "start",
+    "maxrl, lr 1e-4, two seeds": "maxrl_half",
+    "maxent, τ = .2, cosine (start .227, .549, .863, .973)": "maxent_cosine",
+    'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
+    "maxent, τ = .2, lr 1e-4": "maxent_half",
+    "the same run, diverging": "maxent_half_1500",
+    "maxent, τ = .1, lr 2e-4": "maxent_10",
+    "xdr, τ = .8, lr 2e-4": "xdr_80",
+    "dapo, lr 2e-4": "dapo",
+}
+GRAPHS_K64 = {
+    "start": "start",
+    "maxent, cosine": "maxent_cosine",
+    "maxrl, cosine": "maxrl_cosine",
+    'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
+    "dr_grpo, cosine": "dr_grpo_cosine",
+    "maxent, lr 1e-4": "maxent_half",
+    "maxent, lr 4e-4": "maxent_double",
+    "maxent, lr 2e-4": "maxent_20",
+    "maxrl, lr 1e-4": "maxrl_half",
+    "xdr, τ = .05, lr 2e-4": "xdr_05",
+    "maxrl, lr 2e-4": "maxrl",
+    "maxent as a policy gradient, τ = 0, lr 2e-4": "maxent_pg_tau0",
+    "dr_grpo, lr 5e-5": "dr_grpo_slow",
+    "dr_grpo, lr 2e-4": "dr_grpo",
+}
+
+
+def rows_below(heading: str, first_cells: list[str]) -> dict[str, list[str]]:
+    """{name: further cells} of all tables between that heading and the next whose header begins
+    with these cells."""
+    text = (ROOT / "docs" / "results.md").read_text()
+    part = text.partition(f"\n### {heading}\n")[2]
+    part = re.split(r"\n##+ ", part)[0]
+    rows = {}
+    ours = False
+    for line in part.splitlines():
+        cells = [cell.strip().strip("*") for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            ours = False
+        elif not cells[0] and cells[1 : 1 + len(first_cells)] == first_cells:
+            ours = True
+        elif ours and not line.startswith("|---"):
+            assert cells[0] not in rows, f"twice: {cells[0]}"
+            rows[cells[0]] = cells[1:]
+    return rows
+
+
+def numbers(cell: str) -> list[float]:
+    """Of ".360 (.355 to .368)"; the range only where there is one."""
+    return [float(n) for n in re.findall(r"\d*\.\d+", cell)]
+
+
+def assert_says(cell: str, values: list[float], where: str) -> None:
+    """Mean of the values and, of several, their range, as far as the cell's digits go."""
+    wanted = [sum(values) / len(values)]
+    said = numbers(cell)
+    if len(said) > 1:
+        wanted += [min(values), max(values)]
+    digits = len(cell.split()[0].partition(".")[2])
+    for a, b in zip(said, wanted, strict=True):
+        # the evidence is rounded to 5 digits: half of the last digit here may go either way
+        assert abs(a - b) <= 0.5 * 10**-digits + 2e-5, f"{where}: {cell}, the evidence has {b:.5f}"
+
+
+def ends_of(file: Path) -> dict[str, dict]:
+    """{arm: {seed: means of the last evaluations}}"""
+    runs = {}
+    for row in frontier.read_file(file):
+        runs.setdefault(row["arm"], {}).setdefault(row["seed"], []).append(row)
+    ends = {}
+    for arm, seeds in runs.items():
+        for seed, rows in seeds.items():
+            rows.sort(key=lambda row: row["step"])
+            mean = {c: sum(row[c] for row in rows[-LAST:]) / LAST for c in COLUMNS}
+            ends.setdefault(arm, {})[seed] = mean | {"steps": rows[-1]["step"]}
+    return ends
+
+
+@pytest.mark.parametrize(
+    "heading, file, names, left_out",
+    [
+        ("Countdown", "countdown_convergence.jsonl", COUNTDOWN, COUNTDOWN_LEFT_OUT),
+        ("Graph colouring", "graph_coloring_convergence.jsonl", GRAPHS, set()),
+    ],
+)
+def test_tables_at_convergence(heading, file, names, left_out):
+    ends = ends_of(EVIDENCE / file)
+    if heading == "Countdown":
+        del ends["maxent_20"][2]  # left out, says the document
+    rows = rows_below(heading, ["runs", "steps", "mean@8"])
+    assert set(ends) == set(names.values()) | left_out
+    others = {"start", "flow, τ = .5 and τ = 1: destroyed, last evaluations"}
+    assert set(rows) - others == set(names)
+    for name, arm in names.items():
+        count, steps, *cells = rows[name]
+        runs = list(ends[arm].values())
+        assert int(count) == len(runs), name
+        said = {int(n.replace(",", "")) for n in re.findall(r"[\d,]+", steps)}
+        ended = [run["steps"] for run in runs]
+        assert said == {min(ended), max(ended)}, name
+        for cell, column in zip(cells, COLUMNS, strict=False):  # the best point is behind them
+            assert_says(cell, [run[column] for run in runs], f"{name}, {column}")
+
+
+@pytest.mark.parametrize(
+    "heading, file, names, columns",
+    [
+        ("Countdown", "countdown_k64.jsonl", COUNTDOWN_K64, ["steps", "pass@1"]),
+        ("Graph colouring", "graph_coloring_k64.jsonl", GRAPHS_K64, ["pass@1"]),
+    ],
+)
+def test_tables_of_64_samples(heading, file, names, columns):
+    runs = {}
+    for run in pass_at_k.read_runs(EVIDENCE / file):
+        runs.setdefault(run.arm, []).append(run)
+    rows = rows_below(heading, columns)
+    assert set(rows) == set(names)
+    assert set(runs) == set(names.values())
+    for name, arm in names.items():
+        cells = rows[name][len(columns) - 1 :]
+        for cell, k in zip(cells, KS, strict=True):
+            values = [pass_at_k.of_run(run, k) for run in runs[arm]]
+            assert_says(cell, values, f"{name}, pass@{k}")
