@@ -148,7 +148,8 @@ def ends_of(file: Path) -> dict[str, dict]:
     for arm, seeds in runs.items():
         for seed, rows in seeds.items():
             rows.sort(key=lambda row: row["step"])
-            mean = {c: sum(row[c] for row in rows[-LAST:]) / LAST for c in COLUMNS}
+            last = rows[1:][-LAST:]  # the start is no result
+            mean = {c: sum(row[c] for row in last) / len(last) for c in COLUMNS}
             ends.setdefault(arm, {})[seed] = mean | {"steps": rows[-1]["step"]}
     return ends
 
@@ -198,3 +199,23 @@ def test_tables_of_64_samples(heading, file, names, columns):
         for cell, k in zip(cells, KS, strict=True):
             values = [pass_at_k.of_run(run, k) for run in runs[arm]]
             assert_says(cell, values, f"{name}, pass@{k}")
+
+
+def test_best_points_of_countdown():
+    file = EVIDENCE / "countdown_convergence.jsonl"
+    evaluations = frontier.table_from(frontier.read_file(file), file, 8)
+    checked = 0
+    for name, cells in rows_below("Countdown", ["runs", "steps", "mean@8"]).items():
+        if len(cells) < 7 or not cells[6]:  # the second table has none, nor has the start
+            continue
+        runs = evaluations[evaluations["arm"] == COUNTDOWN[name]]
+        if name == "maxent, τ = .2":
+            runs = runs[runs["seed"] != 2]
+        points = [frontier.best_point(run, problems=256) for _, run in runs.groupby("seed")]
+        mean, right, step = re.match(r"(\S+) / (\S+), (\d,\d{3}|\d+)", cells[6]).groups()
+        assert_says(mean, [point["mean"] for point in points], f"{name}, best mean@8")
+        assert_says(right, [point["pass"] for point in points], f"{name}, best pass@8")
+        where = sum(point["step"] for point in points) / len(points)
+        assert int(step.replace(",", "")) == round(where), name
+        checked += 1
+    assert checked == 11
