@@ -30,7 +30,7 @@ other problems of these classes are in neither split.
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one
 capital letter R, G, B per vertex.
 It does not cover: the reasoning, lower case, colour names, separators between the letters,
-"a=R, b=G": all 0.
+"a=R, b=G": all 0. Nor whether a graph of your own can be coloured at all: if not, all are 0.
 """
 
 import random
