@@ -193,6 +193,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
     keep_logits_whole(settings, dtype, on_gpu)
+    leave_sums_to_nccl(settings, on_gpu)
     if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
         engines = launched_ranks() // settings["tensor_parallel_size"]
@@ -212,6 +213,15 @@ def keep_logits_whole(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
     own hf_overrides take precedence."""
     if on_gpu and dtype.itemsize == 2:
         options["hf_overrides"] = {"head_dtype": "float32"} | options.get("hf_overrides", {})
+
+
+def leave_sums_to_nccl(options: dict, on_gpu: bool) -> None:
+    """Adds to vLLM's options, for an engine on several GPUs, not to use its own all-reduce. That
+    one shares the memory of CUDA graphs between processes, which with the expandable segments of
+    common.set_up_libraries() ends the process without a Python error. The user's own option takes
+    precedence."""
+    if on_gpu and options["tensor_parallel_size"] > 1:
+        options.setdefault("disable_custom_all_reduce", True)
 
 
 def import_vllm():

@@ -70,6 +70,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         if name not in SET_HERE:  # the user's options override those above
             options[name] = value
     rollout.keep_logits_whole(options, dtype_of(c), on_gpu)
+    rollout.leave_sums_to_nccl(options, on_gpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
     return argv, environment_additions(on_gpu, eager, own["tp"])
 
@@ -93,12 +94,13 @@ def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
     """Settings that vLLM reads from the environment only. Except for VLLM_SERVER_DEV_MODE, the
     user's own values stay."""
     additions = {"VLLM_SERVER_DEV_MODE": "1"}
-    if on_gpu:
-        return additions
-    usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if eager:  # enforce_eager still compiles a part of the sampler, see rollout.VllmEngine
+    usual = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # see rollout.import_vllm
+    if not on_gpu:
+        usual["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if eager and not on_gpu:  # a part of the sampler is compiled still, see rollout.VllmEngine
         usual["TORCHDYNAMO_DISABLE"] = "1"
-    if tp == 1:  # the model lives in the engine's process: none of its own, which starts for 10 s
+    # the model lives in the engine's process: none of its own, which starts for 10 s
+    if tp == 1 and not on_gpu:
         usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in usual.items():
         if name not in os.environ:

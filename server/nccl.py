@@ -20,6 +20,10 @@ from common import RunStopped, leave
 from policy import named_weights
 from server.http import Server, on_each
 
+# Bytes sent at a time. A server holds three such parts beside its weights and its cache, in the
+# tenth of its GPU that vLLM leaves: of vLLM's usual 1 GiB there would be no room on 24 or 40 GB
+PART = 2**28
+
 
 @contextmanager
 def deadline(seconds: float):
@@ -120,6 +124,7 @@ class NcclTransfer:
             master_address=host,
             master_port=port,
             world_size=1 + sum(self.sizes),
+            packed_buffer_size_bytes=PART,
         )
         self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self)
 
@@ -142,9 +147,9 @@ class NcclTransfer:
         return self.parameters
 
     def __iter__(self):
-        """Yields the weights. vLLM copies them in CUDA streams of its own, which don't wait for
-        ours. So a weight must be computed before it is yielded, and copied before the next one is
-        taken, because ZeRO-3 reuses the memory."""
+        """Yields the weights. vLLM reads them in CUDA streams of its own, which don't wait for
+        ours: a weight must be computed before it is yielded. And vLLM keeps some until they make
+        up a part, so each needs memory of its own, which policy.whole() sees to under ZeRO 3."""
         weights = iter(self.weights)
         while True:
             wait_for_gpu()
@@ -154,7 +159,8 @@ class NcclTransfer:
             wait_for_gpu()
             yield item
 
-    # --- and on its client: each makes the same request to every server
+    # --- and on its client: each makes the same request to every server. The first and third are
+    # called in a thread, while this process waits for the servers in NCCL
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = {}
@@ -162,14 +168,15 @@ class NcclTransfer:
         for server, size in zip(self.members, self.sizes):
             bodies[server.url] = {"init_info": init_info | {"rank_offset": place}}
             place += size
-        self.tell_all("/init_weight_transfer_engine", bodies)
+        self.tell_all_or_leave("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
         self.tell_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
         body = {"update_info": update_info}
-        self.tell_all("/update_weights", {server.url: body for server in self.members})
+        bodies = {server.url: body for server in self.members}
+        self.tell_all_or_leave("/update_weights", bodies)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.tell_all("/finish_weight_update", {})
@@ -180,3 +187,11 @@ class NcclTransfer:
         failed = on_each(self.members, lambda server: server.call(path, bodies.get(server.url, {})))
         if failed:
             raise RunStopped(f"weight_sync='nccl': {'; '.join(failed.values())}")
+
+    def tell_all_or_leave(self, path: str, bodies: dict[str, dict]) -> None:
+        """tell_all(), but if a request fails the process ends at once: in NCCL it would wait for
+        that server until the deadline, and hear of the error only then."""
+        try:
+            self.tell_all(path, bodies)
+        except RunStopped as error:
+            leave(f"{error}; start the servers again: they hold a part of the new weights", 1)

@@ -208,6 +208,13 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
     assert given["hf_overrides"] == {"head_dtype": "model", "x": 1}
     whole = rollout.vllm_settings(model, config, torch.float32, on_gpu=True)
     assert "hf_overrides" not in whole
+    assert "disable_custom_all_reduce" not in on_gpu
+    two = config_of(vllm_options={"tensor_parallel_size": 2})
+    several = rollout.vllm_settings(model, two, torch.bfloat16, on_gpu=True)
+    assert several["disable_custom_all_reduce"] is True
+    two = config_of(vllm_options={"tensor_parallel_size": 2, "disable_custom_all_reduce": False})
+    several = rollout.vllm_settings(model, two, torch.bfloat16, on_gpu=True)
+    assert several["disable_custom_all_reduce"] is False
     other = config_of(vllm_options={"block_size": 64})
     assert rollout.vllm_settings(model, other, torch.float32, on_gpu=False)["block_size"] == 64
 

@@ -309,6 +309,40 @@ def test_the_group_is_made_anew_when_other_servers_take_part(
         engine.generate(PROMPTS, 2, request(3))
 
 
+@pytest.mark.parametrize("path", [BEGIN, "/update_weights"])
+def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
+    path, world, make, three, lm, monkeypatch
+):
+    group = FakeNccl(monkeypatch)
+    told = []
+    left = threading.Event()
+
+    def leave(sentence, status):
+        told.append((sentence, status))
+        left.set()  # the process would be gone: what waits need wait no longer
+
+    def until_it_leaves(*args, **kwargs):
+        assert left.wait(PATIENCE)
+        return SimpleNamespace(destroy=lambda: None)
+
+    monkeypatch.setattr(nccl, "leave", leave)
+    waits = "open_trainer_endpoint" if path == BEGIN else "packed_nccl_broadcast_producer"
+    monkeypatch.setattr(nccl_engine_of_vllm(), waits, until_it_leaves)
+    three[1].other[path] = lambda request: (500, {"error": "out of memory"}, {})
+    engine = make(*three, synced=False, weight_sync="nccl")
+    engine.sync(named_weights(lm, 0))
+    ((sentence, status),) = told
+    assert status == 1
+    assert three[1].url in sentence and "500" in sentence and "start the servers again" in sentence
+    assert all(info.packed_buffer_size_bytes == nccl.PART for info in group.opened)
+
+
+def nccl_engine_of_vllm():
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    return nccl_engine
+
+
 def wait_for_ever() -> None:
     with nccl.deadline(0.2):
         time.sleep(100)
