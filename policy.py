@@ -397,6 +397,10 @@ def flip_signs(lm, zero_stage: int) -> None:
         with gathered:
             for p in parameters:
                 p.detach().view(-1)[::FLIPPED].neg_()
+    if torch.cuda.is_available():
+        # vLLM may have put this thread on a stream of its own, and DeepSpeed gathers the weights
+        # of the next forward on another, which does not wait for it
+        torch.cuda.synchronize()
 
 
 # --- adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): each linear layer's frozen weight W becomes
