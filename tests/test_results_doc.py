@@ -83,6 +83,7 @@ COUNTDOWN_K64 = {
     "maxent, τ = .1, lr 2e-4": "maxent_10",
     "xdr, τ = .8, lr 2e-4": "xdr_80",
     "dapo, lr 2e-4": "dapo",
+    "dr_grpo, cosine (start .225, pass@8 .727)": "dr_grpo_cosine",
 }
 GRAPHS_K64 = {
     "start": "start",
