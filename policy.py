@@ -21,6 +21,7 @@ import loss as L
 import packing
 from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
+from ranks import wait_for_gpu
 
 GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a save
 # flip_signs() flips every 53rd number. A prime that divides no usual width: otherwise the flipped
@@ -397,10 +398,9 @@ def flip_signs(lm, zero_stage: int) -> None:
         with gathered:
             for p in parameters:
                 p.detach().view(-1)[::FLIPPED].neg_()
-    if torch.cuda.is_available():
-        # vLLM may have put this thread on a stream of its own, and DeepSpeed gathers the weights
-        # of the next forward on another, which does not wait for it
-        torch.cuda.synchronize()
+    # vLLM may have put this thread on a stream of its own, and DeepSpeed gathers the weights of the
+    # next forward on another, which does not wait for it
+    wait_for_gpu()
 
 
 # --- adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): each linear layer's frozen weight W becomes

@@ -397,11 +397,16 @@ def left(end: float) -> float:
 # --- how ranks agree: all ranks call these functions together
 
 
+def wait_for_gpu() -> None:
+    """Until this rank's GPU, if there is one, has done all that it was given, on every stream."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def wait_for_ranks(timer) -> None:
     """Waits until all ranks are here, and counts that time as "time/wait". Call it where ranks meet
     after work of their own: the metric then shows how long a rank waits for slower ones."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # work left on this rank's own GPU must not count as waiting
+    wait_for_gpu()  # work left on this rank's own GPU must not count as waiting
     with timer("wait"):
         dist.barrier()
 

@@ -170,11 +170,16 @@ def spread(values: pd.Series) -> str:
     return text
 
 
+def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
+    """Means of one run's last evaluations, in the order of their steps."""
+    trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
+    return trained[metrics].tail(LAST).mean()
+
+
 def row_of_arm(arm: str, evaluations: pd.DataFrame, shown: list[str], problems: int) -> list[str]:
     lasts, bests = [], []
     for _, run in evaluations.groupby("seed"):
-        trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
-        lasts.append(trained[shown].tail(LAST).mean())
+        lasts.append(end_of(run, shown))
         bests.append(best_point(run, problems))
     lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
     steps = evaluations.groupby("seed")["step"].max()

@@ -97,11 +97,10 @@ def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
     usual = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # see rollout.import_vllm
     if not on_gpu:
         usual["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if eager and not on_gpu:  # a part of the sampler is compiled still, see rollout.VllmEngine
-        usual["TORCHDYNAMO_DISABLE"] = "1"
-    # the model lives in the engine's process: none of its own, which starts for 10 s
-    if tp == 1 and not on_gpu:
-        usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if eager:  # enforce_eager still compiles a part of the sampler, see rollout.VllmEngine
+            usual["TORCHDYNAMO_DISABLE"] = "1"
+        if tp == 1:  # the model lives in the engine's process: none of its own, a start of 10 s
+            usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in usual.items():
         if name not in os.environ:
             additions[name] = value

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import RunStopped, leave
 from policy import named_weights
+from ranks import wait_for_gpu
 from server.http import Server, on_each
 
 # Bytes sent at a time. A server holds three such parts beside its weights and its cache, in the
@@ -55,11 +56,6 @@ def own_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return host, probe.getsockname()[1]
-
-
-def wait_for_gpu() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class NcclTransfer:
@@ -194,4 +190,4 @@ class NcclTransfer:
         try:
             self.tell_all(path, bodies)
         except RunStopped as error:
-            leave(f"{error}; start the servers again: they hold a part of the new weights", 1)
+            leave(f"{error}; start the servers again: they may hold a part of the new weights", 1)

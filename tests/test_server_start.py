@@ -204,6 +204,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["TORCHDYNAMO_DISABLE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment  # two workers, a process each
 
 

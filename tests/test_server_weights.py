@@ -313,6 +313,8 @@ def test_the_group_is_made_anew_when_other_servers_take_part(
 def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
     path, world, make, three, lm, monkeypatch
 ):
+    from vllm.distributed.weight_transfer import nccl_engine
+
     group = FakeNccl(monkeypatch)
     told = []
     left = threading.Event()
@@ -327,7 +329,7 @@ def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
 
     monkeypatch.setattr(nccl, "leave", leave)
     waits = "open_trainer_endpoint" if path == BEGIN else "packed_nccl_broadcast_producer"
-    monkeypatch.setattr(nccl_engine_of_vllm(), waits, until_it_leaves)
+    monkeypatch.setattr(nccl_engine, waits, until_it_leaves)
     three[1].other[path] = lambda request: (500, {"error": "out of memory"}, {})
     engine = make(*three, synced=False, weight_sync="nccl")
     engine.sync(named_weights(lm, 0))
@@ -335,12 +337,6 @@ def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
     assert status == 1
     assert three[1].url in sentence and "500" in sentence and "start the servers again" in sentence
     assert all(info.packed_buffer_size_bytes == nccl.PART for info in group.opened)
-
-
-def nccl_engine_of_vllm():
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    return nccl_engine
 
 
 def wait_for_ever() -> None:
