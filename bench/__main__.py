@@ -5,9 +5,10 @@ prompts, reward, group, lengths; float32, CPU, 2 threads.
                                                                 tables, and runs/bench/growth.png
     python -m bench P4G8T64V2048 --against=trl --repeats=5      one comparison
     python -m bench smollm2                                     a real model, see bench/smollm2.py:
-                                                                both comparisons and the limits
+                                                                all comparisons and the limits
     python -m bench P4G8T64V2048 --arm=ours                     one run of one arm, as JSON: ours,
-                                                                ours_compiled, trl, trl_vllm, limits
+                                                                ours_compiled, ours_hf, trl,
+                                                                trl_vllm, limits
 
 First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then
 every run is a process of its own, in the order A B B A ...; what is reported is the ratio of
@@ -16,11 +17,12 @@ neighbours, ours / theirs, median and quartiles: these machines are noisy, ratio
 A scenario is P prompts a step, G completions of each, T tokens in each and V tokens in the
 vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
 a Qwen2 of 4 layers and width 128 with random weights; smollm2 is SmolLM2-135M-Instruct with P4, G8,
-T64 and its V of 49,152, beside both of TRL's. Own flags: --against (trl or trl_vllm),
+T64 and its V of 49,152, beside TRL's in every way. Own flags: --against (trl, trl_vllm or trl_hf),
 --beta, --repeats, --steps (of a run; the first 3 do not count), and of one run --arm.
 
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
-ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default.
+ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default, with
+vLLM, or in trl_hf without it (rollout_engine="hf").
 """
 
 import json
@@ -39,6 +41,7 @@ from bench.arms import (
     memory_so_far,
     ours,
     ours_compiled,
+    ours_hf,
     prepare,
     trl,
     trl_vllm,
@@ -50,12 +53,18 @@ STARTED = time.perf_counter()  # a run's start counts from here: importing torch
 ARMS = {
     "ours": ours,
     "ours_compiled": ours_compiled,
+    "ours_hf": ours_hf,
     "trl": trl,
     "trl_vllm": trl_vllm,
     "limits": limits,
 }
-# which of ours each of TRL's is compared with: engines in the same mode
-OURS = {"trl": "ours", "trl_vllm": "ours_compiled"}
+# --against: an arm of ours and one of TRL's. Neither has vLLM, or ours alone has it as it comes, or
+# both have it in the same mode
+PAIRS = {
+    "trl_hf": ("ours_hf", "trl"),
+    "trl": ("ours", "trl"),
+    "trl_vllm": ("ours_compiled", "trl_vllm"),
+}
 # seconds that a run may take at most, far above what it should: one that hangs is ended
 START_SECONDS = 600
 STEP_SECONDS = 300  # a step of SmolLM2 beside two busy processes took 86
@@ -168,7 +177,7 @@ def print_head(columns: list[str]) -> None:
 
 COLUMNS_OF_COMPARISONS = [
     "scenario",
-    "against",
+    "ours / TRL's",
     "β",
     "seconds a step",
     "learning phase",
@@ -181,11 +190,11 @@ COLUMNS_OF_COMPARISONS = [
 
 def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) -> str:
     """A row of the table: runs of ours and of TRL's in turns, and their ratios."""
-    mine = OURS[against]
+    mine, theirs = PAIRS[against]
     pairs = []
     for i in range(repeats):
         # A B B A: a machine that slows down slows both
-        order = (mine, against) if i % 2 == 0 else (against, mine)
+        order = (mine, theirs) if i % 2 == 0 else (theirs, mine)
         pair = {arm: measure(arm, scenario, beta, steps) for arm in order}
         pairs.append(pair)
         words = []
@@ -200,10 +209,10 @@ def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) 
     def median_of(arm: str, name: str) -> float:
         return statistics.median(pair[arm][name] for pair in pairs)
 
-    cells = [scenario, against, f"{beta}"]
+    cells = [scenario, f"{mine} / {theirs}", f"{beta}"]
     for name in ("step", "learn", "memory", "start"):
-        cells.append(quartiles([pair[mine][name] / pair[against][name] for pair in pairs]))
-    cells.append(f"{median_of(mine, 'step'):.2f} / {median_of(against, 'step'):.2f} s")
+        cells.append(quartiles([pair[mine][name] / pair[theirs][name] for pair in pairs]))
+    cells.append(f"{median_of(mine, 'step'):.2f} / {median_of(theirs, 'step'):.2f} s")
     cells.append(f"{median_of(mine, 'rest'):.1%}")
     return row_of(cells)
 
@@ -341,8 +350,8 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
             )
     if flags["arm"] and flags["arm"] not in ARMS:
         raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")
-    if flags["against"] not in OURS:
-        raise UserError(f"--against={flags['against']} must be one of {', '.join(OURS)}")
+    if flags["against"] not in PAIRS:
+        raise UserError(f"--against={flags['against']} must be one of {', '.join(PAIRS)}")
     if flags["arm"] and len(scenarios) != 1:
         raise UserError(f"--arm={flags['arm']} needs one scenario, such as {GROWS_FROM}")
     if flags["repeats"] < 1:
@@ -355,11 +364,11 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
 
 
 def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
-    """A comparison for each scenario of the command line; the real model has one with each of
-    TRL's engines."""
+    """A comparison for each scenario of the command line; the real model has one of each
+    pair."""
     chosen = []
     for scenario in scenarios:
-        for against in OURS if scenario == REAL else [flags["against"]]:
+        for against in PAIRS if scenario == REAL else [flags["against"]]:
             chosen.append((scenario, against, flags["beta"]))
     return chosen
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 REAL = "smollm2"  # a scenario: the pretrained model of bench/smollm2.py instead of a random one
 END = 0  # the token that ends a completion of a random model
+NO_TOKEN = -1  # one that is never sampled
 LONGEST_PROMPT = 32  # tokens; prompts have 20
 GIB = 2**30
 # GiB for keys and values beside TRL with vLLM, in both: less can't be given to its vLLM
@@ -145,6 +146,32 @@ def never_end(engine) -> None:
     engine.vllm = SimpleNamespace(SamplingParams=endless)
 
 
+def never_end_hf(engine) -> None:
+    """The same of our engine that samples with transformers."""
+    group = engine.group
+
+    def endless(prompt_ids, n, seed, sampling):
+        return group(prompt_ids, n, seed, sampling._replace(stop_token_ids=[NO_TOKEN]))
+
+    engine.group = endless
+
+
+def make_endless() -> None:
+    """Every engine of ours that is made from now on samples T tokens a completion."""
+    import rollout
+
+    for engine, never in ((rollout.VllmEngine, never_end), (rollout.HfEngine, never_end_hf)):
+        engine.__init__ = followed_by(engine.__init__, never)
+
+
+def followed_by(start, never):
+    def start_endless(engine, *args):
+        start(engine, *args)
+        never(engine)
+
+    return start_endless
+
+
 def memory_so_far() -> float:
     """Most that this process has held, GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
@@ -170,19 +197,12 @@ def weighed(work):
 def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
     """train.py, one rank, vLLM in process. Changes train.py's modules for good: one call a
     process."""
-    import rollout
     import train
     from common import load_config
 
     began, peaks = watch(steps)
-    start = rollout.VllmEngine.__init__
-
-    def start_endless(engine, *args):
-        start(engine, *args)
-        never_end(engine)
-
     if not has_tail(scenario):
-        rollout.VllmEngine.__init__ = start_endless
+        make_endless()
     with tempfile.TemporaryDirectory() as base:
         out = Path(base) / "run"  # a new folder: train.py refuses a used one
         settings = settings_of_ours(scenario, beta, steps) | {"output_dir": out} | changes
@@ -262,6 +282,11 @@ def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
     """The same with vLLM compiled, as TRL leaves it, and with as much for keys and values."""
     options = {"enforce_eager": False, "kv_cache_memory_bytes": CACHE * GIB}
     return ours(scenario, beta, steps, vllm_options=options)
+
+
+def ours_hf(scenario: str, beta: float, steps: int) -> tuple:
+    """The same without vLLM: transformers samples, one prompt's completions at a time."""
+    return ours(scenario, beta, steps, rollout_engine="hf")
 
 
 # --- TRL's

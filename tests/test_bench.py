@@ -24,9 +24,10 @@ def test_a_scenario_is_read_from_its_name():
         assert list(bench_arms.parts(scenario)) == ["P", "G", "T", "V"]
 
 
-def test_the_real_model_is_a_scenario_beside_both_engines():
+def test_the_real_model_is_a_scenario_in_every_comparison():
     flags, scenarios = bench.read_flags(["smollm2", "P4G8T64V2048", "--beta=0.5"])
     assert bench.asked_for(flags, scenarios) == [
+        ("smollm2", "trl_hf", 0.5),
         ("smollm2", "trl", 0.5),
         ("smollm2", "trl_vllm", 0.5),
         ("P4G8T64V2048", "trl", 0.5),
@@ -68,9 +69,16 @@ def test_the_slope_of_a_power_law_is_its_power(power):
     assert bench.slope(sizes, values) == pytest.approx(power, abs=1e-9)
 
 
-@pytest.mark.parametrize("mine, theirs", [("ours", "trl"), ("ours_compiled", "trl_vllm")])
+@pytest.mark.parametrize(
+    "against, mine, theirs",
+    [
+        ("trl", "ours", "trl"),
+        ("trl_vllm", "ours_compiled", "trl_vllm"),
+        ("trl_hf", "ours_hf", "trl"),
+    ],
+)
 def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
-    mine, theirs, monkeypatch, capsys
+    against, mine, theirs, monkeypatch, capsys
 ):
     calls = []
 
@@ -81,9 +89,9 @@ def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
         return dict.fromkeys(("step", "learn", "memory", "start", "rest"), value * slower)
 
     monkeypatch.setattr(bench, "measure", measure)
-    row = bench.compare("P4G8T64V2048", theirs, 0.0, 4, 8)
+    row = bench.compare("P4G8T64V2048", against, 0.0, 4, 8)
     assert calls == [mine, theirs, theirs, mine] * 2  # A B B A
-    assert row.startswith(f"| P4G8T64V2048 | {theirs} | 0.0 | 0.50 (")
+    assert row.startswith(f"| P4G8T64V2048 | {mine} / {theirs} | 0.0 | 0.50 (")
     assert "4/4" in capsys.readouterr().out
 
 
@@ -197,7 +205,7 @@ def test_nothing_is_left_of_trls_step_on_a_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["ours", "limits"])
+@pytest.mark.parametrize("arm", ["ours", "ours_hf", "limits"])
 def test_an_arm_runs_and_prints_one_result(arm):
     command = [sys.executable, "-m", "bench", "P2G2T8V256", f"--arm={arm}", "--steps=5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
