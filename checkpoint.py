@@ -45,7 +45,7 @@ from huggingface_hub.utils import disable_progress_bars
 import controllers
 from checks import CHOICES, state_bytes
 from common import (
-    TODAY,
+    RENAMED,
     RunStopped,
     UserError,
     as_read_back,
@@ -562,10 +562,10 @@ def flush(*paths: Path) -> None:
 # --- find and load
 
 
-def check_request(c: dict) -> bool:
-    """Checks resume_from_checkpoint without reading weights. UserError if that checkpoint is
-    missing or not whole, or if max_steps leaves nothing to train. Returns whether the run goes on
-    in the checkpoint's own folder."""
+def resumes_in_place(c: dict) -> bool:
+    """Whether the run goes on in its checkpoint's own folder: False without a checkpoint, and from
+    another run's. Reads no weights. UserError if the checkpoint is missing or not whole, or if
+    max_steps leaves nothing to train."""
     path = asked_for(c)
     if path is None:
         return False
@@ -651,7 +651,7 @@ def settings_of(path: Path) -> dict:
     config = default_config()
     known = {}
     for name, value in read_table(file).items():
-        today = TODAY.get(name, name)  # or a sentence, which is no key
+        today = RENAMED.get(name, name)  # or a sentence, which is no key
         if today.partition(".")[0] in config:
             known[today] = value
     return merge(config, known, str(file))
@@ -765,7 +765,7 @@ def load(path: Path, engine, folder: Path) -> TrainerState:
 
     With the number of ranks that saved it, the run continues bit for bit. With another number,
     ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding.
-    folder: where to, output_dir, which no other run uses."""
+    folder: output_dir, where converted shards lie meanwhile; no other run uses it."""
     import torch.distributed as dist
 
     rank = dist.get_rank()

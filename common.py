@@ -46,107 +46,6 @@ LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we appen
 LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
 # characters of an error: it may name a column or an id of a stranger's data, of a megabyte
 LONGEST_ERROR = 2000
-# Keys of older versions and of the research code -> today's key, or key.entry. If the value can't
-# be taken over as it is: a sentence (recognised by its spaces) that says what to write instead.
-REPLACED = {
-    "init_kl_coeff": "beta",
-    "dataset_name": "dataset.name",
-    "dataset_config": "dataset.config",
-    "dataset_split": "dataset.split",
-    "dataset_prompt_column": "dataset.prompt",
-    "dataset_answer_column": "dataset.answer",
-    "dataset_more_columns": "dataset.more",
-    "easy_dataset_name": "easy_dataset.name",
-    "easy_dataset_config": "easy_dataset.config",
-    "eval_dataset_name": "eval_dataset.name",
-    "eval_dataset_config": "eval_dataset.config",
-    "eval_dataset_split": "eval_dataset.split",
-    "eval_prompt_column": "eval_dataset.prompt",
-    "eval_answer_column": "eval_dataset.answer",
-    "replay_size": "replay.size",
-    "replay_fraction": "replay.fraction",
-    "replay_ucb": "replay.ucb",
-    "vllm_gpu_memory_utilization": "vllm_options.gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "vllm_options.tensor_parallel_size",
-    "vllm_enable_sleep_mode": "vllm_options.enable_sleep_mode",
-    "weight_sync_dir": "weight_sync",
-    "weight_decay": "optimizer_options.weight_decay",
-    "wandb_project": "wandb_options.project",
-    "wandb_name": "wandb_options.name",
-    "wandb_mode": "wandb_options.mode",
-    # sentences from here on
-    "dataset_mixture": "dataset takes a list of sources: "
-    '[{"name": "countdown", "weight": 2.0}, ...]',
-    "easy_schedule": "easy_dataset has a share, a line through points: "
-    "--easy_dataset.share={0: 0.5, 100: 0}",
-    "temperature_schedule": "temperature can be a line through points: "
-    "--temperature={0: 1.2, 100: 1.0}",
-    "maxent_target_final": "the target can be a line through points: "
-    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
-    "maxent_target_horizon": "the target can be a line through points: "
-    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
-    "controller_meta_enabled": "name a method, such as --controller_meta_method=analytic, or none",
-    "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
-    "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",
-    "vllm_enforce_eager": "--vllm_options.enforce_eager=False compiles the model, True does not",
-    "adam_beta1": '--optimizer_options={"betas": [0.9, 0.999]} has both',
-    "adam_beta2": '--optimizer_options={"betas": [0.9, 0.999]} has both',
-    "dry_run": "it is a flag of train.py: --dry_run",
-    "eval_seeds": "it is a flag of evaluate.py: --seeds=3",
-    "eval_output": "it is a flag of evaluate.py: --output=eval.jsonl",
-    "generate_output": "it is a flag of generate.py: --output=out.jsonl",
-    "generate_max_prompts": "it is a flag of generate.py: --max_prompts=100",
-    "sft_steps": "it is a flag of sft.py: --steps=1000",
-    "sft_batch_size": "it is a flag of sft.py: --batch_size=64",
-    "sft_learning_rate": "it is a flag of sft.py: --learning_rate=1e-5",
-    "trust_checkpoint": "it is a flag of slurm/evaluate.sh alone",
-    "max_skipped_steps": "it is fixed: train.MAX_SKIPPED_STEPS",
-    "logprob_chunk_size": "it is fixed: policy.CHUNK",
-    "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
-    "client_tag": "set the environment variable VLLM_CLIENT_TAG",
-    "hub_private_repo": "a repository that push_to_hub makes is always private",
-}
-# the same for keys of TRL and verl, which no run of ours has in its config.json
-FOREIGN = {
-    "lr": "learning_rate",
-    "kl_coef": "beta",
-    "max_new_tokens": "max_completion_length",
-    "model_name_or_path": "model",
-    "run_name": "wandb_options.name",
-    "log_completions": "--log_rollouts_steps=N writes them every N steps",
-    "logging_steps": "every step is logged, in metrics.jsonl",
-    "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
-    "num_train_epochs": "a run has a number of steps: --max_steps",
-    "per_device_train_batch_size": "--prompts_per_step counts over all ranks, and "
-    "--max_tokens_per_micro_batch says what one forward takes",
-    "gradient_accumulation_steps": "as many micro-batches are made as a step needs, see "
-    "--max_tokens_per_micro_batch",
-    "steps_per_generation": "--num_iterations updates are made on the whole batch",
-    "use_vllm": '--rollout_engine="vllm", "server" or "hf"',
-    "bf16": "the type of the model is --dtype=bfloat16",
-    "top_p": "completions are sampled from the whole distribution, which the loss assumes",
-    "top_k": "completions are sampled from the whole distribution, which the loss assumes",
-    "min_p": "completions are sampled from the whole distribution, which the loss assumes",
-    "vllm_mode": '--rollout_engine="vllm" runs in this process, "server" talks to others',
-    "sync_ref_model": "the reference stays the model that the run began with",
-    "mask_truncated_completions": "completions that were cut off count like others; the reward "
-    "soft_overlong makes long ones worth less",
-    "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "--num_iterations updates are made on the whole "
-    "batch",
-    "actor_rollout_ref.actor.optim.lr": "learning_rate",
-    "actor_rollout_ref.model.path": "model",
-    "actor_rollout_ref.rollout.n": "num_generations",
-    "actor_rollout_ref.rollout.temperature": "temperature",
-    "algorithm.adv_estimator": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
-    "data.train_batch_size": "prompts_per_step",
-    "data.train_files": "dataset.name",
-    "data.max_prompt_length": "max_prompt_length",
-    "data.max_response_length": "max_completion_length",
-    "trainer.total_epochs": "a run has a number of steps: --max_steps",
-    "trainer.total_training_steps": "max_steps",
-}
-TODAY = REPLACED | FOREIGN  # an older or another trainer's name -> today's key, or a sentence
 
 
 class UserError(ValueError):
@@ -409,7 +308,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
 def current_name(name: str, source: str) -> str:
     """The key, or key.entry, that a name means today. UserError if there is none any more."""
-    replacement = TODAY.get(name)
+    replacement = RENAMED.get(name)
     if replacement is None:
         return name
     if " " in replacement:  # a sentence, not a key
@@ -504,7 +403,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return {name: True}
-    key, _, entry = TODAY.get(name, name).partition(".")
+    key, _, entry = RENAMED.get(name, name).partition(".")
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
@@ -541,8 +440,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
             continue
         value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
         name = word.lstrip("-").partition("=")[0] or "key"
-        if " " in TODAY.get(name, ""):
-            raise UserError(f"{word}: {TODAY[name]}")
+        if " " in RENAMED.get(name, ""):
+            raise UserError(f"{word}: {RENAMED[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
@@ -566,7 +465,7 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
         if name not in defaults:
-            name = TODAY.get(name, name)  # sft.py --lr=1e-3
+            name = RENAMED.get(name, name)  # sft.py --lr=1e-3
         if word.startswith("--") and name in defaults:
             own |= coerce_flag(f"--{name}{equals}{text}", defaults)
         else:
@@ -580,7 +479,7 @@ def unread(argv, instead: dict) -> str:
     lines = []
     for word in argv:
         name = word.removeprefix("--").partition("=")[0]
-        name = TODAY.get(name, name)
+        name = RENAMED.get(name, name)
         if word.startswith("--") and name in instead:
             lines.append(
                 f"warning: {word} is for training runs and changes nothing here; set "
@@ -969,3 +868,108 @@ def follow(parent: int) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence per machine
         write_stderr(f"error: torchrun (process {parent}) is gone, and its ranks leave with it")
     os._exit(1)
+
+
+# --- keys of older versions and of other trainers
+
+# Keys of older versions and of the research code -> today's key, or key.entry. If the value can't
+# be taken over as it is: a sentence (recognised by its spaces) that says what to write instead.
+REPLACED = {
+    "init_kl_coeff": "beta",
+    "dataset_name": "dataset.name",
+    "dataset_config": "dataset.config",
+    "dataset_split": "dataset.split",
+    "dataset_prompt_column": "dataset.prompt",
+    "dataset_answer_column": "dataset.answer",
+    "dataset_more_columns": "dataset.more",
+    "easy_dataset_name": "easy_dataset.name",
+    "easy_dataset_config": "easy_dataset.config",
+    "eval_dataset_name": "eval_dataset.name",
+    "eval_dataset_config": "eval_dataset.config",
+    "eval_dataset_split": "eval_dataset.split",
+    "eval_prompt_column": "eval_dataset.prompt",
+    "eval_answer_column": "eval_dataset.answer",
+    "replay_size": "replay.size",
+    "replay_fraction": "replay.fraction",
+    "replay_ucb": "replay.ucb",
+    "vllm_gpu_memory_utilization": "vllm_options.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "vllm_options.tensor_parallel_size",
+    "vllm_enable_sleep_mode": "vllm_options.enable_sleep_mode",
+    "weight_sync_dir": "weight_sync",
+    "weight_decay": "optimizer_options.weight_decay",
+    "wandb_project": "wandb_options.project",
+    "wandb_name": "wandb_options.name",
+    "wandb_mode": "wandb_options.mode",
+    # sentences from here on
+    "dataset_mixture": "dataset takes a list of sources: "
+    '[{"name": "countdown", "weight": 2.0}, ...]',
+    "easy_schedule": "easy_dataset has a share, a line through points: "
+    "--easy_dataset.share={0: 0.5, 100: 0}",
+    "temperature_schedule": "temperature can be a line through points: "
+    "--temperature={0: 1.2, 100: 1.0}",
+    "maxent_target_final": "the target can be a line through points: "
+    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "maxent_target_horizon": "the target can be a line through points: "
+    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "controller_meta_enabled": "name a method, such as --controller_meta_method=analytic, or none",
+    "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
+    "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",
+    "vllm_enforce_eager": "--vllm_options.enforce_eager=False compiles the model, True does not",
+    "adam_beta1": '--optimizer_options={"betas": [0.9, 0.999]} has both',
+    "adam_beta2": '--optimizer_options={"betas": [0.9, 0.999]} has both',
+    "dry_run": "it is a flag of train.py: --dry_run",
+    "eval_seeds": "it is a flag of evaluate.py: --seeds=3",
+    "eval_output": "it is a flag of evaluate.py: --output=eval.jsonl",
+    "generate_output": "it is a flag of generate.py: --output=out.jsonl",
+    "generate_max_prompts": "it is a flag of generate.py: --max_prompts=100",
+    "sft_steps": "it is a flag of sft.py: --steps=1000",
+    "sft_batch_size": "it is a flag of sft.py: --batch_size=64",
+    "sft_learning_rate": "it is a flag of sft.py: --learning_rate=1e-5",
+    "trust_checkpoint": "it is a flag of slurm/evaluate.sh alone",
+    "max_skipped_steps": "it is fixed: train.MAX_SKIPPED_STEPS",
+    "logprob_chunk_size": "it is fixed: policy.CHUNK",
+    "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
+    "client_tag": "set the environment variable VLLM_CLIENT_TAG",
+    "hub_private_repo": "a repository that push_to_hub makes is always private",
+}
+# the same for keys of TRL and verl, which no run of ours has in its config.json
+FOREIGN = {
+    "lr": "learning_rate",
+    "kl_coef": "beta",
+    "max_new_tokens": "max_completion_length",
+    "model_name_or_path": "model",
+    "run_name": "wandb_options.name",
+    "log_completions": "--log_rollouts_steps=N writes them every N steps",
+    "logging_steps": "every step is logged, in metrics.jsonl",
+    "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
+    "num_train_epochs": "a run has a number of steps: --max_steps",
+    "per_device_train_batch_size": "--prompts_per_step counts over all ranks, and "
+    "--max_tokens_per_micro_batch says what one forward takes",
+    "gradient_accumulation_steps": "as many micro-batches are made as a step needs, see "
+    "--max_tokens_per_micro_batch",
+    "steps_per_generation": "--num_iterations updates are made on the whole batch",
+    "use_vllm": '--rollout_engine="vllm", "server" or "hf"',
+    "bf16": "the type of the model is --dtype=bfloat16",
+    "top_p": "completions are sampled from the whole distribution, which the loss assumes",
+    "top_k": "completions are sampled from the whole distribution, which the loss assumes",
+    "min_p": "completions are sampled from the whole distribution, which the loss assumes",
+    "vllm_mode": '--rollout_engine="vllm" runs in this process, "server" talks to others',
+    "sync_ref_model": "the reference stays the model that the run began with",
+    "mask_truncated_completions": "completions that were cut off count like others; the reward "
+    "soft_overlong makes long ones worth less",
+    "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "--num_iterations updates are made on the whole "
+    "batch",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.rollout.n": "num_generations",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "algorithm.adv_estimator": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
+    "data.train_batch_size": "prompts_per_step",
+    "data.train_files": "dataset.name",
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_completion_length",
+    "trainer.total_epochs": "a run has a number of steps: --max_steps",
+    "trainer.total_training_steps": "max_steps",
+}
+RENAMED = REPLACED | FOREIGN  # an older or another trainer's name -> today's key, or a sentence

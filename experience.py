@@ -3,7 +3,7 @@ rewards of these.
 
     experience = Experience(sampler, inputs, config, world, replay_state)
     collected = experience.collect(step, timer)   # all ranks together
-    collected = deal(collected, world, config)    # now each rank has about as much to compute
+    collected = deal(collected, world, config)    # all ranks have about equal work
 
 P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
 with an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a prompt's index in
@@ -34,7 +34,7 @@ class Collected(NamedTuple):
     rank: int
     rows: list[dict]  # this rank's p prompts
     rollouts: list[dict]  # their p * (G + S) completions, prompt-major
-    values: torch.Tensor  # (p, G + S, F) the value that each reward function gives each completion
+    rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
     metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
@@ -79,7 +79,7 @@ class Experience:
         if self.replay is not None:
             self.replay.update(rows, rewards[:, : c["num_generations"]])
             self.replay_state = self.replay.state
-        metrics |= self.sampler.take_counts()
+        metrics |= self.sampler.take_metrics()
         if c["rollout_ahead"] and step + 1 < c["max_steps"]:
             self.ask_ahead(step + 1)
 
@@ -87,13 +87,13 @@ class Experience:
         for place in self.places:
             group, _ = sampled[place]
             rollouts += group
-        values = self.stack_values(sampled)
+        rewards_per_func = self.stack_rewards(sampled)
         return Collected(
             rank=self.rank,
             rows=[rows[place] for place in self.places],
             rollouts=rollouts,
-            values=values,
-            right=scoring.correct(values, self.inputs.reward_functions),
+            rewards_per_func=rewards_per_func,
+            right=scoring.correct(rewards_per_func, self.inputs.reward_functions),
             rewards=rewards,
             metrics=metrics,
         )
@@ -105,7 +105,7 @@ class Experience:
         c = self.config
         sampled, failed = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.step_rewards(sampled, timer)
-        most_failures = metrics  # of the attempt with the most failed rewards
+        worst = metrics  # of the attempt with the most failed rewards
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             stale = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
@@ -117,7 +117,7 @@ class Experience:
             sampled |= replacements
             failed += new_failed
             rewards, metrics = self.step_rewards(sampled, timer)
-            most_failures = max(most_failures, metrics, key=lambda m: m["reward/failures"])
+            worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(stale.sum())
         if c["resample_equal_groups"]:
             metrics = metrics | {"resampled_groups": resampled}
@@ -125,7 +125,7 @@ class Experience:
         if failed:
             tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
         # not `metrics`: a failure counts even if its group was replaced; all ranks find the same
-        scoring.check_failures(most_failures, rewards.numel(), c["max_reward_failures"])
+        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
         return sampled, rewards, metrics
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple[dict, list]:
@@ -176,11 +176,11 @@ class Experience:
     def step_rewards(self, sampled: dict, timer) -> tuple[torch.Tensor, dict]:
         """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
         wait_for_ranks(timer)
-        values = gather_rows(self.stack_values(sampled))  # (P, G + S, F)
-        return scoring.combine(values, self.inputs.reward_functions)
+        rewards_per_func = gather_rows(self.stack_rewards(sampled))  # (P, G + S, F)
+        return scoring.combine(rewards_per_func, self.inputs.reward_functions)
 
-    def stack_values(self, sampled: dict) -> torch.Tensor:
-        """(p, G + S, F): the reward values of this rank's places, in their order."""
+    def stack_rewards(self, sampled: dict) -> torch.Tensor:
+        """(p, G + S, F): the rewards of this rank's places, in their order."""
         return torch.stack([sampled[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
@@ -215,7 +215,7 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
-    values = collected.values.flatten(0, 1)  # (p * (G + S), F)
+    rewards_per_func = collected.rewards_per_func.flatten(0, 1)  # (p * (G + S), F)
     right = collected.right.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
@@ -226,7 +226,7 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
                 "prompt": row["prompt"],
                 "completion": r["text"],
                 "reward": reward,
-                "rewards": scoring.by_name(functions, values[i]),
+                "rewards": scoring.by_name(functions, rewards_per_func[i]),
                 "correct": right[i],
                 "finish_reason": r["finish_reason"],
                 "tokens": len(r["completion_ids"]),
@@ -281,9 +281,9 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.rows))
     first = world.rank * len(collected.rows)
-    held = {}  # place -> (row, group, values, right)
+    held = {}  # place -> (row, group, rewards per function, right)
     for i, row in enumerate(collected.rows):
-        held[first + i] = (row, groups[i], collected.values[i], collected.right[i])
+        held[first + i] = (row, groups[i], collected.rewards_per_func[i], collected.right[i])
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
@@ -295,12 +295,12 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     leaving = {place: parts for place, parts in held.items() if place not in stays}
     for arrived in gather_objects(leaving):
         held |= arrived
-    rows, groups, values, right = zip(*[held[place] for place in stays])
+    rows, groups, per_func, right = zip(*[held[place] for place in stays])
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
         rows=list(rows),
         rollouts=[r for group in groups for r in group],
-        values=torch.stack(values),
+        rewards_per_func=torch.stack(per_func),
         right=torch.stack(right),
         rewards=collected.rewards[order],
     )

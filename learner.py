@@ -7,9 +7,10 @@ and on many.
     metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
     engine.step()
 
-P prompts of the step, p = P / world of this rank; G rows of a group, with InfoSeed its completions
-and seeded ones; N = p*G rows of this rank, n of a micro-batch; T tokens of the longest completion.
-What tells the objectives apart stands in checks.OBJECTIVES.
+A row is a completion with its prompt (but collected.rows are the dataset's). P prompts of the step,
+p = P / world of this rank; G rows of a group, InfoSeed's S seeded ones among them; N = p*G rows of
+this rank (in loss.py: of the step), n of a micro-batch; T tokens of the longest completion. What
+tells the objectives apart stands in checks.OBJECTIVES.
 """
 
 import math
@@ -38,7 +39,7 @@ class MicroBatchPlan(NamedTuple):
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; as many on every rank
     missing: int = 0  # forwards to add, so that all ranks make as many: ZeRO-3 gathers in each
-    torn: torch.Tensor | None = None  # (N,) bool: rows of groups in pieces; None: no rank has any
+    split: torch.Tensor | None = None  # (N,) bool: rows of split groups; None: no rank has any
 
     @property
     def micro_batches(self) -> list:
@@ -99,13 +100,13 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     if reference is not None or c["policy_entropy_bonus_coef"] > 0:
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
-        batch["ref_logps"] = score_by_reference(reference, batch, plan, c)
-        measures["ref_scores"] = gather(tilt_scores(batch["ref_logps"], batch, c))
+        batch["ref_logps"] = reference_logps(reference, batch, plan, c)
+        measures["ref_scores"] = gather(maxent_scores(batch["ref_logps"], batch, c))
     # below, the sampler's log-probs stand for the policy's, which takes its first forward later
     if c["unlikeliness_coef"] > 0:
         measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
-        entropies = score_rows(engine, batch, plan, entropy=True)
+        entropies = forward_rows(engine, batch, plan, entropy=True)
         measures["entropies"] = gather(entropies.sum(1) / batch["lengths"])
     if OBJECTIVES[c["objective"]].term == "answer_entropy":
         measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
@@ -118,19 +119,19 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     return GroupMeasures(rewards, collected.rewards, gather(batch["lengths"]), **measures)
 
 
-def score_by_reference(reference, batch: dict, plan: MicroBatchPlan, c: dict):
+def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
     """Log-probs (N, T) of all rows under the reference model, which may be kept in CPU memory."""
     if c["reference_placement"] != "cpu":
-        return score_rows(reference, batch, plan)
+        return forward_rows(reference, batch, plan)
     reference.to(batch["ids"].device)
-    logps = score_rows(reference, batch, plan)
+    logps = forward_rows(reference, batch, plan)
     reference.to("cpu")  # frees its memory on the device for the policy
     return logps
 
 
-def tilt_scores(logps, batch: dict, c: dict):
-    """The sequence scores (N,) of the reference that tilt weights or goals, and of the policy that
-    the meta-controller reads."""
+def maxent_scores(logps, batch: dict, c: dict):
+    """Sequence scores (N,) by maxent_score_norm and maxent_score_scale: the reference's tilt the
+    weights, the policy's are what the meta-controller reads."""
     return L.sequence_scores(
         logps,
         batch["lengths"],
@@ -145,7 +146,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     at this step."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
-        return score_targets(measured, tau, beta, c)
+        return group_loss_targets(measured, tau, beta, c)
     rewards = measured.rewards
     G = rewards.shape[1]
     advantages = row_advantages(measured, c)  # (P, G)
@@ -161,7 +162,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
-def score_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
+def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
     """group_targets for an objective whose loss is over the scores of a group (maxent, flow).
     Under maxent_loss="policy_gradient" the weights become advantages."""
     rewards = measured.rewards
@@ -282,10 +283,10 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
         given = (scores, targets.weights, active, counts["active"], group_weight)
         if c["maxent_loss"] == "mle":
             return L.mle_loss(*given)
-        below = None
+        floored = None
         if c["maxent_loss"] == "floored":
-            below = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
-        return L.listwise_loss(*given, below)
+            floored = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
+        return L.listwise_loss(*given, floored)
     # sums of log-probs are divided by L; scores of the other norms are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
@@ -315,7 +316,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -
     )  # (n, T)
     total = logps.new_zeros(())
     kl_sum = logps.new_zeros(())
-    low = high = mask & False  # (n, T): nothing is clipped
+    low = high = torch.zeros_like(mask)  # (n, T): nothing is clipped
     if policy_gradient(c):
         gain, low, high = surrogate(logps, part, c)
         correction = L.importance_ratio(
@@ -385,7 +386,7 @@ def idle_forwards(model, batch: dict, forwards: int) -> None:
 
 
 @torch.no_grad()
-def score_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
+def forward_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
     distributions instead. 0 outside completions."""
     scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
@@ -403,38 +404,38 @@ def score_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
 def score_gradients(
     engine, batch: dict, plan: MicroBatchPlan, targets: GroupTargets, c: dict, counts: dict
 ) -> tuple:
-    """(slopes (N,), loss), both of the groups that are in pieces. A slope is d loss / d score of a
-    row, 0 for rows of whole groups. An extra pass scores the rows of these groups first, so that
-    each micro-batch can go backward by itself. All ranks together."""
+    """(d loss / d score of each row (N,), loss), both of the groups that are split over several
+    micro-batches; 0 for rows of whole groups. An extra forward over the split groups comes first,
+    so that each micro-batch can go backward by itself. All ranks together."""
     G = targets.task_rewards.shape[1]
-    pieces = [rows[plan.torn[rows]] for rows in plan.learning]  # resting rows have no gradient
-    pieces = [rows for rows in pieces if len(rows)]
-    most = int(across_ranks(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-    logps = score_rows(engine, batch, MicroBatchPlan(pieces, [], most - len(pieces)))  # (N, T)
+    parts = [rows[plan.split[rows]] for rows in plan.learning]  # resting rows have no gradient
+    parts = [rows for rows in parts if len(rows)]
+    most = int(across_ranks(torch.tensor(len(parts)), dist.ReduceOp.MAX))
+    logps = forward_rows(engine, batch, MicroBatchPlan(parts, [], most - len(parts)))  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
-    torn = plan.torn.view(-1, G)[:, 0]  # (p,)
-    loss = group_loss(scores.view(-1, G)[torn], targets.taken(torn), c, counts)
+    split = plan.split.view(-1, G)[:, 0]  # (p,)
+    loss = group_loss(scores.view(-1, G)[split], targets.taken(split), c, counts)
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
 def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
-    By the chain rule the gradient of a group's loss is the sum over its rows of slope * (gradient
-    of the row's score), where slope = d loss / d score. For a group in pieces score_gradients has
-    found the slopes, so the sum of slope * score over the rows that are here has the right
-    gradient, though not the loss's value, which was reported there. A whole group goes backward
-    through its own loss."""
+    By the chain rule the gradient of a group's loss is the sum over its rows of (d loss / d score)
+    * (gradient of the row's score). For a split group score_gradients() has found d loss / d score,
+    so the sum of (d loss / d score) * score over the rows that are here has the right gradient,
+    though not the loss's value, which was reported there. A whole group goes backward through its
+    own loss."""
     rows = part["row"]  # (n,)
     scores = loss_scores(logps, part["lengths"], c)  # (n,)
-    of_torn = 0.0
-    if "slopes" in part:
-        torn = part["torn"]
-        of_torn = (part["slopes"][torn] * scores[torn]).sum()
-        rows, scores = rows[~torn], scores[~torn]
+    of_split = 0.0
+    if "score_grads" in part:
+        split = part["split"]  # (n,) bool
+        of_split = (part["score_grads"][split] * scores[split]).sum()
+        rows, scores = rows[~split], scores[~split]
     G = targets.task_rewards.shape[1]
     loss = group_loss(scores.view(-1, G), targets.taken(rows[::G] // G), c, counts)
-    return of_torn + loss, loss.detach()
+    return of_split + loss, loss.detach()
 
 
 def micro_batch_loss(
@@ -473,9 +474,10 @@ def accumulate_gradients(
     per_row = {"row": torch.arange(len(rests), device=device)}  # (p * G,) each
     if targets.advantages is not None:
         per_row["advantages"] = targets.advantages.flatten()
-    if plan.torn is not None:
-        per_row["torn"] = plan.torn
-        per_row["slopes"], sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
+    if plan.split is not None:
+        per_row["split"] = plan.split
+        score_grads, sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
+        per_row["score_grads"] = score_grads
     old_logps = torch.zeros_like(batch["sampler_logps"])
     idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
@@ -557,7 +559,7 @@ def group_metrics(rewards, lengths) -> dict:
 @torch.no_grad()
 def sampler_distance(model, batch: dict, c: dict) -> float:
     """Mean |log-prob of the model - log-prob of the sampler|, nats per token, over all ranks."""
-    logps = score_rows(model, batch, agree_on_plan(batch, 1, c))  # (N, T)
+    logps = forward_rows(model, batch, agree_on_plan(batch, 1, c))  # (N, T)
     apart = (logps - batch["sampler_logps"]).abs().sum()  # both are 0 after a row's end
     total, tokens = across_ranks(torch.stack([apart, batch["lengths"].sum()])).tolist()
     return total / tokens
@@ -601,30 +603,30 @@ class Unit(NamedTuple):
 
     rows: list[int]
     cost: int = 0  # tokens, on its own
-    saved: int = 0  # fewer, packed right behind the unit before, which begins with the same prompt
+    saved: int = 0  # tokens of it that packing right behind a unit with the same prompt saves
 
 
-def agree_on_plan(batch: dict, size: int, c: dict, rests=None) -> MicroBatchPlan:
+def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
-    learning ones, at least one each: the optimizer needs a backward before it steps. size: of a
-    group whose rows must stay together if they can, or 1."""
+    learning ones, at least one each: the optimizer needs a backward before it steps. together: so
+    many neighbouring rows stay in one micro-batch if they fit, G or 1."""
     budget = c["max_tokens_per_micro_batch"]
-    resting, learning = fill_micro_batches(batch, budget, size, c["pack_sequences"], rests)
-    tears = any(len(unit.rows) < size for units in resting + learning for unit in units)
-    mine = torch.tensor([tears, len(resting), len(learning)])
-    tears, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    if tears:  # a rank whose groups all fit may have to split some too, for as many micro-batches
+    resting, learning = fill_micro_batches(batch, budget, together, c["pack_sequences"], rests)
+    splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
+    mine = torch.tensor([splits, len(resting), len(learning)])
+    splits, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
+    if splits:  # a rank whose groups all fit may have to split some too, for as many micro-batches
         resting, learning = in_rows(resting), in_rows(learning)
     plan = stretch(resting, learning, most_resting, max(1, most_learning))
-    return plan._replace(torn=torn_rows(plan.micro_batches, size)) if tears else plan
+    return plan._replace(split=split_rows(plan.micro_batches, together)) if splits else plan
 
 
-def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=None) -> tuple:
-    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `size`
-    neighbouring rows (a group) stay together if they fit in one. A micro-batch is a list of units.
-    rests (N,) bool: rows without a gradient, which go to `resting`."""
-    units = units_of(batch, size, pack)
-    if size > 1 and any(unit.cost > budget for unit in units):
+def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rests=None) -> tuple:
+    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `together`
+    neighbouring rows (a group) stay in one if they fit. A micro-batch is a list of units. rests
+    (N,) bool: rows without a gradient, which go to `resting`."""
+    units = units_of(batch, together, pack)
+    if together > 1 and any(unit.cost > budget for unit in units):
         alone = units_of(batch, 1, pack)  # every row as a unit
         groups, units = units, []
         for group in groups:
@@ -638,19 +640,19 @@ def fill_micro_batches(batch: dict, budget: int, size: int, pack: bool, rests=No
     return fill(resting, budget), fill(learning, budget)
 
 
-def units_of(batch: dict, size: int, pack: bool) -> list[Unit]:
-    """Every `size` neighbouring rows as a unit."""
-    rows = torch.arange(len(batch["ids"])).view(-1, size)  # (units, size)
+def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
+    """Every `together` neighbouring rows as a unit."""
+    rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]
     if pack:
-        repeated = packing.continues(batch["ids"], batch["prompt_lengths"])  # (N,) bool
+        repeated = packing.repeats_prompt(batch["ids"], batch["prompt_lengths"])  # (N,) bool
         prompt = (batch["prompt_lengths"] * repeated).cpu()[rows]  # 0 where it is new
         # a unit always saves the prompts repeated inside it; its first row's only if packed behind
         # its neighbour
         cost = total.sum(1) - prompt[:, 1:].sum(1)
         saved = prompt[:, 0]
     else:
-        cost = total.amax(1) * size  # rows are padded to the longest
+        cost = total.amax(1) * together  # rows are padded to the longest
         saved = torch.zeros_like(cost)
     return list(map(Unit, rows.tolist(), cost.tolist(), saved.tolist()))
 
@@ -728,10 +730,10 @@ def in_rows(micro_batches: list) -> list:
     return [[Unit([i]) for unit in units for i in unit.rows] for units in micro_batches]
 
 
-def torn_rows(micro_batches: list, size: int) -> torch.Tensor:
-    """(N,) bool: rows of groups that are spread over several micro-batches."""
+def split_rows(micro_batches: list, G: int) -> torch.Tensor:
+    """(N,) bool: rows of groups that are split over several micro-batches."""
     where = torch.empty(sum(map(len, micro_batches)), dtype=torch.long)  # (N,)
     for i, rows in enumerate(micro_batches):
         where[rows] = i
-    groups = where.view(-1, size)  # (p, size)
-    return (groups != groups[:, :1]).any(1).repeat_interleave(size)
+    groups = where.view(-1, G)  # (p, G)
+    return (groups != groups[:, :1]).any(1).repeat_interleave(G)

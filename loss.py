@@ -17,14 +17,14 @@ loss and the same gradient.
               Zheng et al. 2025, arXiv:2507.18071
     cispo     REINFORCE weighted by a capped, detached ratio, mean over tokens
               MiniMax 2025, arXiv:2506.13585
-    xdr       dr_grpo whose rows are weighted by G * softmax(U / tau)
+    xdr       dr_grpo whose rows are weighted by G * softmax(A / tau)
     maxent    cross-entropy over the group of p = softmax(scores) against the weights
               w = softmax((log q + beta * l) / (tau + beta)), l the reference's scores
     maxrl     dr_grpo with advantages (r - mean) / mean
               Tajwar et al. 2026, arXiv:2602.02710
     pkpo      dr_grpo with the leave-one-out gradient of pass@k as advantages
               Walder and Karkhanis 2025, arXiv:2505.15201
-    flow      variance over the group of scores - (log q + beta * l) / tau
+    flow      half the variance over the group of scores - (log q + beta * l) / tau
               after FlowRL, Zhu et al. 2025, arXiv:2509.15207
 
 maxent and maxrl are relatives. With rewards of 0 and 1, tau -> 0 and beta = 0, w is uniform over
@@ -323,27 +323,27 @@ def listwise_loss(
     active: Tensor,
     norm: float | None = None,
     group_weight: Tensor | None = None,
-    below: Tensor | None = None,
+    floored: Tensor | None = None,
 ) -> Tensor:
-    """L = -sum_active sum_i w_i * log p_i / norm, p = softmax(s). scores s, weights w (P, G),
+    """loss = -sum_active sum_i w_i * log p_i / norm, p = softmax(s). scores s, weights w (P, G),
     active (P,). norm None: max(1, number of active groups).
 
     Gradient per group: sum_i (p_i - w_i) * ds_i, zero exactly when p equals w. With summed
-    log-probs S as scores, that makes equally rewarded answers equally likely. With means over
-    length (s = S / T_i) they become equally likely *per token*, so a short answer ends up more
+    log-probs as scores, that makes equally rewarded answers equally likely. With means over
+    length they become equally likely *per token*, so a short answer ends up more
     likely than a long one: pi_long = pi_short^(T_long / T_short). With rewards 0 and 1, tau -> 0,
     beta = 0 and p = 1/G, the gradient is maxrl's on s (see the top of this file); how far p is from
     1/G, pull() measures.
 
-    below (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the value of the loss
+    floored (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the loss's value
     stays. p is the share in a softmax of mean log-probs and not how often a row is sampled: a long
     row of improbable tokens has a p near 0 even if every third row is such a one, and p - w lets it
-    be. With below, wrong rows are pushed down at least as hard as by a policy gradient."""
+    be. Floored, wrong rows are pushed down at least as hard as by a policy gradient."""
     G = scores.shape[1]
     log_p = scores.log_softmax(1)  # (P, G)
     losses = -(weights * log_p).sum(1)  # (P,)
-    if below is not None:
-        lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * below  # (P, G)
+    if floored is not None:
+        lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * floored  # (P, G)
         losses = losses + (lacking * (scores - scores.detach())).sum(1)  # 0, but with a gradient
     norm = max(1, int(active.sum())) if norm is None else norm
     return over_groups(losses, active, norm, group_weight)
@@ -352,7 +352,7 @@ def listwise_loss(
 def mle_loss(
     scores: Tensor, weights: Tensor, active: Tensor, norm: float, group_weight: Tensor | None = None
 ) -> Tensor:
-    """L = -sum_active sum_i w_i * s_i / norm, s (P, G) the mean log-prob of a row: weighted
+    """loss = -sum_active sum_i w_i * s_i / norm, s (P, G) the mean log-prob of a row: weighted
     imitation without a baseline, for comparison only. Groups of equal rewards, where they are
     active, make their own samples more likely, short ones most."""
     return over_groups(-(weights * scores).sum(1), active, norm, group_weight)
@@ -369,8 +369,8 @@ def balance_goals(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta
 def balance_loss(
     scores: Tensor, goals: Tensor, active: Tensor, norm: float, group_weight: Tensor | None = None
 ) -> Tensor:
-    """L = 1/(2 norm) * sum_active mean_i (d_i - mean d)^2, d = s - (u + beta * l) / tau. scores s
-    and goals (see balance_goals) (P, G).
+    """loss = 1/(2 norm) * sum_active mean_i (d_i - mean d)^2, d = s - (u + beta * l) / tau. scores
+    s and goals (see balance_goals) (P, G).
 
     This is trajectory balance. The mean of the group stands for the log-normaliser (VarGrad,
     Richter et al. 2020, arXiv:2010.10436), which FlowRL learns (Zhu et al. 2025, arXiv:2509.15207).
@@ -386,12 +386,12 @@ def balance_loss(
 
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
-    """L = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax_C(S)_i: a pull towards
+    """loss = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax_C(s)_i: a pull towards
     equally likely correct answers.
 
     C: the n_c rows of group x with its best reward, empty if all its rewards are equal. seq_logps
-    S, rewards (P, G). norm = P * L if S are summed log-probs, P if means. Gradient of a row in C:
-    (p_i - 1/n_c) * dS_i / norm, p = softmax over C; wrong rows have none."""
+    s, rewards (P, G). norm = P * L if s are summed log-probs, P if means. Gradient of a row in C:
+    (p_i - 1/n_c) * ds_i / norm, p = softmax over C; wrong rows have none."""
     best = rewards == rewards.amax(1, keepdim=True)
     best = best & ~equal_groups(rewards)[:, None]  # C, (P, G)
     count = best.sum(1)  # n_c, (P,)
@@ -399,9 +399,9 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     if not use.any():
         return seq_logps.sum() * 0.0  # zero, but backward() needs a graph
     # without the other groups: a logsumexp over an empty C is -inf, its gradient NaN
-    S = seq_logps[use]
+    s = seq_logps[use]
     best = best[use]
-    log_p = S - S.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
+    log_p = s - s.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
     return -((log_p * best).sum(1) / count[use]).sum() / norm
 
 
@@ -411,7 +411,7 @@ def clipped_surrogate(
     """PPO's min(c * A, clip(c, 1-low, 1+high) * A), (n, T), with c = exp(log_ratio), and the masks
     of what is clipped below (A < 0) and above (A > 0). delta > 0 caps c in the unclipped branch
     (two-sided clip). log_ratio (n, T), or (n, 1) for gspo; advantages (n,)."""
-    A = advantages[:, None]
+    A = advantages[:, None]  # (n, 1)
     # clamped: an infinite ratio would give NaN for clipped tokens and for A = 0
     ratio = log_ratio.clamp(max=20).exp()
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
@@ -426,7 +426,7 @@ def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: f
     """min(c, cap) * A * logp per token, (n, T), with the ratio c = exp(log_ratio) detached, so
     that capped tokens keep their gradient. Nothing is clipped below. Returns what
     clipped_surrogate does."""
-    A = advantages[:, None]
+    A = advantages[:, None]  # (n, 1)
     # clamped: an infinite ratio would give NaN for A = 0
     ratio = log_ratio.detach().clamp(max=20).exp()
     gain = ratio.clamp(max=cap) * A * logps

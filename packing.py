@@ -3,7 +3,7 @@ neighbouring rows share stands only once.
 
     prepare(lm)                                               # once
     packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
-    hidden = states(lm, to_device(packed, device))            # (M, H), for M tokens
+    hidden = hidden_states(lm, to_device(packed, device))     # (M, H), for M tokens
 
 All layers but attention work on each token by itself, so the M tokens may stand in one long row.
 Attention works on segments of it: a prompt that several rows share; the completion that follows
@@ -64,10 +64,10 @@ class Varlen(NamedTuple):
     segments stand one after the other."""
 
     keys: Tensor | None  # places of each segment's keys, its prompt's first; None: those of queries
-    ends_q: Tensor  # (s + 1,) int32: where each segment's queries begin, and where the last end
-    ends_k: Tensor  # (s + 1,) int32: the same for keys
-    longest_q: int  # most queries of a segment
-    longest_k: int  # most keys of a segment
+    cu_seq_q: Tensor  # (s + 1,) int32: cumulative numbers of queries, as varlen_attn wants them
+    cu_seq_k: Tensor  # (s + 1,) int32: the same of keys
+    max_q: int  # most queries of a segment
+    max_k: int  # most keys of a segment
 
 
 class Packed(NamedTuple):
@@ -127,7 +127,7 @@ def to_device(plan, device: torch.device):
 # --- the plan, on the host
 
 
-def continues(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
+def repeats_prompt(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
     """(n,) bool: whether each row has the same prompt as the row before it. ids (n, S),
     prompt_lengths (n,)."""
     longest = int(prompt_lengths.max())
@@ -148,7 +148,7 @@ def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
     The rows "p p a", "p p b b" and "q c", of which two begin with the prompt "p p", are cut into
     "p p", "q c", "a" and "b b": lead = 0 0 2, row = 0 2 0 1, before = 0 0 2 2, size = 2 2 1 2."""
     rows = torch.arange(len(ids))
-    repeats = continues(ids, prompt_lengths)
+    repeats = repeats_prompt(ids, prompt_lengths)
     lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row with a new prompt
     shared = lead.bincount(minlength=len(ids))[lead] > 1  # (n,)
     leads = rows[shared & (lead == rows)]  # rows whose prompt becomes a segment
@@ -170,7 +170,7 @@ def kind_of(before: Tensor, size: Tensor) -> Tensor:
     return size.log2().ceil().long() + 64 * (before > 0)  # no segment has 2^64 tokens
 
 
-def each(counts: Tensor) -> tuple[Tensor, Tensor]:
+def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
     """All pairs (i, t) with 0 <= t < counts[i], in order, as two tensors."""
     return (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
 
@@ -183,7 +183,7 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     0 1 0 1 2 2 3; prompt_end = 1 1 2 and completion_start = 4 5 3."""
     lead, row, before, size = segments(ids, prompt_lengths, lengths)
     place = size.cumsum(0) - size  # (s,) place of each segment's first token
-    segment, t = each(size)  # (M,) each token's segment, and its index in it
+    segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
     # a segment without a shared prompt before it begins with a prompt, which ends in it
     brings = before == 0  # (s,)
@@ -208,7 +208,7 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -
     """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
     shared prompt before it, 0 for none; prompt_end (s,): the place of its last token."""
     width = before + size  # (s,) number of keys
-    i, j = each(width)  # each key's segment, and its index in it
+    i, j = ragged_indices(width)  # each key's segment, and its index in it
     of_prompt = (prompt_end - before + 1)[i] + j  # its place, if it is one of the prompt's
     own = place[i] + j - before[i]  # its place, if it is one of the segment's own
     keys = torch.where(j < before[i], of_prompt, own)
@@ -219,10 +219,10 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -
     shares_prompts = bool(before.any())  # otherwise keys have the same places as queries
     return Varlen(
         keys=keys if shares_prompts else None,
-        ends_q=ends(size),
-        ends_k=ends(width),
-        longest_q=int(size.max()),
-        longest_k=int(width.max()),
+        cu_seq_q=ends(size),
+        cu_seq_k=ends(width),
+        max_q=int(size.max()),
+        max_k=int(width.max()),
     )
 
 
@@ -348,10 +348,10 @@ def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Te
         q,
         k,
         v,
-        plan.ends_q,
-        plan.ends_k,
-        plan.longest_q,
-        plan.longest_k,
+        plan.cu_seq_q,
+        plan.cu_seq_k,
+        plan.max_q,
+        plan.max_k,
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=True,
@@ -400,7 +400,7 @@ def fold(x: Tensor, b: Block) -> Tensor:
 AttentionInterface.register(NAME, attention)
 
 
-def states(lm, packed: Packed) -> Tensor:
+def hidden_states(lm, packed: Packed) -> Tensor:
     """Final hidden states (M, H) of the packed tokens. `packed` must be on the model's device."""
     out = lm.base_model(
         input_ids=packed.ids,
@@ -484,7 +484,7 @@ def try_packing(lm) -> tuple[float, float]:
     changed_ids = ids.clone()
     changed_ids[2, :5] += 1  # changes a row in the middle
     changed_ids %= lm.config.vocab_size
-    row, t = each(lengths)
+    row, t = ragged_indices(lengths)
     others = (row != 2).nonzero()[:, 0].to(lm.device)
     padded = lm.base_model(input_ids=ids.to(lm.device), use_cache=False).last_hidden_state
     plain = padded[row.to(lm.device), (prompt_lengths[row] + t).to(lm.device)].float()
@@ -494,7 +494,7 @@ def try_packing(lm) -> tuple[float, float]:
         packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))
         _, own = completion_places(packed, row, t)
         packed, own = to_device((packed, own), lm.device)
-        return states(lm, packed)[own].float()
+        return hidden_states(lm, packed)[own].float()
 
     packed = packed_states(ids)  # (k, H), as plain
     changed = packed_states(changed_ids)

@@ -26,7 +26,7 @@ from ranks import wait_for_gpu
 GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a save
 # flip_signs() flips every 53rd number. A prime that divides no usual width: otherwise the flipped
 # signs of a norm and of the matrix columns that it feeds would cancel.
-FLIPPED = 53
+FLIP_EVERY = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
 
 
@@ -82,13 +82,14 @@ class Policy(torch.nn.Module):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
         not wanted. ids (n, S), right-padded; prompt_lengths, lengths (n,).
         With pool "mean" or "last" instead: (the completions' final hidden states pooled so, (n, H)
-        float32; the seed head's logits on them or None)."""
+        float32; the seed head's logits on them or None). Not a method of its own, because ZeRO-3
+        gathers weights for forward only."""
         # planned on the host: on a GPU every size that depends on data would make the host wait
         host = packing.on_host(ids, prompt_lengths, lengths)
         longest = int(host[2].max())  # T
         plan = packing.to_device(self.plan(*host), ids.device)
         if self.pack:
-            hidden = packing.states(self.lm, plan.packed)  # (M, H)
+            hidden = packing.hidden_states(self.lm, plan.packed)  # (M, H)
         else:
             out = self.lm.base_model(input_ids=ids, use_cache=False)
             hidden = out.last_hidden_state.flatten(0, 1)  # (n * S, H)
@@ -397,7 +398,7 @@ def flip_signs(lm, zero_stage: int) -> None:
             gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         with gathered:
             for p in parameters:
-                p.detach().view(-1)[::FLIPPED].neg_()
+                p.detach().view(-1)[::FLIP_EVERY].neg_()
     # vLLM may have put this thread on a stream of its own, and DeepSpeed gathers the weights of the
     # next forward on another, which does not wait for it
     wait_for_gpu()
@@ -492,7 +493,7 @@ def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
         lm.peft_config["default"].save_pretrained(folder)
 
 
-def place_frozen(lm, device) -> None:
+def move_frozen(lm, device) -> None:
     """Moves the weights that are not trained to a device. With adapters that is nearly all."""
     for parameter in lm.parameters():
         if not parameter.requires_grad:

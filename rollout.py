@@ -1,9 +1,9 @@
 """Rollouts: the engines that sample completions, and the way from sampled tokens to tensors.
 
-    engine = start_engine(config, device)
-    engine.sync(named_weights(lm, zero_stage))      # after every update of the policy
+    sampler = start_engine(config, device)
+    sampler.sync(named_weights(lm, zero_stage))      # after every update of the policy
     sampling = Sampling(temperature=1.0, max_tokens=L, stop_token_ids=ids, seeds=[one a prompt])
-    rollouts = generate(engine, tokenizer, prompts_ids, G, sampling)
+    rollouts = generate(sampler, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
 Every engine has these methods, whether it runs in this process or talks to servers (begin: the
@@ -16,7 +16,7 @@ latter only):
     sync(named_parameters)  copies the weights from an iterator of (name, tensor)
     sleep(), wake()         lend the engine's GPU memory to the learner and take it back; the
                             attribute `sleeps` says whether the engine has any to lend
-    take_counts()           the engine's own metrics since the last call
+    take_metrics()          the engine's own metrics since the last call
     close()                 shuts down; call it before the process group is destroyed
 
 If finished is given, the engine calls finished(i, group) with the n rollouts of prompt i as soon as
@@ -136,7 +136,7 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
         size = held * row + block_size  # vLLM keeps one block for itself
-    return CachePlan(size, min(rows, (size - block_size) // row))
+    return CachePlan(size, max(0, min(rows, (size - block_size) // row)))
 
 
 def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
@@ -442,7 +442,7 @@ class VllmEngine:
             if not self.keeps_weights:
                 self.llm.wake_up(tags=["weights"])
 
-    def take_counts(self) -> dict:
+    def take_metrics(self) -> dict:
         return {}
 
     def close(self) -> None:
@@ -557,7 +557,7 @@ class HfEngine:
     def wake(self) -> None:
         pass
 
-    def take_counts(self) -> dict:
+    def take_metrics(self) -> dict:
         return {}
 
     def close(self) -> None:
@@ -622,7 +622,7 @@ def with_text(tokenizer, group_done=None):
 
 
 def generate(
-    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
+    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
     RuntimeError unless each prompt has n rollouts and each token has a log-prob: a missing log-prob
@@ -630,7 +630,7 @@ def generate(
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
-    rollouts = engine.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    rollouts = sampler.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
     # in the tensors made of these, only a row's position tells which prompt it belongs to
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
@@ -654,11 +654,11 @@ def generate(
 
 
 def begin(
-    engine, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
+    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
 ) -> None:
     """Starts a generate() in the background. The engine keeps the rollouts until generate() is
     called with the same arguments."""
-    engine.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    sampler.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
 
 
 def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:

@@ -1,5 +1,5 @@
 """Which prompts a step takes: a pure function of (seed, step); optionally with an easy pool and a
-replay buffer.
+replay of promising prompts, which are answered anew.
 
     rows = step_rows(inputs, replay, step, config)      # P rows, the same on every rank
 

@@ -86,8 +86,8 @@ from policy import (
     flip_signs,
     is_checked,
     make_optimizer,
+    move_frozen,
     named_weights,
-    place_frozen,
     seed_classes,
     set_temperature,
     skip_by_norm,
@@ -130,10 +130,10 @@ class Run:
     log: MetricsLog | None  # None on all ranks but 0
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
-    state: dict  # tau, beta and what their controllers remember
+    controllers: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
-    skipped: int = 0  # steps in a row with an update that was not applied
-    equal: int = 0  # steps in a row in which no group's rewards could teach anything
+    skipped_steps: int = 0  # in a row, with an update that was not applied
+    equal_steps: int = 0  # in a row, in which no group's rewards could teach anything
     stopping: bool = False
 
     @property
@@ -247,9 +247,8 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
 
 def start(c: dict) -> Run:
     """Loads everything that a run needs; makes the run's folder, or takes it up again."""
-    # also False for a run that starts from another run's checkpoint
-    resuming = checkpoint.check_request(c)
-    check_run_folder(c, resuming)
+    in_place = checkpoint.resumes_in_place(c)
+    check_run_folder(c, in_place)
     # before ranks meet: each can report what is wrong and exit without leaving a collective
     inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model_config.vocab_size)
@@ -286,7 +285,7 @@ def start(c: dict) -> Run:
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
     if world.rank == 0:  # the run writes nothing until everything has loaded
-        make_run_folder(c, header, resuming)
+        make_run_folder(c, header, in_place)
         print(checkpoint.take_over(c, saved.step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, saved.step)
     dist.barrier()
@@ -303,10 +302,10 @@ def start(c: dict) -> Run:
         log=log,
         hub=hub,
         step=saved.step,
-        state=saved.controllers,
+        controllers=saved.controllers,
         saved_step=saved.step,
-        skipped=saved.streaks["skipped"],
-        equal=saved.streaks["equal"],
+        skipped_steps=saved.streaks["skipped"],
+        equal_steps=saved.streaks["equal"],
     )
 
 
@@ -316,7 +315,7 @@ def start(c: dict) -> Run:
 @contextmanager
 def enough_memory(phase: str, c: dict):
     """If memory runs out inside this context: RunStopped, which names the key to lower. phase:
-    "rollout", "learn" or "sync"."""
+    "rollout", "evaluate", "learn" or "sync"."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -336,6 +335,8 @@ def less_memory(phase: str, c: dict) -> str:
             f"lower num_generations={c['num_generations']} or "
             f"max_completion_length={c['max_completion_length']}"
         )
+    if phase == "evaluate":
+        return f"lower eval_num_generations={c['eval_num_generations']}"
     if phase == "sync" and torch.cuda.is_available():  # vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
@@ -359,13 +360,15 @@ def learning_rate_at(step: int, c: dict) -> float:
     return peak
 
 
-def update(run: Run, batch: dict, targets, counts: dict, seeds: infoseed.Seeds) -> dict:
+def update(
+    run: Run, batch: dict, targets: learner.GroupTargets, counts: dict, seeds: infoseed.Seeds
+) -> dict:
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
-    run.skipped and batch["old_logps"].
+    run.skipped_steps and batch["old_logps"].
 
     Loss, entropy and KL are those of the first update, before the policy has moved. The shares of
-    clipped tokens and the norm of the gradient are those of the last update; in the first nothing
-    is clipped. Seconds add up."""
+    clipped tokens and the norm of the gradient are those of the last update; in the first all
+    ratios are 1. Seconds add up."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
@@ -374,7 +377,7 @@ def update(run: Run, batch: dict, targets, counts: dict, seeds: infoseed.Seeds) 
     updates, applied = [], True
     for i in range(c["num_iterations"]):
         new = learner.accumulate_gradients(
-            engine, batch, local_targets, run.state["beta"], c, counts
+            engine, batch, local_targets, run.controllers["beta"], c, counts
         )
         new |= seeds.accumulate_gradients(update=i)
         # the Timer takes it off "learn", the phase around it
@@ -382,27 +385,35 @@ def update(run: Run, batch: dict, targets, counts: dict, seeds: infoseed.Seeds) 
         updates.append(new)
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
         applied = applied and engine.was_step_applied()
-    run.skipped = 0 if applied else run.skipped + 1  # the same on all ranks, see engine.step()
+    # the same on all ranks, see engine.step()
+    run.skipped_steps = 0 if applied else run.skipped_steps + 1
     metrics = updates[0]
     for name in ("clip_ratio/low", "clip_ratio/high"):
         metrics[name] = updates[-1][name]
     for name in ("time/learn_slowest", "time/learn_mean"):
         metrics[name] = sum(new[name] for new in updates)
     metrics["grad_norm"] = float(engine.get_global_grad_norm())
-    metrics["skipped_steps"] = run.skipped
+    metrics["skipped_steps"] = run.skipped_steps
     metrics["learning_rate"] = learning_rate
     return metrics
 
 
-def steer(run: Run, metrics: dict, targets, measured, batch: dict) -> dict:
-    """Moves tau and beta for the next step; returns what is logged about it. Sets run.state.
+def steer(
+    run: Run,
+    metrics: dict,
+    targets: learner.GroupTargets,
+    measured: learner.GroupMeasures,
+    batch: dict,
+) -> dict:
+    """Moves tau and beta for the next step; returns what is logged about it. Sets
+    run.controllers.
 
     Either two separate rules move them, by the entropy of the weights and the KL in `metrics`, or
     the meta-controller moves both."""
-    c, old = run.config, run.state
+    c, old = run.config, run.controllers
     meta_metrics = {}
     if c["controller_meta_method"]:
-        scores = learner.tilt_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
+        scores = learner.maxent_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
         scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G + S)
         groups = {
             "utilities": targets.utilities[targets.active],
@@ -413,7 +424,7 @@ def steer(run: Run, metrics: dict, targets, measured, batch: dict) -> dict:
     else:
         new = controllers.update_tau(old, metrics.get(controllers.steering_entropy(c)), c)
         new = controllers.update_beta(new, metrics.get("kl"), c)
-    run.state = new
+    run.controllers = new
     return meta_metrics | {
         "tau": old["tau"],
         "delta_tau": new["tau"] - old["tau"],
@@ -428,7 +439,7 @@ def sync_weights(run: Run) -> None:
     that are not trained wait in CPU memory until the sampler sleeps again."""
     lm, stage = run.engine.module.lm, run.config["zero_stage"]
     if run.sampler.sleeps and stage < 3:  # ZeRO-3 has sharded them over the ranks
-        place_frozen(lm, "cpu")
+        move_frozen(lm, "cpu")
     with enough_memory("sync", run.config):
         run.sampler.wake()
         run.sampler.sync(named_weights(lm, stage))
@@ -447,9 +458,10 @@ def prove_sync(run: Run) -> None:
         return sync_weights(run)
     flip_signs(lm, c["zero_stage"])
     sync_weights(run)
-    batch = trial_batch(run)
+    with enough_memory("rollout", c):
+        batch = trial_batch(run)
     with enough_memory("learn", c):
-        place_frozen(lm, run.world.device)
+        move_frozen(lm, run.world.device)
         set_temperature([run.engine], 1.0)
         followed = learner.sampler_distance(run.engine, batch, c)
         flip_signs(lm, c["zero_stage"])
@@ -482,7 +494,7 @@ def trial_batch(run: Run) -> dict:
         names=[f"trial-{i}" for i in range(len(prompts))],
     )
     rollouts = rollout.generate(run.sampler, run.inputs.tokenizer, prompts, 2, sampling)
-    run.sampler.take_counts()  # dropped
+    run.sampler.take_metrics()  # dropped
     run.sampler.sleep()
     return rollout.to_batch(rollouts, run.world.device)
 
@@ -494,8 +506,9 @@ def save_now(run: Run) -> None:
         return
     run.saved_step = run.step
     with run.timer("checkpoint"):
-        streaks = {"skipped": run.skipped, "equal": run.equal}
-        state = checkpoint.TrainerState(run.step, run.state, run.experience.replay_state, streaks)
+        streaks = {"skipped": run.skipped_steps, "equal": run.equal_steps}
+        replay = run.experience.replay_state
+        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks)
         saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
@@ -509,7 +522,7 @@ def evaluate_now(run: Run) -> None:
     if not run.inputs.eval_rows:
         return
     try:
-        with run.timer("evaluate"):
+        with run.timer("evaluate"), enough_memory("evaluate", run.config):
             metrics = evaluate.evaluate(run.sampler, run.inputs, run.config, run.world)
     except RolloutsLost as error:  # the next step will fail too, and saves before it stops
         run.say(f"step {run.step}: not evaluated: {error}")
@@ -531,6 +544,33 @@ def owes_evaluation(run: Run) -> bool:
     if not evaluation_due(run.step, run.config):
         return False
     return any_rank(run.log is not None and not has_evaluation(run.folder, run.step))
+
+
+def catch_up(run: Run) -> None:
+    """What comes before the first step of this launch: an evaluation of the start, and what an
+    earlier launch did not get to, its last evaluation or upload."""
+    if run.step == 0 or owes_evaluation(run):
+        evaluate_now(run)
+    if run.hub and run.step == run.config["max_steps"]:
+        newest = checkpoint.latest(run.folder)
+        # another one, or none, where the run went on from a checkpoint of another name
+        if newest and checkpoint.number_of(newest) == run.step:
+            run.hub.push(newest, last=True)
+
+
+def evaluate_and_save(run: Run) -> None:
+    """What a finished step is due: an evaluation, a checkpoint. Sets run.stopping if the run was
+    asked to stop."""
+    c = run.config
+    last = run.step == c["max_steps"]
+    # a stop in the last step changes nothing: the run is finished, and waits for its upload
+    run.stopping = any_rank(run.stop.asked()) and not last
+    # who asks a run to stop may kill it soon: it saves, and the next start evaluates
+    leaves_it = run.stopping and c["save_steps"] >= 0
+    if evaluation_due(run.step, c) and not leaves_it:
+        evaluate_now(run)
+    if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):
+        save_now(run)
 
 
 def finish(run: Run) -> None:
@@ -585,9 +625,10 @@ def warn_of_equal_rewards(run: Run, rewards) -> None:
     """Warns when for EQUAL_STEPS steps in a row no group's rewards (P, G) could teach anything."""
     c = run.config
     # InfoSeed's rows have rewards and a loss of their own
-    teach = c["info_seed_num_seeds"] > 0 or learner.may_teach(rewards, run.state["beta"], c).any()
-    run.equal = 0 if teach else run.equal + 1
-    if run.equal == EQUAL_STEPS:
+    beta = run.controllers["beta"]
+    teach = c["info_seed_num_seeds"] > 0 or learner.may_teach(rewards, beta, c).any()
+    run.equal_steps = 0 if teach else run.equal_steps + 1
+    if run.equal_steps == EQUAL_STEPS:
         run.say(
             f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
             f"(mean {rewards.mean():.3g}), from which nothing is learnt: look at a few with "
@@ -598,10 +639,10 @@ def warn_of_equal_rewards(run: Run, rewards) -> None:
 def stop_after_skipped_updates(run: Run) -> None:
     """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
     would change nothing."""
-    if run.skipped >= MAX_SKIPPED_STEPS:
+    if run.skipped_steps >= MAX_SKIPPED_STEPS:
         save_now(run)  # some updates of these steps may have been applied
         raise RunStopped(
-            f"{run.skipped} steps in a row had a non-finite loss or gradient, which was not "
+            f"{run.skipped_steps} steps in a row had a non-finite loss or gradient, which was not "
             f"applied; lower learning_rate={run.config['learning_rate']} or look into "
             f"metrics.jsonl"
         )
@@ -617,7 +658,7 @@ def dry_run_main(c: dict) -> None:
     size = launched_ranks()
     inputs = dry_run(c, size, deepspeed_config(c))
     # last: everything shown above holds for any other folder too
-    check_run_folder(c, checkpoint.check_request(c))
+    check_run_folder(c, checkpoint.resumes_in_place(c))
     resume_path = checkpoint.asked_for(c)
     if resume_path:
         checkpoint.check_resumable(resume_path, c)
@@ -640,13 +681,7 @@ def train(run: Run) -> None:
     # with rollout_ahead the sampler's weights were a step older: its log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
-    if run.step == 0 or owes_evaluation(run):
-        evaluate_now(run)
-    if run.hub and run.step == c["max_steps"]:  # started again: its upload may have been cut off
-        newest = checkpoint.latest(run.folder)
-        # another one, or none, where the run went on from a checkpoint of another name
-        if newest and checkpoint.number_of(newest) == run.step:
-            run.hub.push(newest, last=True)
+    catch_up(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
     timer.bar = bar
     timer.take()  # set-up and evaluation are no part of the first step
@@ -660,12 +695,13 @@ def train(run: Run) -> None:
             save_now(run)
             raise
         with timer("deal"):
-            # moves groups: all ranks get about as much to do
+            # moves groups between ranks, so that their work is about equal
             collected = deal(collected, run.world, c)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G + S)
         with timer("score"), enough_memory("learn", c):
-            place_frozen(run.engine.module.lm, run.world.device)  # the sampler sleeps
+            # LoRA: its base weights waited in CPU memory while the sampler was awake
+            move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
@@ -673,7 +709,8 @@ def train(run: Run) -> None:
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
-            targets = learner.group_targets(measured, run.state["tau"], run.state["beta"], at_step)
+            tau, beta = run.controllers["tau"], run.controllers["beta"]
+            targets = learner.group_targets(measured, tau, beta, at_step)
             counts = learner.step_counts(targets, measured.lengths)
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
@@ -682,7 +719,7 @@ def train(run: Run) -> None:
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, collected.unseeded_indices)
             # the log-probs of a skipped update may be NaN, which says nothing of the sampler
-            metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped else limit)
+            metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)
 
         # 8. tau and beta of the next step
         metrics |= learner.weight_metrics(targets, batch, c)
@@ -707,15 +744,7 @@ def train(run: Run) -> None:
         show_rollouts(run, collected)
         warn_of_equal_rewards(run, collected.rewards[:, :G])
         stop_after_skipped_updates(run)
-        last = run.step == c["max_steps"]
-        # a stop in the last step changes nothing: the run is finished, and waits for its upload
-        run.stopping = any_rank(run.stop.asked()) and not last
-        # who asks a run to stop may kill it soon: it saves, and the next start evaluates
-        leaves_it = run.stopping and c["save_steps"] >= 0
-        if evaluation_due(run.step, c) and not leaves_it:
-            evaluate_now(run)
-        if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):
-            save_now(run)
+        evaluate_and_save(run)
     bar.close()
     finish(run)
 

@@ -116,8 +116,8 @@ def attention(setting):
             if plan.keys is not None:  # a shared prompt's keys, before each completion's own
                 k = k[plan.keys]
                 v = v[plan.keys]
-            ends = (plan.ends_q, plan.ends_k)
-            return bottom_right_attention(q, k, v, *ends, plan.longest_q, plan.longest_k)
+            ends = (plan.cu_seq_q, plan.cu_seq_k)
+            return bottom_right_attention(q, k, v, *ends, plan.max_q, plan.max_k)
 
         for varlen in (True, False):
             packed = packed_on_device(batch, setting, varlen)

@@ -322,7 +322,7 @@ class ServerEngine:
         with self.lock:
             self.counts[what] += number
 
-    def take_counts(self) -> dict:
+    def take_metrics(self) -> dict:
         """{"rollout/failed", "rollout/foreign", "rollout/refilled"}, summed over all ranks since
         the last call, and "rollout/servers", the number of live ones. All ranks call it
         together."""

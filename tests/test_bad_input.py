@@ -416,7 +416,7 @@ def test_resuming_from_another_run_does_not_write_over_a_third(
     refusal, run_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        train.checkpoint, "check_request", lambda *_: False
+        train.checkpoint, "resumes_in_place", lambda *_: False
     )  # a whole one, elsewhere
     assert f"output_dir={str(run_folder)!r}" in refusal(
         f"--output_dir={run_folder}", "--resume_from_checkpoint=somewhere"

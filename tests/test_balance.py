@@ -128,7 +128,7 @@ def collected_by(world: World) -> experience.Collected:
         rank=world.rank,
         rows=rows[own],
         rollouts=mine,
-        values=rewards[own, :, None],
+        rewards_per_func=rewards[own, :, None],
         right=right,
         rewards=rewards,
         metrics={},
@@ -147,7 +147,9 @@ def one_step(c: dict, world: World) -> dict:
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     norm = learner.step_counts(targets, group.lengths)
     state = {"beta": c["beta"]}
-    run = SimpleNamespace(config=c, engine=engine, world=world, state=state, step=0, skipped=0)
+    run = SimpleNamespace(
+        config=c, engine=engine, world=world, controllers=state, step=0, skipped_steps=0
+    )
     run.timer = Timer()
     metrics = train.update(run, batch, targets, norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)

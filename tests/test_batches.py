@@ -223,7 +223,7 @@ def units_in(rows, kept: list[list[int]]) -> list[list[int]]:
 @packed_or_not
 @examples
 @given(plans)
-def test_every_row_is_in_one_micro_batch_and_no_group_that_fits_is_torn(pack, case):
+def test_every_row_is_in_one_micro_batch_and_no_group_that_fits_is_split(pack, case):
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     plan = plan_of(batch, budget, unit, pack).learning
@@ -310,31 +310,31 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
 @packed_or_not
 @examples
 @given(plans, st.data())
-def test_only_groups_over_the_budget_are_in_pieces_unless_another_rank_needs_more(pack, case, data):
-    """`others`: (a group in pieces, micro-batches that rest, that learn) on another rank."""
+def test_only_groups_over_the_budget_are_split_unless_another_rank_needs_more(pack, case, data):
+    """`others`: (a split group, micro-batches that rest, that learn) on another rank."""
     units, unit, budget, seed = case
     batch = batch_of(units, unit, seed)
     too_large = [
         cost(batch, rows, pack) > budget for rows in torch.arange(units * unit).view(units, unit)
     ]
-    tears = unit > 1 and any(too_large)
+    splits = unit > 1 and any(too_large)
     learn = data.draw(st.integers(0, units * unit if unit > 1 else units))
     others = [data.draw(st.booleans()), 0, learn]
     c = {"max_tokens_per_micro_batch": budget, "pack_sequences": pack}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner, "across_ranks", lambda x, op: x.maximum(torch.tensor(others)))
-        if others[2] > units and not (tears or others[0]):
-            return  # then that rank has a group in pieces, or more groups than this one
+        if others[2] > units and not (splits or others[0]):
+            return  # then that rank has a split group, or more groups than this one
         plan = learner.agree_on_plan(batch, unit, c)
     assert sorted(torch.cat(plan.learning).tolist()) == list(range(units * unit))
     assert len(plan.learning) >= max(1, others[2])
-    if not (tears or others[0]):
-        assert plan.torn is None
+    if not (splits or others[0]):
+        assert plan.split is None
         return
     place = {i: k for k, rows in enumerate(plan.learning) for i in rows.tolist()}
     for group, large in zip(torch.arange(units * unit).view(units, unit).tolist(), too_large):
         apart = len({place[i] for i in group}) > 1
-        assert plan.torn[group].tolist() == [apart] * unit
+        assert plan.split[group].tolist() == [apart] * unit
         assert apart or not large or unit == 1
         assert large or not apart or len(plan.learning) == others[2]
 
@@ -473,7 +473,7 @@ def test_scoring_in_micro_batches_puts_every_row_where_it_belongs(lm, pack):
     assert len(plan.learning) > 3
     policy = policy_of(lm, pack)
     whole, _ = policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-    torch.testing.assert_close(learner.score_rows(policy, batch, plan), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(learner.forward_rows(policy, batch, plan), whole, rtol=0, atol=1e-5)
 
 
 def test_metrics_of_groups_and_completions_are_what_they_are_called():

@@ -294,13 +294,13 @@ def test_a_run_from_another_runs_checkpoint_is_a_run_of_its_own(alone, tiny_mode
     (tmp_path / "theirs").mkdir()
     path = save(tmp_path / "theirs", 1, FakeEngine(tiny_model_dir))
     c = CONFIG | {"resume_from_checkpoint": str(path)}
-    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")}) is False
-    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+    assert checkpoint.resumes_in_place(c | {"output_dir": str(tmp_path / "ours")}) is False
+    assert checkpoint.resumes_in_place(c | {"output_dir": str(tmp_path / "theirs")}) is True
     # a finished run started again finds itself done; one that would train nothing is a mistake
     c["max_steps"] = 1
-    assert checkpoint.check_request(c | {"output_dir": str(tmp_path / "theirs")}) is True
+    assert checkpoint.resumes_in_place(c | {"output_dir": str(tmp_path / "theirs")}) is True
     with pytest.raises(UserError, match="has 1 steps done, and max_steps=1: set a larger"):
-        checkpoint.check_request(c | {"output_dir": str(tmp_path / "ours")})
+        checkpoint.resumes_in_place(c | {"output_dir": str(tmp_path / "ours")})
 
 
 def test_a_checkpoint_of_another_model_is_one_sentence(alone, tiny_model_dir, tmp_path):
@@ -324,9 +324,9 @@ def test_going_on_from_more_steps_than_the_run_is_to_have_is_refused_at_once(
         path = save(tmp_path, step, FakeEngine(tiny_model_dir))
     shutil.copytree(path, f"{path}_copy")
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": request_of(path)}
-    assert checkpoint.check_request(c | {"max_steps": 9}) is True
+    assert checkpoint.resumes_in_place(c | {"max_steps": 9}) is True
     with pytest.raises(UserError, match="has 9 steps done, and max_steps=8: set a larger"):
-        checkpoint.check_request(c | {"max_steps": 8})
+        checkpoint.resumes_in_place(c | {"max_steps": 8})
 
 
 def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path, monkeypatch):

@@ -77,9 +77,9 @@ def config(*flags) -> dict:
 def collect(
     c: dict, step: int = 0, inputs=MIXED, world: int = 1, size: int = 0, state=None
 ) -> list[SimpleNamespace]:
-    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts, .values,
-    .rewards, .metrics, .engine, .buffer. size: of a replay buffer for each. A rank that meets the
-    others at another point than they do is a BrokenBarrierError."""
+    """What every rank has afterwards, `world` threads as ranks: .rows, .rollouts,
+    .rewards_per_func, .rewards, .metrics, .engine, .buffer. size: of a replay buffer for each. A
+    rank that meets the others at another point than they do is a BrokenBarrierError."""
     barrier = threading.Barrier(world, timeout=PATIENCE)
     parts = {}
     me = threading.local()
@@ -150,7 +150,7 @@ def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_l
     assert got.rows == stream.prompts_for_step(MIXED.sources, [1.0], 3, P, 42)
     assert prompts_in_line(got, G)
     assert rewards_in_line(got, G)
-    assert torch.equal(got.values[..., 0], got.rewards)
+    assert torch.equal(got.rewards_per_func[..., 0], got.rewards)
     assert "resampled_groups" not in got.metrics
     (call,) = got.engine.calls
     assert call["seeds"] == [rollout.prompt_seed(42, 3, i) for i in range(P)]
@@ -175,7 +175,7 @@ def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags)
     ranks = collect(c, step, world=world, size=6, state=state)
     assert [row for rank in ranks for row in rank.rows] == whole.rows
     assert [r for rank in ranks for r in rank.rollouts] == whole.rollouts
-    assert torch.equal(torch.cat([rank.values for rank in ranks]), whole.values)
+    assert torch.equal(torch.cat([rank.rewards_per_func for rank in ranks]), whole.rewards_per_func)
     if world == 8 and limit:  # else the last line below would show nothing
         assert any(not call["prompts_ids"] for rank in ranks for call in rank.engine.calls)
     for i, rank in enumerate(ranks):
@@ -211,7 +211,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
     # in line all the same, and counted: a call for every attempt, the last of which may still be
     # equal
     assert rewards_in_line(got, G)
-    assert torch.equal(got.values[..., 0], got.rewards)
+    assert torch.equal(got.rewards_per_func[..., 0], got.rewards)
     assert prompts_in_line(got, G)
     resampled = sum(len(call["prompts_ids"]) for call in got.engine.calls[1:])
     assert got.metrics["resampled_groups"] == resampled

@@ -53,13 +53,13 @@ def work(main, argv: list[str], folder: Path) -> None:
     torch.set_num_threads(1)
     fake_vllm.install()
     train.evaluate.report = lambda folder: None  # no picture
-    real = train.place_frozen
+    real = train.move_frozen
 
     def place(lm, device):  # sync_weights says "cpu", the learner a torch.device
         fake_vllm.calls.append(f"frozen to {'cpu' if isinstance(device, str) else 'device'}")
         real(lm, device)
 
-    train.place_frozen = place
+    train.move_frozen = place
     real_targets = train.learner.group_targets
 
     def group_targets(measured, *args):  # measured (P, G + S): 1 where a seed has earned something

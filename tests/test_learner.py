@@ -231,7 +231,7 @@ def test_groups_that_the_loss_does_not_depend_on_go_forward_only(
     assert (calls.count("forward"), calls.count("backward")) == expected
 
 
-# what agree_on_plan's all_reduce brings of a second rank: whether it has a group in pieces, and how
+# what agree_on_plan's all_reduce brings of a second rank: whether it has a split group, and how
 # many of its micro-batches rest and learn
 ALIKE = [0, 1, 1]
 ALL_LEARN = [0, 0, 2]  # two micro-batches, and nothing at rest
@@ -308,11 +308,11 @@ def test_a_row_that_is_not_finite_spoils_the_gradient_also_where_it_goes_forward
 def test_a_reference_in_cpu_memory_is_on_the_device_for_its_forwards_only(monkeypatch):
     moves = []
     reference = SimpleNamespace(to=lambda device: moves.append(torch.device(device).type))
-    monkeypatch.setattr(learner, "score_rows", lambda *args: moves.append("scored"))
+    monkeypatch.setattr(learner, "forward_rows", lambda *args: moves.append("scored"))
     batch = {"ids": torch.zeros(1, device="meta")}
     for place, wanted in (("cpu", ["meta", "scored", "cpu"]), ("device", ["scored"])):
         moves.clear()
-        learner.score_by_reference(reference, batch, None, {"reference_placement": place})
+        learner.reference_logps(reference, batch, None, {"reference_placement": place})
         assert moves == wanted
 
 

@@ -21,12 +21,13 @@ from journal import Timer
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
     c = setting("tau_excess", kl_target=0.5, beta=0.2)
-    run = SimpleNamespace(config=c, state=controllers.init_state(c))
+    run = SimpleNamespace(config=c, controllers=controllers.init_state(c))
     measured = {"weights/entropy": 9.0, "weights/excess_entropy": 0.1, "kl": 2.0}
     told = train.steer(run, measured, None, None, None)
-    assert run.state["entropy"] == 0.1
-    assert run.state["tau"] > 0.2 == told["tau"] and run.state["beta"] > 0.2 == told["beta"]
-    assert told["delta_tau"] == run.state["tau"] - 0.2
+    assert run.controllers["entropy"] == 0.1
+    assert run.controllers["tau"] > 0.2 == told["tau"]
+    assert run.controllers["beta"] > 0.2 == told["beta"]
+    assert told["delta_tau"] == run.controllers["tau"] - 0.2
 
 
 # at this rate nothing is learnt: policy and reference stay the same model

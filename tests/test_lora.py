@@ -168,7 +168,7 @@ class Sampler:
 def test_frozen_weights_leave_a_gpu_before_the_sampler_takes_it(tiny_model_dir, monkeypatch):
     """They come back when it sleeps: `train` below collect(). Only the calls: no GPU is here."""
     calls = []
-    monkeypatch.setattr(train, "place_frozen", lambda lm, device: calls.append(device))
+    monkeypatch.setattr(train, "move_frozen", lambda lm, device: calls.append(device))
     policy = policy_of(tiny_model_dir)
     run = SimpleNamespace(config=policy.c, engine=policy.engine, sampler=Sampler(calls))
     train.sync_weights(run)

@@ -62,7 +62,7 @@ def test_floored_rows_are_pushed_down_by_1_over_g_at_least_and_others_as_before(
     below = torch.tensor(below).view(2, 5)
     active = torch.tensor([True, False])
     plain, plain_grad = value_and_grad(loss.listwise_loss, s, w, active)
-    value, grad = value_and_grad(loss.listwise_loss, s, w, active, below=below)
+    value, grad = value_and_grad(loss.listwise_loss, s, w, active, floored=below)
     assert value == plain
     p = s.softmax(1)
     close(grad, (torch.where(below, p.clamp(min=1 / 5), p) - w) * active[:, None])

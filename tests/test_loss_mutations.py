@@ -373,7 +373,7 @@ CUT_MUTATIONS = {  # as above, of learner.py, where groups are cut
         lambda f, targets, *a: (targets.task_rewards[:, :1] < 1).expand(-1, EXAMPLE.G).flatten(),
     ),
     "scores of the old policy": (
-        "score_rows",
+        "forward_rows",
         lambda f, model, batch, *a: batch.get("old_logps", f(model, batch, *a)),
     ),
 }

@@ -167,6 +167,7 @@ def in_vllms_allocator():
         ("learn", (), "lower max_tokens_per_micro_batch=64 or set gradient_checkpointing=True,"),
         ("learn", ("--gradient_checkpointing=True",), "lower max_tokens_per_micro_batch=64, and"),
         ("rollout", (), "lower num_generations=8 or max_completion_length=512, and"),
+        ("evaluate", (), "lower eval_num_generations=8, and"),
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
     ],
 )

@@ -221,7 +221,7 @@ def test_no_layer_and_no_block_waits_for_the_device(kind):
     for checkpointed in (False, True):
         if checkpointed:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
-        packing.states(lm, packed).sum().backward()
+        packing.hidden_states(lm, packed).sum().backward()
     assert all(p.grad is not None for p in lm.base_model.parameters())
     with pytest.raises(RuntimeError):  # the oracle: these would have been seen
         packed.ids.max().item()

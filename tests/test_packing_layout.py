@@ -36,7 +36,8 @@ def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completio
     (unit,) = learner.units_of(batch, len(rows), pack=True)
     assert (unit.cost, unit.saved) == (packed.ids.shape[1], 0)
     begins = {r[0] for r in runs}
-    assert packing.continues(*arguments[:2]).tolist() == [i not in begins for i in range(len(rows))]
+    repeats = packing.repeats_prompt(*arguments[:2])
+    assert repeats.tolist() == [i not in begins for i in range(len(rows))]
     ids = packed.ids[0].tolist()
     positions = packed.positions[0].tolist()
     last = packed.prompt_end.tolist()
@@ -120,17 +121,17 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
 def attended(plan, count: int) -> dict:
     """Query: the places whose keys varlen_attn shows to it."""
     keys = torch.arange(count) if plan.keys is None else plan.keys
-    ends_q, ends_k = plan.ends_q.tolist(), plan.ends_k.tolist()
+    cu_seq_q, cu_seq_k = plan.cu_seq_q.tolist(), plan.cu_seq_k.tolist()
     places = {}
-    for i, (start, end) in enumerate(pairwise(ends_q)):
-        own = keys[ends_k[i] : ends_k[i + 1]].tolist()
-        assert 0 < end - start <= plan.longest_q
-        assert len(own) <= plan.longest_k
+    for i, (start, end) in enumerate(pairwise(cu_seq_q)):
+        own = keys[cu_seq_k[i] : cu_seq_k[i + 1]].tolist()
+        assert 0 < end - start <= plan.max_q
+        assert len(own) <= plan.max_k
         for query in range(start, end):
             places[query] = own[: len(own) - (end - 1 - query)]
-    assert ends_q[0] == ends_k[0] == 0
-    assert ends_q[-1] == count
-    assert ends_k[-1] == len(keys)
+    assert cu_seq_q[0] == cu_seq_k[0] == 0
+    assert cu_seq_q[-1] == count
+    assert cu_seq_k[-1] == len(keys)
     return places
 
 

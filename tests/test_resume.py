@@ -242,7 +242,7 @@ def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tmp_path)
     replaced(theirs / "step_000004", RunsCode(trace))
     c = load_config([f"--output_dir={theirs}", "--zero_stage=3"])
     c |= {"resume_from_checkpoint": "latest"}
-    assert checkpoint.check_request(c) is True
+    assert checkpoint.resumes_in_place(c) is True
     assert child.status(child.start(find, c, log=tmp_path / "log")) == 2
     words = (tmp_path / "log").read_text()
     assert "'posix.mkdir' would be code" in words and not trace.exists()

@@ -35,7 +35,7 @@ def test_a_bad_answer_is_thrown_away_and_asked_for_again(kind, world, naps, make
         assert r["completion_ids"][0] == r["prompt_ids"][0]
         assert len(r["logprobs"]) == len(r["completion_ids"]) <= 12
         assert set(r["logprobs"]) == {-0.5}
-    counts = engine.take_counts()
+    counts = engine.take_metrics()
     assert counts["rollout/failed"] + counts["rollout/foreign"] + counts["rollout/refilled"] > 0
     assert (counts["rollout/foreign"] > 0) == (kind in FOREIGN)
     assert len(naps) >= 1
@@ -85,7 +85,7 @@ def test_only_what_is_missing_is_asked_for_again_with_other_seeds(world, naps, m
     assert len(engine.generate(PROMPTS[:1], 8, request(1))) == 8
     bodies = one.bodies("/v1/completions")
     assert [body["n"] for body in bodies] == [8, 4, 2]
-    assert engine.take_counts()["rollout/refilled"] == 6
+    assert engine.take_metrics()["rollout/refilled"] == 6
     seeds = []
     for body in bodies:
         # torch's CPU generator reads no more of a seed
@@ -117,7 +117,7 @@ def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, s
     impatient.seconds = 3.0
     rollouts = engine.generate(PROMPTS[:1], 2, request(1))
     assert rollouts[0]["prompt_ids"] == PROMPTS[0]
-    assert engine.take_counts()["rollout/failed"] == 1
+    assert engine.take_metrics()["rollout/failed"] == 1
     body = {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}
     with pytest.raises(server_http.ServerError, match=words):
         impatient.call("/v1/completions", body, {"X-Request-Id": "x"})
@@ -170,7 +170,7 @@ def test_an_answer_may_be_as_large_as_its_request_allows_and_no_larger(world, na
         call()
     one.plan = [lambda request: (200, b"[" + b"[]," * 10_000_000 + b"[]]", {})]
     assert len(engine.generate(PROMPTS[:1], 2, request(1))) == 2
-    assert engine.take_counts()["rollout/failed"] == 1
+    assert engine.take_metrics()["rollout/failed"] == 1
 
 
 def test_a_real_answer_is_much_smaller_than_what_is_allowed():

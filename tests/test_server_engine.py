@@ -128,7 +128,7 @@ def test_a_server_that_nobody_answers_at_any_more_is_left_out_and_comes_back_wit
     port = one.http.server_port
     one.close()
     assert len(engine.generate(PROMPTS, 2, request(3))) == 6
-    assert engine.take_counts()["rollout/servers"] == 1
+    assert engine.take_metrics()["rollout/servers"] == 1
     assert "left out until the next sync" in capsys.readouterr().out
     assert len(two.completions()) == 3
 
@@ -174,13 +174,13 @@ def test_a_server_that_fails_three_times_in_a_row_is_left_out_while_there_is_ano
     engine = make(bad, stand_in())
     assert len(engine.generate(some_prompts(12), 2, request(12))) == 24
     assert len(bad.completions()) == server_engine.STRIKES
-    assert engine.take_counts() == {
+    assert engine.take_metrics() == {
         "rollout/failed": 3,
         "rollout/foreign": 0,
         "rollout/refilled": 0,
         "rollout/servers": 1,
     }
-    assert engine.take_counts()["rollout/failed"] == 0
+    assert engine.take_metrics()["rollout/failed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -240,10 +240,10 @@ def test_a_proxy_that_mixes_clients_never_gets_a_foreign_answer_through(
     theirs.close()
     for words in ("ours-s1-p0", "theirs-s1-p0", "a proxy", "rollout_server", "X-Request-Id"):
         assert words in sentence
-    assert engine.take_counts()["rollout/foreign"] == server_engine.TRIES
+    assert engine.take_metrics()["rollout/foreign"] == server_engine.TRIES
 
     sentence = ask(some_prompts(5))  # our own, mixed with each other
-    assert engine.take_counts()["rollout/foreign"] > 0
+    assert engine.take_metrics()["rollout/foreign"] > 0
     assert not sentence or "a proxy" in sentence
     assert ask(PROMPTS[:1]) == ""  # alone
 
@@ -300,7 +300,7 @@ def test_ranks_spread_over_the_servers_with_tags_of_their_own_and_add_up_their_c
         "rollout/refilled": 0,
         "rollout/servers": 2,
     }
-    assert two_ranks.run(lambda rank: engines[rank].take_counts()) == [counts] * 2
+    assert two_ranks.run(lambda rank: engines[rank].take_metrics()) == [counts] * 2
     assert len(one.paths("/collective_rpc")) == 1  # rank 0 hands the weights over
     assert engines[0].version == engines[1].version
 

@@ -82,7 +82,7 @@ def by_servers(survivor, tiny_model_dir):
 def test_log_probs_of_servers_are_those_of_the_trainer(by_servers, survivor):
     _, differences, of_other_weights = by_servers
     assert max(differences) < 2e-5
-    assert survivor.take_counts() == {
+    assert survivor.take_metrics() == {
         "rollout/failed": 0,
         "rollout/foreign": 0,
         "rollout/refilled": 0,
@@ -157,7 +157,7 @@ def test_a_server_killed_in_mid_request_is_left_out_and_the_groups_come_complete
     # those of the dead server were asked for again, with other seeds
     same = [bare(rollouts[i : i + 4]) == bare(before[i : i + 4]) for i in range(0, 32, 4)]
     assert same == [False, True] * 4
-    counts = survivor.take_counts()
+    counts = survivor.take_metrics()
     assert counts["rollout/failed"] >= 4
     assert counts["rollout/servers"] == 1
     assert "left out until the next sync" in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_a_server_that_was_started_again_is_used_again_after_a_sync(survivor, fl
     survivor.sync(named_weights(changed, 0))
     assert len(survivor.live) == 2
     assert difference(changed, survivor.generate(PROMPTS, 8, sampling(3, 3))) < 2e-5
-    assert survivor.take_counts()["rollout/servers"] == 2
+    assert survivor.take_metrics()["rollout/servers"] == 2
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_a_server_that_refuses_the_weights_is_left_out_and_the_other_used(
     assert "left out until the next sync" in capsys.readouterr().out
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()
     assert not bad.completions()
-    assert engine.take_counts()["rollout/servers"] == 1
+    assert engine.take_metrics()["rollout/servers"] == 1
     del bad.other[path]
     engine.sync(any_weights())
     engine.generate(PROMPTS, 2, request(3))
@@ -137,7 +137,7 @@ def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sam
     one.plan = [changed_while_it_samples]
     assert len(engine.generate(PROMPTS[:2], 2, request(2))) == 4
     assert len(one.completions()) == 1
-    assert engine.take_counts()["rollout/failed"] == 1
+    assert engine.take_metrics()["rollout/failed"] == 1
     two.version = "theirs"
     with pytest.raises(RolloutsLost, match=r"no rollout server is left.*holds weights 'theirs'"):
         engine.generate(PROMPTS, 2, request(3))

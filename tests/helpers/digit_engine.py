@@ -46,7 +46,7 @@ class FakeEngine:
     def sleep(self):
         self.naps += 1
 
-    def take_counts(self):
+    def take_metrics(self):
         return {}
 
 

@@ -304,11 +304,11 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
         learning = [rows for rows in plan if rests is None or not rests[rows].all()]
         if not learner.couples_rows(c):
             return learner.MicroBatchPlan(resting, learning)
-        # a group whose rows are mixed up is in pieces too
+        # a group whose rows are mixed up is split too
         places = torch.cat(plan).argsort().view(-1, step.G)
         mixed_up = (places.diff(dim=1) != 1).any(1).repeat_interleave(step.G)
         return learner.MicroBatchPlan(
-            resting, learning, torn=learner.torn_rows(plan, step.G) | mixed_up
+            resting, learning, split=learner.split_rows(plan, step.G) | mixed_up
         )
 
     with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):

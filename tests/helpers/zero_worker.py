@@ -120,9 +120,9 @@ def three_updates(c: dict, world: World) -> dict:
             config=c,
             engine=engine,
             world=world,
-            state={"beta": c["beta"]},
+            controllers={"beta": c["beta"]},
             step=step,
-            skipped=0,
+            skipped_steps=0,
             timer=Timer(),
         )
         metrics = train.update(
@@ -133,7 +133,7 @@ def three_updates(c: dict, world: World) -> dict:
         "loss": metrics["loss"],
         "seed_loss": metrics.get("seed/loss", 0.0),
         "grad_norm": float(engine.get_global_grad_norm()),
-        "applied": run.skipped == 0,
+        "applied": run.skipped_steps == 0,
     }
     return result | {"nan": poisoned_update(run, batch, targets, norm)}
 
