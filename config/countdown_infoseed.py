@@ -15,7 +15,7 @@ max_prompt_length = 32
 max_completion_length = 32
 prompts_per_step = 24
 num_generations = 8
-maxent_tau = 0.2  # just below 1 / ln(101 tokens) = .217, as the figures of LOG.md were measured
+maxent_tau = 0.2  # just below 1 / ln(101 tokens) = .217
 info_seed_num_seeds = 4
 info_seed_prompt_template = "{prompt}{seed}"  # a digit after the colon disturbs it least
 info_seed_loss_type = "ce"

@@ -12,7 +12,7 @@ max_prompt_length = 56
 max_completion_length = 10
 prompts_per_step = 32
 num_generations = 8
-maxent_tau = 0.2  # just below 1 / ln(101 tokens) = .217, as the figures of LOG.md were measured
+maxent_tau = 0.2  # just below 1 / ln(101 tokens) = .217
 learning_rate = 2e-4
 lr_scheduler_type = "linear"
 warmup_steps = 10
