@@ -14,6 +14,7 @@ import preflight
 import rollout
 import train
 from common import RolloutsLost, RunStopped, load_config, memory_limits
+from journal import Timer
 from policy import ParameterCounts
 from preflight import fitting_tokens, memory_estimate, tokens_at_once
 
@@ -190,6 +191,34 @@ def test_a_sync_without_a_gpu_names_no_key_of_one():
     with pytest.raises(RunStopped, match="lower max_tokens_per_micro_batch=64"):
         with train.enough_memory("sync", config("--max_tokens_per_micro_batch=64")):
             more_than_any_machine_has()
+
+
+@pytest.mark.parametrize(
+    "module, function, key",
+    [
+        ("evaluate", "evaluate", "eval_num_generations=8"),
+        ("train", "trial_batch", "num_generations"),
+    ],
+)
+def test_memory_that_runs_out_outside_of_a_step_names_its_key_too(
+    module, function, key, monkeypatch
+):
+    c = config()
+    monkeypatch.setattr(f"{module}.{function}", lambda *args: more_than_any_machine_has())
+    for name in ("flip_signs", "sync_weights"):
+        monkeypatch.setattr(train, name, lambda *args: None)
+    run = SimpleNamespace(
+        config=c,
+        world=None,
+        inputs=SimpleNamespace(eval_rows=[{}]),
+        sampler=None,
+        engine=SimpleNamespace(module=SimpleNamespace(lm=None)),
+        timer=Timer(),
+        step=0,
+    )
+    work = {"evaluate": train.evaluate_now, "trial_batch": train.prove_sync}[function]
+    with pytest.raises(RunStopped, match=f"memory ran out .*: lower {key}"):
+        work(run)
 
 
 def test_other_errors_of_the_learner_stay_what_they_are():

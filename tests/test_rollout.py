@@ -174,6 +174,11 @@ def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(
     assert "VLLM_CPU_KVCACHE_SPACE=3" in said
 
 
+def test_a_cache_of_less_than_a_block_holds_no_row(memory, capsys):
+    rollout.kv_cache_bytes(cache_of(1), SHAPE, 30)
+    assert "vLLM's cache holds 0 of the 30 completions" in capsys.readouterr().out
+
+
 def test_a_cache_larger_than_the_machine_is_refused(memory):
     words = "vllm_options.kv_cache_memory_bytes=10000000000000 is more than the 16.0 GiB"
     with pytest.raises(UserError, match=words):
