@@ -51,6 +51,7 @@ from common import (
     as_read_back,
     default_config,
     in_one_line,
+    launched_ranks,
     lost_a_rank,
     memory_text,
     merge,
@@ -640,6 +641,7 @@ def changes(path: Path, config: dict) -> str:
 def check_resumable(path: Path, config: dict) -> None:
     """UserError if a run of this config can't go on from a checkpoint. Reads only small files."""
     check_fit(path, config)
+    check_ranks(path, config)
     check_state(path, config)
 
 
@@ -672,6 +674,11 @@ def damaged(file: Path) -> UserError:
     return UserError(f"{file} is damaged: it is not what a run saves")
 
 
+def holds_model(path: Path) -> bool:
+    """Whether a checkpoint is a Hugging Face model too: a "shallow" one is not."""
+    return (path / "config.json").exists() and any(path.glob("*.safetensors*"))
+
+
 def ranks_of(path: Path) -> int:
     """The number of ranks that saved a checkpoint."""
     return len(list(path.glob("rng_*.pt")))
@@ -699,6 +706,21 @@ def check_fit(path: Path, config: dict) -> None:
                 f"this run has {now!r}: go on with the same, or start a new run from its weights: "
                 f"--model={path} --output_dir=..."
             )
+
+
+def check_ranks(path: Path, config: dict) -> None:
+    """UserError if ZeRO's shards were saved by another number of ranks and can't be converted:
+    DeepSpeed's universal format has the two moments of an Adam, no more and no less."""
+    saved, now = ranks_of(path), launched_ranks()
+    two_moments = config["optimizer"] == "adamw" and not amsgrad(config)
+    if config["zero_stage"] and saved != now and not two_moments:
+        options = config["optimizer_options"]
+        raise UserError(
+            f"{path} was saved by {saved} ranks and this run has {now}: with "
+            f"optimizer={config['optimizer']!r}, optimizer_options={options!r} and "
+            f"zero_stage={config['zero_stage']} only as many can go on; or start a new run from "
+            f"its weights: --model={path} --output_dir=..."
+        )
 
 
 def amsgrad(config: dict) -> bool:
@@ -821,7 +843,8 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
             delete(converted)
         problem = convert_apart(path / "engine", converted / "engine")
         if problem:
-            discard(converted)
+            if os.path.lexists(converted):
+                discard(converted)
             raise RunStopped(
                 f"{path} could not be converted for {dist.get_world_size()} rank(s) in {folder}: "
                 f"{problem}"
@@ -982,8 +1005,8 @@ class Hub:
     def push(self, path: Path, last: bool = False) -> None:
         """Starts to upload a checkpoint. While an earlier upload is under way this one is skipped,
         unless it is the last."""
-        if not (path / "config.json").exists() or not list(path.glob("*.safetensors*")):
-            return  # "shallow": it holds no model
+        if not holds_model(path):
+            return
         if self.upload and not self.upload.future.done() and not last:
             tell(f"not pushed: {path}, {self.upload.path.name} is still on its way")
             return

@@ -119,7 +119,9 @@ USED = {
     "maxent_score_scale": lambda o, c: scores_count(o, c) or tilts(o, c),
     "maxent_group_weight": lambda o, c: o.group_loss != "",
     "maxent_loss": lambda o, c: o.group_loss == "listwise",
-    "maxent_skip_equal_groups": lambda o, c: o.group_loss != "",
+    "maxent_skip_equal_groups": lambda o, c: (
+        o.group_loss != "" and c["maxent_group_weight"] != "spread"
+    ),
     "xdr_utility": lambda o, c: o.row_weights,
     "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
     "maxent_tau_lr": lambda o, c: not c["controller_meta_method"],
@@ -165,8 +167,14 @@ def state_bytes(c: dict, itemsize: int) -> int:
 def learns_from_equal_rewards(c: dict) -> bool:
     """Whether groups in which all rewards are equal may teach something by their rewards."""
     if OBJECTIVES[c["objective"]].group_loss:
-        return c["maxent_skip_equal_groups"] != "all"
+        return skipped_groups(c) != "all"
     return c["unlikeliness_coef"] > 0
+
+
+def skipped_groups(c: dict) -> str:
+    """Which groups maxent and flow leave out, see loss.active_groups(). With weights by the spread
+    of rewards all equal ones: their weight is 0, and they must not count in the mean either."""
+    return "all" if c["maxent_group_weight"] == "spread" else c["maxent_skip_equal_groups"]
 
 
 def policy_gradient(c: dict) -> bool:

@@ -477,14 +477,19 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     pools: the rows of every source, then, if they are trained on, those of the easy pool.
     UserError if nothing is left of one."""
 
-    def identity(row: dict) -> str:
+    def identities(row: dict) -> set[str]:
+        """Of its prompt, and of what it was before encode_prompts() cut it."""
+        whole = row | {"prompt": row.get("uncut_prompt", row["prompt"])}
+        texts = {prompt_identity(each, c["system_prompt"]) for each in (row, whole)}
         # white space is evened out, case is not: to a model it makes another prompt
-        return " ".join(prompt_identity(row, c["system_prompt"]).split())
+        return {" ".join(text.split()) for text in texts}
 
-    evaluated = {identity(row) for row in eval_rows}
+    evaluated = set()
+    for row in eval_rows:
+        evaluated |= identities(row)
     left = []
     for rows in pools:
-        left.append([row for row in rows if identity(row) not in evaluated])
+        left.append([row for row in rows if evaluated.isdisjoint(identities(row))])
     total = sum(map(len, pools))
     count = total - sum(map(len, left))
     if not count:

@@ -24,7 +24,7 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, policy_gradient, scores_count
+from checks import OBJECTIVES, adds_kl, policy_gradient, scores_count, skipped_groups
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_rows
@@ -179,7 +179,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
     targets = GroupTargets(
         task_rewards=measured.task_rewards,
         # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
-        active=L.active_groups(rewards, c["maxent_skip_equal_groups"]),
+        active=L.active_groups(rewards, skipped_groups(c)),
         utilities=utilities,
         weights=weights,
         goals=goals,
@@ -353,7 +353,7 @@ def may_teach(rewards, beta: float, c: dict):
     if acts_on_all(beta, c) or seeds_earn:
         return torch.ones(len(rewards), dtype=torch.bool)
     if OBJECTIVES[c["objective"]].group_loss:
-        return L.active_groups(rewards, c["maxent_skip_equal_groups"])
+        return L.active_groups(rewards, skipped_groups(c))
     differ = ~L.equal_groups(rewards)  # in equal ones an entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but no wrong ones
         differ |= (rewards > 0).any(1)

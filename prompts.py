@@ -349,7 +349,10 @@ class Encoder:
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
             if excess <= 0:
-                return {**shorter, "prompt_ids": ids} if prompt_text(shorter) else None
+                if not prompt_text(shorter):
+                    return None
+                # kept for leave_out_evaluated(): a cut prompt is still that of its problem
+                return {**shorter, "prompt_ids": ids, "uncut_prompt": row["prompt"]}
             # rounds, because the shorter text may be split into other tokens within the template
             keep -= max(1, excess)
         return None

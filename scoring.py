@@ -98,8 +98,9 @@ def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
 
 def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
-    # without prompt_ids: no reward needs them, and every job pickles its arguments
-    shared = {name: value for name, value in row.items() if name != "prompt_ids"}
+    # without what encode_prompts() adds: no reward needs it, and every job pickles its arguments
+    added = ("prompt_ids", "uncut_prompt")
+    shared = {name: value for name, value in row.items() if name not in added}
     shared["max_completion_length"] = c["max_completion_length"]
     shared["soft_overlong_buffer"] = c["soft_overlong_buffer"]
     jobs = {}

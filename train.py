@@ -281,6 +281,8 @@ def start(c: dict) -> Run:
             say_on_rank_0(changes)
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
+    # the last checkpoint is a model, even if it was a shallow one in the middle of a longer run
+    lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
@@ -303,7 +305,7 @@ def start(c: dict) -> Run:
         hub=hub,
         step=saved.step,
         controllers=saved.controllers,
-        saved_step=saved.step,
+        saved_step=-1 if lacks_model else saved.step,
         skipped_steps=saved.streaks["skipped"],
         equal_steps=saved.streaks["equal"],
     )
@@ -548,10 +550,14 @@ def owes_evaluation(run: Run) -> bool:
 
 def catch_up(run: Run) -> None:
     """What comes before the first step of this launch: an evaluation of the start, and what an
-    earlier launch did not get to, its last evaluation or upload."""
+    earlier launch did not get to, its last evaluation, save or upload."""
     if run.step == 0 or owes_evaluation(run):
         evaluate_now(run)
-    if run.hub and run.step == run.config["max_steps"]:
+    if run.step < run.config["max_steps"]:
+        return
+    if run.saved_step < run.step:  # its checkpoint is no model
+        save_now(run)
+    elif run.hub:
         newest = checkpoint.latest(run.folder)
         # another one, or none, where the run went on from a checkpoint of another name
         if newest and checkpoint.number_of(newest) == run.step:

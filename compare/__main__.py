@@ -157,7 +157,7 @@ def measure_of(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
     evaluation.append(config["max_completion_length"])  # an evaluation's too
-    if config["long_prompts"] == "drop":
+    if config["long_prompts"] != "error":  # what is left out or cut depends on these
         evaluation += [(key, config[key]) for key in LENGTH_KEYS]
     # the first reward decides what is correct
     return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]

@@ -31,7 +31,7 @@ RECORD = {
     "seed": int,
     "correct": int,
     "distinct": int | None,
-    "num_modes": int | None,
+    "num_modes": int | float | None,  # a float where pandas wrote the dataset
 }
 LAST = 3  # neighbouring evaluations that are averaged: one is noisy
 REWARDS = 20  # neighbouring training steps whose rewards are averaged in the picture

@@ -12,6 +12,7 @@ The entropy is that of the weights, or the excess entropy if that is what the ta
 is per token, or over a group if a meta-controller steers.
 """
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -58,6 +59,7 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
     c = load_config([str(run / "config.json")])
     count = len(steps)
     steps = steps.tail(last or (count + 1) // 2)
+    tau = steps["tau"].fillna(math.inf)  # metrics.jsonl has null for infinity
     meta = c["controller_meta_method"] != ""
     aims = {"entropy": None, "kl": None}
     if moves_tau(c):
@@ -73,7 +75,7 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
         str(count),
         *held(steps.get(steering_entropy(c), nothing), aims["entropy"]),
         *held(steps.get("meta/kl" if meta else "kl", nothing), aims["kl"]),
-        *bounded(steps["tau"], moves_tau(c), c["maxent_tau_min"], c["maxent_tau_max"]),
+        *bounded(tau, moves_tau(c), c["maxent_tau_min"], c["maxent_tau_max"]),
         *bounded(steps["beta"], moves_beta(c), c["beta_min"], c["beta_max"]),
     ]
 

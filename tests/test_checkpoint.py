@@ -329,6 +329,30 @@ def test_going_on_from_more_steps_than_the_run_is_to_have_is_refused_at_once(
         checkpoint.resumes_in_place(c | {"max_steps": 8})
 
 
+ZERO = {"zero_stage": 1, "optimizer": "adamw", "optimizer_options": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "sgd"}, {"optimizer_options": {"amsgrad": True}}],
+    ids=["sgd", "amsgrad"],
+)
+def test_only_an_adam_of_two_moments_goes_on_with_another_number_of_ranks(
+    tmp_path, monkeypatch, changes
+):
+    """DeepSpeed's universal format, into which ZeRO's shards are converted, has just these."""
+    for rank in (0, 1):
+        (tmp_path / f"rng_{rank}.pt").touch()
+    c = CONFIG | ZERO | changes
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    checkpoint.check_ranks(tmp_path, CONFIG | ZERO)
+    checkpoint.check_ranks(tmp_path, c | {"zero_stage": 0})
+    with pytest.raises(UserError, match="saved by 2 ranks and this run has 1: with optimizer="):
+        checkpoint.check_ranks(tmp_path, c)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    checkpoint.check_ranks(tmp_path, c)
+
+
 def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path, monkeypatch):
     trace = tmp_path / "trace"
     for step in (1, 2):

@@ -414,6 +414,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ('a = {}\nb = {"eval_num_generations": 4}', [], ["arms.py: b", "eval_*"]),
         ('a = {}\nb = {"dataset.config": "3"}', [], ["arms.py: b", "the same held-out rows"]),
         ('a = {}\nb = {"max_prompt_length": 9}', ["--long_prompts=drop"], ["arms.py: b"]),
+        ('a = {}\nb = {"max_prompt_length": 9}', ["--long_prompts=truncate"], ["arms.py: b"]),
         ('a = {}\nb = {"reward_funcs": ["graph_coloring"]}', [], ["arms.py: b", "reward_funcs"]),
         ("a = {}", ["--seeds=0"], ["--seeds=0"]),
         ("a = {}", ["--seeds=abc"], ["seeds", "int", "'abc'"]),

@@ -69,6 +69,12 @@ def test_without_a_target_there_is_a_mean_and_no_distance(tmp_path, capsys):
     assert cells[9:12] == ["0.217", "", "0.02"]
 
 
+def test_an_infinite_tau_which_json_has_no_number_for_is_shown(tmp_path, capsys):
+    flags = ["--maxent_target_excess_entropy=-1.0", "--maxent_tau=inf"]
+    write_steps(tmp_path, "off", *flags, lines=[step(0.1, 0.03, tau=None)] * 2)
+    assert cells_of(tmp_path, capsys)[9] == "inf"
+
+
 def test_an_annealed_target_is_that_of_its_step(tmp_path, capsys):
     # .2, .15 and .1 at the first three steps
     flag = "--maxent_target_excess_entropy={0: 0.2, 2: 0.1}"

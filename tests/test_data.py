@@ -371,6 +371,18 @@ def test_training_rows_that_are_evaluation_prompts_are_left_out_and_counted(caps
     assert "warning: 3 of 6" in capsys.readouterr().out
 
 
+def test_a_prompt_that_was_cut_is_still_that_of_its_problem():
+    """A training prompt may be cut where the evaluation's is not: an InfoSeed seed needs room."""
+    c = load_config(["--dataset.name=mine"])
+    cut = {"id": "0", "prompt": "numbers: 1+2=", "uncut_prompt": "add these numbers: 1+2="}
+    whole = {"id": "0", "prompt": "add these numbers: 1+2="}
+    other = {"id": "1", "prompt": "3+4="}
+    assert data.leave_out_evaluated([[cut, other], []], [whole], c) == [[other], []]
+    # two prompts that were cut to one are one to the model
+    same = cut | {"uncut_prompt": "subtract these numbers: 1+2="}
+    assert data.leave_out_evaluated([[cut, other], []], [same], c) == [[other], []]
+
+
 def test_a_source_of_which_nothing_is_left_is_named():
     two = [{"name": "first"}, {"name": "second"}]
     c = load_config([f"--dataset={two}"])

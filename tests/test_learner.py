@@ -155,6 +155,26 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     assert torch.equal(shaped(shaped_only), shaped(targets))
 
 
+@pytest.mark.parametrize("objective", ["maxent", "flow"])
+def test_weighted_by_spread_groups_of_equal_rewards_do_not_count_in_the_mean(
+    tiny_model_dir, objective
+):
+    flags = [f"--objective={objective}", "--maxent_group_weight=spread", "--unlikeliness_coef=0.25"]
+    equal = torch.ones(1, 4)
+    likelihoods = torch.arange(4.0).repeat(4, 1)  # they tell equally right answers apart
+    group = GroupMeasures(*[torch.cat([REWARDS, equal])] * 2, torch.ones(4, 4))
+    group = group._replace(seq_logps=likelihoods)
+    for skip in ("all", "wrong", "none"):
+        c = config(tiny_model_dir, *flags, f"--maxent_skip_equal_groups={skip}")
+        targets = group_targets(group, 0.2, 0.0, c)
+        assert (
+            targets.active.tolist()
+            == (targets.group_weight > 0).tolist()
+            == [True, True, False, False]
+        )
+        assert learner.step_counts(targets, group.lengths)["active"] == 2
+
+
 @pytest.mark.parametrize("objective", ["seed_grpo", "xdr"])
 def test_answers_are_told_apart_row_by_row(objective):
     """In the first group two orders of one sum, a wrong answer and one that says nothing; in the

@@ -79,6 +79,7 @@ def test_cut_and_dropped_prompts_are_counted_and_the_others_stay_in_their_order(
     rows = [{**ROW, "id": str(n), "prompt": "1" * n} for n in (3, 9, 8, 20)]
     cut = encode(rows, TOKENIZER, 10, "truncate")
     assert [len(row["prompt_ids"]) for row in cut] == [5, 10, 10, 10]
+    assert [row.get("uncut_prompt") for row in cut] == [None, "1" * 9, None, "1" * 20]
     check_words(capsys.readouterr().out, "2 of 4", "2 have lost the beginning", "0 are left out")
     kept = encode(rows, TOKENIZER, 10, "drop")
     assert [row["id"] for row in kept] == ["3", "8"]
@@ -138,7 +139,8 @@ def test_a_prompt_that_is_cut_keeps_its_end_its_system_prompt_and_the_assistants
     wanted = f"{head}<|user|>{text[-room:]}<|assistant|>"
     assert TOKENIZER.decode(encoded["prompt_ids"]) == wanted
     assert len(encoded.pop("prompt_ids")) == min(size, limit)
-    assert encoded == {**ROW, "prompt": text[-room:]}
+    uncut = {"uncut_prompt": text} if size > limit else {}
+    assert encoded == {**ROW, "prompt": text[-room:]} | uncut
     assert row == {**ROW, "prompt": text}
 
 

@@ -179,6 +179,25 @@ def test_an_evaluation_that_a_stop_left_out_is_made_where_the_run_goes_on(tiny_m
         assert evaluated_in(folder) == [0, 2, 3]
 
 
+def test_a_shallow_run_that_is_declared_done_where_it_stopped_gets_its_model(
+    tiny_model_dir, tmp_path
+):
+    folder = tmp_path / "run"
+    flags = {"max_steps": 400, "save_steps": 0, "checkpoint_mode": "shallow"}
+    status, words = in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
+    assert status == 0, words
+    (last,) = checkpoint.steps_of(folder)
+    assert not checkpoint.holds_model(last)
+    flags |= {"max_steps": 2, "resume_from_checkpoint": "latest"}
+    for _ in range(2):  # the second start finds nothing to do
+        status, words = in_child.run(None, tiny_model_dir, folder, **flags)
+        assert status == 0, words
+        assert checkpoint.steps_of(folder) == [last] and checkpoint.verify(last) == ""
+        assert weights_of(last)
+        saved = last.stat().st_mtime_ns
+    assert saved == last.stat().st_mtime_ns and (folder / "done").exists()
+
+
 def test_a_stop_in_the_last_step_leaves_a_run_that_is_done(tiny_model_dir, tmp_path):
     """So its upload is waited for, which a run that was asked to stop does not do."""
     folder = tmp_path / "run"
