@@ -76,6 +76,7 @@ COUNTDOWN_K64 = {
     "start": "start",
     "maxrl, lr 1e-4, two seeds": "maxrl_half",
     "maxent, τ = .2, cosine (start .227, .549, .863, .973)": "maxent_cosine",
+    "maxrl, cosine (start .225, pass@8 .727)": "maxrl_cosine",
     'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
     "maxent, τ = .2, lr 1e-4": "maxent_half",
     "the same run, diverging": "maxent_half_1500",
