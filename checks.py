@@ -30,7 +30,7 @@ class Objective(NamedTuple):
     ratio: Literal["token", "sequence", "cispo"] = "token"
     group_loss: Literal["", "listwise", "balance"] = ""  # a loss over a group's scores; "" none
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group
+    # the reference: a KL in the loss, or it uses_ref_scores the weights (or goals) of the group
     beta_acts_on: Literal["loss", "weights"] = "loss"
     term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 
@@ -99,15 +99,15 @@ SWITCHES = (
 # key -> whether it has any effect with this objective and config
 USED = {
     "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
-    "delta": lambda o, c: o.ratio != "cispo" and policy_gradient(c),
+    "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
     "cispo_epsilon_max": lambda o, c: (
         o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
     ),
-    "importance_sampling": lambda o, c: policy_gradient(c),
+    "importance_sampling": lambda o, c: is_policy_gradient(c),
     "importance_sampling_cap": lambda o, c: (
-        policy_gradient(c) and c["importance_sampling"] != "none"
+        is_policy_gradient(c) and c["importance_sampling"] != "none"
     ),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
@@ -115,8 +115,8 @@ USED = {
     "maxent_tau": lambda o, c: o.group_loss != "" or o.has_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
-    "maxent_score_norm": lambda o, c: scores_count(o, c) or tilts(o, c),
-    "maxent_score_scale": lambda o, c: scores_count(o, c) or tilts(o, c),
+    "maxent_score_norm": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
+    "maxent_score_scale": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
     "maxent_group_weight": lambda o, c: o.group_loss != "",
     "maxent_loss": lambda o, c: o.group_loss == "listwise",
     "maxent_skip_equal_groups": lambda o, c: (
@@ -131,7 +131,7 @@ USED = {
 }
 
 
-def scores_count(objective: Objective, c: dict) -> bool:
+def uses_scores(objective: Objective, c: dict) -> bool:
     """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
     them."""
     if objective.group_loss == "listwise":
@@ -139,7 +139,7 @@ def scores_count(objective: Objective, c: dict) -> bool:
     return objective.group_loss != ""
 
 
-def tilts(objective: Objective, c: dict) -> bool:
+def uses_ref_scores(objective: Objective, c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
     return c["xdr_ref_tilt"] or (objective.beta_acts_on == "weights" and c["beta"] > 0)
 
@@ -152,7 +152,7 @@ def adds_kl(c: dict) -> bool:
     return not c["xdr_ref_tilt"]
 
 
-def longest_row(c: dict) -> int:
+def max_sequence_length(c: dict) -> int:
     """Tokens that a prompt and its completion have at most."""
     return c["max_prompt_length"] + c["max_completion_length"]
 
@@ -177,7 +177,7 @@ def skipped_groups(c: dict) -> str:
     return "all" if c["maxent_group_weight"] == "spread" else c["maxent_skip_equal_groups"]
 
 
-def policy_gradient(c: dict) -> bool:
+def is_policy_gradient(c: dict) -> bool:
     """Whether the loss is a policy gradient: advantages times log-probs of tokens. Otherwise it is
     a loss over the scores of groups."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
@@ -198,7 +198,8 @@ INSTEAD = {
     },
     "sft": {"max_steps": "steps", "prompts_per_step": "batch_size"},
 }
-# script -> its own flags, --flag=value, with their defaults: they are no keys of the config.
+# script -> its own flags, --flag=value, with their defaults. They are no keys of the config, but
+# for the learning_rate of sft.py: it goes before the config's, which is for RL.
 FLAGS = {
     "train": {"dry_run": False},  # True: check everything, print what would run, load no weights
     # steps: optimizer steps; batch_size: demonstrations per step
@@ -310,10 +311,10 @@ def eval_source(c: dict) -> dict | None:
     return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
 
 
-def is_evaluated(c: dict) -> bool:
-    """Whether evaluation rows are loaded and kept out of the training data: if the run evaluates,
-    or if it names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset
-    that is only named is not loaded, so it may be missing."""
+def holds_out_rows(c: dict) -> bool:
+    """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
+    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset that is
+    only named is not loaded, so it may be missing."""
     named = entries(c, "eval_dataset")["name"] != ""
     return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
 
@@ -680,7 +681,7 @@ def library_claims(c: dict):
     )
 
 
-def rows_of_a_group(c: dict) -> int:
+def completions_per_prompt(c: dict) -> int:
     """G + S: completions of a prompt, InfoSeed's included."""
     return c["num_generations"] + c["info_seed_num_seeds"]
 
@@ -717,7 +718,7 @@ def info_seed_claims(c: dict):
 
 def group_claims(c: dict):
     """Claims about groups and what samples and trains them: the engine, the optimizer, ZeRO."""
-    G = rows_of_a_group(c)
+    G = completions_per_prompt(c)
     yield (
         c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
         f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = "
@@ -863,7 +864,7 @@ def objective_claims(c: dict):
 def controller_claims(c: dict):
     """Claims about controllers: targets must be reachable, and tau and beta start inside their
     bounds."""
-    G = rows_of_a_group(c)
+    G = completions_per_prompt(c)
     method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
@@ -946,7 +947,7 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     wrong strings, so the difference must be at least T * ln V. For sums T is taken to be
     max_completion_length. A loss without scores, maxent's policy gradient, gets the same limit as
     means."""
-    if not scores_count(OBJECTIVES[c["objective"]], c):
+    if not uses_scores(OBJECTIVES[c["objective"]], c):
         return 1 / math.log(vocabulary)
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
@@ -990,7 +991,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "listwise"
     times = 2 if floored else 1
     limit *= times
-    scored = scores_count(OBJECTIVES[c["objective"]], c)
+    scored = uses_scores(OBJECTIVES[c["objective"]], c)
     because = f"ln(vocabulary {vocabulary})"
     if scored and c["maxent_score_norm"] == "sum":
         because = f"(max_completion_length * {because}), as scores are sums,"
@@ -1007,7 +1008,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     cure = f"maxent_tau_max={limit / c['maxent_q_temperature']:.3g}"
     targets = values_of(c["maxent_target_excess_entropy"])
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
-        G = rows_of_a_group(c)
+        G = completions_per_prompt(c)
         needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)))
         if needed > limit * 1.001:
             warnings.append(

@@ -1,7 +1,7 @@
 """Rows to train and evaluate on: from a task, a file, a Hugging Face dataset, or a mixture of them.
 
     rows = load_rows({"name": "countdown", "config": "tiny"}, seed=42)
-    sources, weights = training_sources(config, tokenizer)      # with "prompt_ids"
+    pools, weights = training_pools(config, tokenizer)        # with "prompt_ids"
 
 A source is a dict with the entries of checks.SOURCE, of which only "name" must be given. A row is a
 dict {"id", "task", "prompt", "answer", ...} with whatever else its source holds; prompts.py adds
@@ -62,7 +62,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     try:
         rows = tasks.module(name).rows
     except Exception as error:  # it may be somebody's first task, with any mistake in it
-        raise UserError(f"{file} can't be imported: {place_of(error)}") from None
+        raise UserError(f"{file} can't be imported: {describe_error(error)}") from None
     # a task without variants need not have the argument
     variant = {"config": source["config"]} if source["config"] else {}
     if variant and "config" not in inspect.signature(rows).parameters:
@@ -73,7 +73,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         raise UserError(f"dataset.name={name!r}: {error}") from None
     except Exception as error:
         called = f"rows({source['split']!r}, n=-1, seed={seed})"
-        raise UserError(f"{file}: {called} failed: {place_of(error)}") from None
+        raise UserError(f"{file}: {called} failed: {describe_error(error)}") from None
     if not made:
         raise UserError(f"{file}: its split {source['split']!r} has no rows")
     for i, row in enumerate(made):
@@ -83,7 +83,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     return made
 
 
-def place_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Kind, words and line of an error in somebody's code."""
     frames = traceback.extract_tb(error.__traceback__)
     words = quoted(" ".join(str(error).split()))
@@ -415,9 +415,9 @@ def use_cache_without_hub(endpoint: str) -> bool:
 # --- the sources that a config names
 
 
-def training_sources(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
-    """The encoded rows and the weight of every source of the training data; stream.py draws from
-    them."""
+def training_pools(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
+    """The pool, its encoded rows, and the weight of every source of the training data; stream.py
+    draws from them."""
     loaded, weights = load_mixture(c)
     return [encode_prompts(rows, tokenizer, c, seeds=True) for rows in loaded], weights
 
@@ -453,21 +453,15 @@ def names(c: dict) -> str:
     return ", ".join(source["name"] for source in sources(c))
 
 
-def all_rows(sources: list[list[dict]]) -> list[dict]:
-    """The rows of all sources in one list."""
-    rows = []
-    for source in sources:
-        rows += source
-    return rows
+def all_rows(pools: list[list[dict]]) -> list[dict]:
+    """The rows of all pools in one list."""
+    return [row for pool in pools for row in pool]
 
 
 def more_columns(c: dict) -> list[str]:
     """The further columns ("more") of the training data. The easy pool and the evaluation data load
     them too if they have them, because the same rewards score their rows."""
-    columns = []
-    for source in sources(c):
-        columns += source["more"]
-    return columns
+    return [column for source in sources(c) for column in source["more"]]
 
 
 def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict) -> list:
@@ -478,7 +472,7 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     UserError if nothing is left of one."""
 
     def identities(row: dict) -> set[str]:
-        """Of its prompt, and of what it was before encode_prompts() cut it."""
+        """Those of its prompt and, if encode_prompts() has cut it, of the whole one."""
         whole = row | {"prompt": row.get("uncut_prompt", row["prompt"])}
         texts = {prompt_identity(each, c["system_prompt"]) for each in (row, whole)}
         # white space is evened out, case is not: to a model it makes another prompt

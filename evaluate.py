@@ -14,7 +14,7 @@ distinct@k  number of different correct answers (modes) among k
 coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
-from checks import FLAGS, INSTEAD, entries, eval_source, is_evaluated, sources
+from checks import FLAGS, INSTEAD, entries, eval_source, holds_out_rows, sources
 from common import load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -37,8 +37,23 @@ import scoring
 from checkpoint import settings_of
 from common import UserError, check_writable, say_on_rank_0
 from journal import is_evaluation, read_metrics
-from preflight import check_context, deciding, load_eval_rows, load_model_files
+from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
 from ranks import World, gather_objects, leave_together, start_distributed
+
+# environment variables that torchrun sets for its ranks, beside TORCHELASTIC_*
+OF_TORCHRUN = {
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 
 def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
@@ -97,7 +112,9 @@ def summarize(records: list[dict], k: int) -> dict:
 def evaluate(sampler, inputs, c: dict, world: World) -> dict:
     """The metrics of summarize() over all held-out rows. inputs: preflight.Inputs."""
     rows = inputs.eval_rows
-    exam = scoring.Exam(sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding(rows, c))
+    exam = scoring.Exam(
+        sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding_functions(rows, c)
+    )
     return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
 
 
@@ -108,13 +125,16 @@ def start_command(command: str, checkpoint: Path) -> None:
     for word in shlex.split(command):  # checks.py has made sure that it can be split
         words.append(word.replace("{checkpoint}", str(checkpoint)))
     # without torchrun's variables: the command is no rank of this run
-    of_torchrun = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    kept = {}
+    for name, value in os.environ.items():
+        if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC_"):
+            kept[name] = value
     try:
         subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals to the run's process group must not reach it
-            env={k: v for k, v in os.environ.items() if not k.startswith(of_torchrun)},
+            env=kept,
         )
     except OSError as error:
         print(f"warning: eval_command {words} could not be started: {error}", flush=True)
@@ -193,7 +213,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def trained_on(count: int, c: dict) -> str:
+def leakage_warning(count: int, c: dict) -> str:
     """A warning if the run that made this checkpoint may have learnt from some of the `count` rows;
     "" otherwise. A file has no splits: what a run evaluates are its first rows, which it then
     leaves out of training."""
@@ -207,7 +227,7 @@ def trained_on(count: int, c: dict) -> str:
         return ""
     held_out = 0
     evaluated = eval_source(run) or {"name": ""}
-    if is_evaluated(run) and not run["allow_leakage"] and evaluated["name"] == source["name"]:
+    if holds_out_rows(run) and not run["allow_leakage"] and evaluated["name"] == source["name"]:
         held_out = run["eval_max_prompts"]
     if count <= held_out:
         return ""
@@ -248,12 +268,12 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     rewards.check_names(c["reward_funcs"])
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c)
-    rows = load_eval_rows(c, tokenizer)
+    rows = checked_eval_rows(c, tokenizer)
     world = start_distributed()
-    if warning := trained_on(len(rows), c):
+    if warning := leakage_warning(len(rows), c):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
-    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding(rows, c))
+    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding_functions(rows, c))
     records = []
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)

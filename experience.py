@@ -67,7 +67,7 @@ class Experience:
         self.replay = None
         remembered = entries(config, "replay")
         if remembered["size"]:
-            rows = all_rows(inputs.sources)
+            rows = all_rows(inputs.pools)
             self.replay = Replay(rows, remembered["size"], remembered["ucb"], replay_state)
 
     def collect(self, step: int, timer) -> Collected:

@@ -193,7 +193,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     rewards.check_names(c["reward_funcs"])
     model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
     check_context(model_config, c)
-    rows = data.all_rows(data.training_sources(c, tokenizer)[0])
+    rows = data.all_rows(data.training_pools(c, tokenizer)[0])
     rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(functions, rows, data.names(c), c)

@@ -48,12 +48,12 @@ def add_completions(
     asked = []  # p * S prompts
     for row in rows:
         asked += seed_prompts(row, tokenizer, c)
-    seeds = []
+    rng_seeds = []
     names = []
-    for seed, name in zip(sampling.seeds, sampling.names):
-        seeds += [rollout.prompt_seed(seed, "seed", z) for z in range(S)]
+    for rng_seed, name in zip(sampling.seeds, sampling.names):
+        rng_seeds += [rollout.prompt_seed(rng_seed, "seed", z) for z in range(S)]
         names += [f"{name}-z{z}" for z in range(S)]
-    seed_sampling = sampling._replace(seeds=seeds, names=names)
+    seed_sampling = sampling._replace(seeds=rng_seeds, names=names)
     seeded = rollout.generate(sampler, tokenizer, asked, 1, seed_sampling)
     for i, r in enumerate(seeded):
         r["seed_id"] = i % S
@@ -85,7 +85,7 @@ def info_nce(h, S: int, temperature: float):
     return -(log_p.sum(1) / positive.sum(1)).mean()
 
 
-def log_q(h, S: int, temperature: float):
+def seed_logps(h, S: int, temperature: float):
     """log q(seed | completion), (P * S, S), without a trained head: the softmax over seeds z of
     cos(h_i, mean h of seed z) / T.
 
@@ -127,7 +127,7 @@ def features(engine, batch: dict, c: dict) -> tuple:
     order = torch.cat(rows).argsort()  # micro-batches take the rows in an order of their own
     h = gather_rows(torch.cat(h)[order])
     if logits[0] is None:  # no trained head ("ce")
-        return h, log_q(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
+        return h, seed_logps(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
     return h, gather_rows(torch.cat(logits)[order]).log_softmax(1)
 
 
@@ -175,14 +175,14 @@ class Seeds:
         leaf = h.clone().requires_grad_()
         with torch.enable_grad():
             loss = info_nce(leaf, self.count, self.config["info_seed_temperature"])
-        slope = torch.autograd.grad(loss, leaf)[0]  # (P * S, H)
+        grad_h = torch.autograd.grad(loss, leaf)[0]  # (P * S, H)
         ids = self.batch["ids"]
         first = dist.get_rank() * len(ids)
-        local_slope = slope[first : first + len(ids)].to(ids.device)  # (p * S, H)
+        own_grad_h = grad_h[first : first + len(ids)].to(ids.device)  # (p * S, H)
 
         def surrogate(rows, h, logits):
             # not the loss, but it has the loss's gradient
-            return (local_slope[rows] * h).sum()
+            return (own_grad_h[rows] * h).sum()
 
         self.backward(surrogate)
         return {"seed/loss": loss.item()}

@@ -24,7 +24,7 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, policy_gradient, scores_count, skipped_groups
+from checks import OBJECTIVES, adds_kl, is_policy_gradient, skipped_groups, uses_scores
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_rows
@@ -185,7 +185,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
         goals=goals,
         group_weight=L.reward_spread(rewards) if spread else None,
     )
-    if policy_gradient(c):
+    if is_policy_gradient(c):
         targets = targets._replace(advantages=weight_advantages(targets))
     return targets
 
@@ -254,7 +254,7 @@ def own_targets(targets: GroupTargets, world) -> GroupTargets:
 
 def couples_rows(c: dict) -> bool:
     """Whether part of the loss is a function of a whole group's scores."""
-    return not policy_gradient(c) or c["mode_entropy_coef"] > 0
+    return not is_policy_gradient(c) or c["mode_entropy_coef"] > 0
 
 
 def loss_scores(logps, lengths, c: dict):
@@ -317,7 +317,7 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -
     total = logps.new_zeros(())
     kl_sum = logps.new_zeros(())
     low = high = torch.zeros_like(mask)  # (n, T): nothing is clipped
-    if policy_gradient(c):
+    if is_policy_gradient(c):
         gain, low, high = surrogate(logps, part, c)
         correction = L.importance_ratio(
             part["old_logps"],
@@ -366,7 +366,7 @@ def resting_rows(targets: GroupTargets, beta: float, c: dict):
     if acts_on_all(beta, c):
         return torch.zeros_like(targets.task_rewards, dtype=torch.bool).flatten()
     rests = ~targets.active  # (p,)
-    if policy_gradient(c):
+    if is_policy_gradient(c):
         rests = (targets.advantages == 0).all(1)
         if c["mode_entropy_coef"] > 0:
             rests &= L.equal_groups(targets.task_rewards)
@@ -538,7 +538,7 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
-    if scores_count(OBJECTIVES[c["objective"]], c):  # only then is p in the loss
+    if uses_scores(OBJECTIVES[c["objective"]], c):  # only then is p in the loss
         scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
         scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
         metrics |= L.pull(scores, targets.weights, targets.active)

@@ -27,11 +27,11 @@ import scoring
 import tasks
 from checks import (
     OBJECTIVES,
+    completions_per_prompt,
     entries,
     eval_source,
-    is_evaluated,
-    longest_row,
-    rows_of_a_group,
+    holds_out_rows,
+    max_sequence_length,
     state_bytes,
     warn_config,
 )
@@ -269,11 +269,22 @@ def generation_eos(model: str):
     try:
         return GenerationConfig.from_pretrained(model).eos_token_id
     except OSError as error:
-        if not (Path(model) / "generation_config.json").exists():
+        if not is_there(model, "generation_config.json"):
             return None  # a model need not have one
         raise unusable(model, "generation_config.json", error) from None
     except Exception as error:  # such as a field of another type
         raise unusable(model, "generation_config.json", error) from None
+
+
+def is_there(model: str, name: str) -> bool:
+    """Whether a model's folder, or the local copy of one from the hub, has a file of that name."""
+    found = cached_file(
+        model,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found is not None
 
 
 # --- weights
@@ -423,14 +434,15 @@ def check_context(model_config, c: dict) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or limit
-    if rope.get("rope_type") in ("longrope", "dynamic") and longest_row(c) > original:
+    if rope.get("rope_type") in ("longrope", "dynamic") and max_sequence_length(c) > original:
         raise UserError(
             f"model={c['model']!r} turns positions by the longest row of a batch "
             f"({rope['rope_type']!r}) beyond {original} tokens, so log-probs would depend on what "
             f"is computed together: keep max_prompt_length + max_completion_length below that"
         )
     stretched = rope.get("rope_type", "default") != "default"
-    if limit and not stretched and longest_row(c) > limit:  # limit None: the model has no limit
+    # limit None: the model has no limit
+    if limit and not stretched and max_sequence_length(c) > limit:
         raise UserError(
             f"max_prompt_length={c['max_prompt_length']} + "
             f"max_completion_length={c['max_completion_length']} is more than the {limit} "
@@ -447,8 +459,8 @@ class Inputs(NamedTuple):
     model_config: object  # Hugging Face's
     tokenizer: object
     stop_ids: list[int]  # the tokens that end a completion
-    sources: list[list[dict]]  # training rows of each source of the mixture
-    weights: list[float]  # of the sources
+    pools: list[list[dict]]  # training rows of each source of the mixture
+    pool_weights: list[float]
     easy: list[dict]  # rows of the easy pool
     reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
@@ -478,25 +490,25 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     check_context(files.config, c)
     refuse_unsupported(c["model"], files.config)
     if c["pack_sequences"]:
-        packing.check_window(files.config, longest_row(c))
+        packing.check_window(files.config, max_sequence_length(c))
     try_optimizer(c)
 
     # rows and the rewards that judge them
-    sources, weights = data.training_sources(c, files.tokenizer)
+    pools, pool_weights = data.training_pools(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = data.all_rows([*sources, easy])  # all training rows that rewards will see
+    rows = data.all_rows([*pools, easy])  # all training rows that rewards will see
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(functions, rows, data.names(c), c)
     warn_without_modes(rows, c)
 
-    eval_rows = load_eval_rows(c, files.tokenizer) if is_evaluated(c) else []
-    *sources, easy = data.leave_out_evaluated([*sources, easy], eval_rows, c)
+    eval_rows = checked_eval_rows(c, files.tokenizer) if holds_out_rows(c) else []
+    *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     return Inputs(
         model_config=files.config,
         tokenizer=files.tokenizer,
         stop_ids=files.stop_ids,
-        sources=sources,
-        weights=weights,
+        pools=pools,
+        pool_weights=pool_weights,
         easy=easy,
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
@@ -511,14 +523,14 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
         )
 
 
-def load_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """held_out_rows(); UserError if the rewards can't read their answers."""
-    rows = held_out_rows(c, tokenizer)
-    scoring.check_answers(deciding(rows, c), rows, eval_source(c)["name"], c)
+def checked_eval_rows(c: dict, tokenizer) -> list[dict]:
+    """eval_rows_of(); UserError if the rewards can't read their answers."""
+    rows = eval_rows_of(c, tokenizer)
+    scoring.check_answers(deciding_functions(rows, c), rows, eval_source(c)["name"], c)
     return rows
 
 
-def held_out_rows(c: dict, tokenizer) -> list[dict]:
+def eval_rows_of(c: dict, tokenizer) -> list[dict]:
     """The first eval_max_prompts rows of the evaluation data, encoded."""
     source = eval_source(c)
     if source is None:
@@ -531,7 +543,7 @@ def held_out_rows(c: dict, tokenizer) -> list[dict]:
     return encode_prompts(rows[: c["eval_max_prompts"]], tokenizer, c)
 
 
-def deciding(rows: list[dict], c: dict) -> list:
+def deciding_functions(rows: list[dict], c: dict) -> list:
     """The reward functions that decide what is correct: those of the first of reward_funcs."""
     return rewards.reward_functions(c["reward_funcs"][:1], [1.0], rows)
 
@@ -545,7 +557,7 @@ def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
-    group = rows_of_a_group(c)
+    group = completions_per_prompt(c)
     rows = c["prompts_per_step"] * group  # in a step, on all ranks
     print(
         f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
@@ -573,12 +585,12 @@ def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
 def show_data(inputs: Inputs, c: dict) -> None:
     """Prints how much data there is, what a prompt looks like and what ends a completion."""
     tokenizer = inputs.tokenizer
-    count = sum(len(source) for source in inputs.sources)
+    count = sum(map(len, inputs.pools))
     passes = c["max_steps"] * c["prompts_per_step"] / count
     print(f"data: {count} prompts, {passes:.2f} passes over them in {c['max_steps']} steps")
     ends = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in inputs.stop_ids)
     print(f"a completion ends with: {ends}; {end_of_turn(tokenizer, inputs.stop_ids)}")
-    first = inputs.sources[0][0]
+    first = inputs.pools[0][0]
     ids = first["prompt_ids"]
     print(f"first prompt ({len(ids)} tokens): {tokenizer.decode(ids)!r}")
     print(f"its answer: {quoted(first['answer'])}")
@@ -587,16 +599,16 @@ def show_data(inputs: Inputs, c: dict) -> None:
 # --- memory
 
 
-def rows_of_a_rank(c: dict, ranks: int) -> int:
+def completions_per_rank(c: dict, ranks: int) -> int:
     """Completions that one rank learns from in a step."""
-    return c["prompts_per_step"] // ranks * rows_of_a_group(c)
+    return c["prompts_per_step"] // ranks * completions_per_prompt(c)
 
 
 def tokens_at_once(c: dict, ranks: int) -> int:
     """Most tokens that a micro-batch can have: at least the longest row, because no row is cut, and
     at most all rows of the rank."""
-    limit = max(c["max_tokens_per_micro_batch"], longest_row(c))
-    return min(limit, rows_of_a_rank(c, ranks) * longest_row(c))
+    limit = max(c["max_tokens_per_micro_batch"], max_sequence_length(c))
+    return min(limit, completions_per_rank(c, ranks) * max_sequence_length(c))
 
 
 def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
@@ -635,9 +647,9 @@ def show_memory(c: dict, model_config, parameters, ranks: int) -> None:
     parameters: policy.ParameterCounts."""
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model_config, parameters, ranks)
     c = c | {"max_tokens_per_micro_batch": tokens}
-    longest = longest_row(c)
+    longest = max_sequence_length(c)
     # max: rows are not cut, so a micro-batch holds one row at least
-    micro_batches = math.ceil(rows_of_a_rank(c, ranks) / max(1, tokens // longest))
+    micro_batches = math.ceil(completions_per_rank(c, ranks) / max(1, tokens // longest))
     print(
         f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
         f"them if every row had all {longest} tokens and no prompt was shared"

@@ -48,7 +48,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from checks import entries, longest_row
+from checks import entries, max_sequence_length
 from common import (
     DEADLINE,
     RunStopped,
@@ -131,7 +131,7 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     and one row at least."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
-    row = math.ceil(longest_row(config) / block) * block_size
+    row = math.ceil(max_sequence_length(config) / block) * block_size
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
@@ -167,7 +167,7 @@ def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
 def largest_prefill(config: dict) -> int:
     """vLLM's max_num_batched_tokens on a CPU. A prompt must fit in whole: the CPU sampler fails on
     a request with a seed whose prompt is split over two batches."""
-    return max(8192, longest_row(config))
+    return max(8192, max_sequence_length(config))
 
 
 def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) -> dict:
@@ -176,7 +176,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config["seed"],
-        "max_model_len": longest_row(config),
+        "max_model_len": max_sequence_length(config),
         # torchrun's ranks are vLLM's workers
         "distributed_executor_backend": "external_launcher",
         # log-probs of the distribution that is sampled from: after the temperature

@@ -24,7 +24,7 @@ import torch
 import rollout
 import tasks
 import workers
-from checks import rows_of_a_group
+from checks import completions_per_prompt
 from common import RewardsFailed, UserError, quoted, tell
 from tasks import last_answer, mathematics
 from workers import Failure
@@ -49,7 +49,7 @@ class RewardFunction(NamedTuple):
     decides: bool  # whether a value of at least 1 makes the completion count as correct
     path: str  # "module:function", which a worker imports
 
-    def scores(self, row: dict) -> bool:
+    def applies_to(self, row: dict) -> bool:
         return self.task is None or self.task == row["task"]
 
 
@@ -107,7 +107,7 @@ def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: di
     for r in group:
         arguments = shared | {"tokens": len(r["completion_ids"])}
         for function in functions:
-            if function.scores(row):
+            if function.applies_to(row):
                 jobs[job_key(function, row, r)] = (function.path, r["text"], arguments)
     return jobs
 
@@ -141,7 +141,7 @@ def measure(
     for i, (row, group) in enumerate(groups):
         for j, r in enumerate(group):
             for f, function in enumerate(functions):
-                if not function.scores(row):
+                if not function.applies_to(row):
                     continue
                 value = as_reward(answers[job_key(function, row, r)])
                 if isinstance(value, Failure):
@@ -156,14 +156,14 @@ def most_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: 
     check_failures() will stop the run, whatever the other ranks find."""
     if c["max_reward_failures"] == 1:  # nothing will
         return math.inf
-    completions = c["prompts_per_step"] * rows_of_a_group(c)  # of all ranks
+    completions = c["prompts_per_step"] * completions_per_prompt(c)  # of all ranks
     # jobs of one completion, which counts once
-    jobs = max((sum(f.scores(row) for f in functions) for row in rows), default=0)
+    jobs = max((sum(f.applies_to(row) for f in functions) for row in rows), default=0)
     return c["max_reward_failures"] * completions * jobs
 
 
 class Exam(NamedTuple):
-    """Who answers, which problems, and what scores the answers."""
+    """What evaluate.py and generate.py sample with, the problems, and what scores the answers."""
 
     sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
     tokenizer: object
@@ -255,7 +255,7 @@ def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: st
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
     for function in functions:
         for row in list(first_of_task.values())[:CHECKED_TASKS]:
-            if not function.scores(row):
+            if not function.applies_to(row):
                 continue
             _, failed = measure(examples, [row], [function], c)
             if failed:

@@ -8,11 +8,11 @@ Demonstrations are drawn from the "solutions" of the dataset's rows.
 model="tiny" builds, without any download, a character-level tokenizer with a chat template and a
 Qwen2 of 0.8M parameters with random weights. Any Hugging Face model works as well. The result
 is a Hugging Face folder. The weights of a mixture are ignored: all of its problems are drawn with
-the same probability. So are the keys that say how RL trains (dtype, optimizer, zero_stage, ...):
-AdamW in float32, a whole --batch_size in one forward.
+the same probability. Keys that say how RL trains (dtype, optimizer, zero_stage, ...) are ignored
+too: it is AdamW in float32, a whole --batch_size in one forward.
 """
 
-from checks import FLAGS, INSTEAD, is_evaluated
+from checks import FLAGS, INSTEAD, holds_out_rows, max_sequence_length
 from common import launched_rank, launched_ranks, load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -35,7 +35,7 @@ import rollout
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
-from preflight import check_context, held_out_rows, load_model_files
+from preflight import check_context, eval_rows_of, load_model_files
 from prompts import seed_prompts
 from ranks import World, across_ranks, leave_together, start_distributed
 
@@ -130,8 +130,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             ids = [*next(encoded), tokenizer.eos_token_id]
             if len(ids) <= limit:
                 # logprobs: to_batch() wants the entry; a demonstration was not sampled
-                pair = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
-                group.append(pair)
+                demo = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
+                group.append(demo)
         taken += len(group)
         if group:
             seeded = seed_prompts(row, tokenizer, c) if c["info_seed_num_seeds"] else []
@@ -166,7 +166,7 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
         return rng.choice(group)
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
     z = rng.randrange(len(seeded))
-    own = sorted(group, key=lambda pair: pair["completion_ids"])[
+    own = sorted(group, key=lambda demo: demo["completion_ids"])[
         int((z + rng.random()) / len(seeded) * len(group))
     ]
     return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seeded[z]}
@@ -187,11 +187,11 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         # only once we hold the folder, or another process could fill it after the check
         check(c, own, launched_ranks())
         lm, tokenizer = load_model(c)
-        sources, _ = data.training_sources(c, tokenizer)
-        if is_evaluated(c):  # sft.py does not evaluate, but must not learn the answers either
-            held_out = held_out_rows(c, tokenizer)
-            sources = data.leave_out_evaluated(sources, held_out, c)
-        rows = data.all_rows(sources)
+        pools, _ = data.training_pools(c, tokenizer)
+        if holds_out_rows(c):  # sft.py does not evaluate, but must not learn the answers either
+            held_out = eval_rows_of(c, tokenizer)
+            pools = data.leave_out_evaluated(pools, held_out, c)
+        rows = data.all_rows(pools)
         groups = demonstrations(rows, tokenizer, c)
         train(c, own, lm, tokenizer, groups)
 
@@ -238,7 +238,7 @@ def load_model(c: dict) -> tuple:
             c["model"], dtype=torch.float32, trust_remote_code=False
         )
     if c["pack_sequences"]:
-        packing.check_window(lm.config, c["max_prompt_length"] + c["max_completion_length"])
+        packing.check_window(lm.config, max_sequence_length(c))
     return lm, tokenizer
 
 

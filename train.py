@@ -487,7 +487,7 @@ def trial_batch(run: Run) -> dict:
     """A few short completions by the sampler, which then sleeps, as tensors. They are no part of
     any step."""
     c = run.config
-    prompts = [row["prompt_ids"] for row in run.inputs.sources[0][:TRIAL_PROMPTS]]
+    prompts = [row["prompt_ids"] for row in run.inputs.pools[0][:TRIAL_PROMPTS]]
     sampling = rollout.Sampling(
         temperature=1.0,
         max_tokens=min(TRIAL_TOKENS, c["max_completion_length"]),

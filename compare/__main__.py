@@ -92,13 +92,13 @@ def read_own(argv) -> tuple[dict, list[str]]:
 
 def plan_runs(own: dict, shared: list[str]) -> list[dict]:
     """All runs in the order of their seeds, so that every arm has one run before any has two.
-    What its config shows to be wrong with an arm is an error here, before any run starts."""
-    runs, measures = [], []
+    UserError, before any run starts, for what an arm's config shows to be wrong."""
+    runs, evaluations = [], []
     for arm, overrides in read_config_file(own["arms"]).items():
         flags, config = read_arm(own["arms"], arm, overrides, shared)
-        measures.append(measure_of(config))
+        evaluations.append(evaluation_settings(config))
         # eval_steps: curves, and figures "at equal mean@k", need evaluations during training
-        if measures[-1] != measures[0] or config["eval_steps"] == 0:
+        if evaluations[-1] != evaluations[0] or config["eval_steps"] == 0:
             raise UserError(
                 f"{own['arms']}: {arm}: all arms need the same held-out rows (eval_dataset, which "
                 f"follows dataset), the same eval_*, max_completion_length and first of "
@@ -153,7 +153,7 @@ def flags_of(settings: dict) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def measure_of(config: dict) -> list:
+def evaluation_settings(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
     evaluation.append(config["max_completion_length"])  # an evaluation's too
@@ -166,13 +166,13 @@ def measure_of(config: dict) -> list:
 def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
     # so that an interrupted run can be continued from its last evaluation
     save_steps = config["save_steps"] if config["save_steps"] > 0 else config["eval_steps"]
-    own = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
+    settings = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
     return {
         "arm": arm,
         "seed": seed,
         "folder": folder,
-        "config": config | own,
-        "flags": [*flags, *flags_of(own)],
+        "config": config | settings,
+        "flags": [*flags, *flags_of(settings)],
     }
 
 
@@ -223,7 +223,7 @@ def last_step(run: dict) -> int:
 
 def check_evaluation(run: dict) -> None:
     """UserError if a finished run was evaluated under another number of seeds than is asked for,
-    or ended earlier."""
+    or if its training ended before last_step(), as with another --patience."""
     # not latest(), which reads all of a checkpoint; none if somebody has tidied up
     saved = checkpoint.steps_of(run["folder"])
     if saved and checkpoint.number_of(saved[-1]) < last_step(run):

@@ -26,13 +26,13 @@ from common import UserError, default_config, only_source, own_flags, read_setti
 from compare.results import (
     LAST,
     colors_of,
-    known,
+    complete_metrics,
     markdown,
     metrics_of,
-    parse_lines,
     prepare_file,
     prepare_picture,
-    read_lines,
+    read_evaluation,
+    read_objects,
     runs_in,
     smoothed,
     write_lines,
@@ -91,7 +91,7 @@ def read_records(source: Path, k: int) -> list[dict]:
 
 def read_file(source: Path) -> list[dict]:
     try:
-        return parse_lines(source)
+        return read_objects(source)
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
         raise UserError(f"{source} can not be read: {error}") from None
 
@@ -137,7 +137,7 @@ def measured_by(source: Path) -> dict:
         config = DEFAULTS | read_settings(run / "config.json")
         problems = config["eval_max_prompts"]  # at most: the data may have fewer
         if (run / "eval.jsonl").exists():
-            problems = len({record["id"] for record in read_lines(run / "eval.jsonl")})
+            problems = len({record["id"] for record in read_evaluation(run / "eval.jsonl")})
         return {"problems": problems, "k": config["eval_num_generations"]}
     return {"problems": 256, "k": 8}
 
@@ -195,7 +195,7 @@ def row_of_arm(arm: str, evaluations: pd.DataFrame, shown: list[str], problems: 
 def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     """A Markdown table: a line for the start and one for each arm, ordered by mean@k at the best
     point, highest first."""
-    shown = known(evaluations, METRICS)
+    shown = complete_metrics(evaluations, METRICS)
     head = ["arm", "runs", "steps", *(f"{metric}@{k}" for metric in shown)]
     head += ["best point: step", f"mean@{k}", f"pass@{k}", "minutes to it"]
     start = evaluations[evaluations["step"] == 0]
@@ -219,7 +219,7 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     matplotlib.use("Agg")  # draws to a file, needs no window
     import matplotlib.pyplot as plt
 
-    shown = known(evaluations, METRICS)[1:3]
+    shown = complete_metrics(evaluations, METRICS)[1:3]
     size = (6.5 * len(shown), 5)
     figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, layout="constrained")
     colors = colors_of(evaluations["arm"])

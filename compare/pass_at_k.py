@@ -25,10 +25,10 @@ from common import UserError, only_source, own_flags, script
 from compare.results import (
     colors_of,
     markdown,
-    parse_lines,
     pass_at_k,
     prepare_file,
     prepare_picture,
+    read_objects,
     runs_in,
     write_lines,
 )
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     problems: dict[int, int]  # number of right answers -> number of problems
 
 
-def of_run(run: Counts, k: int) -> float:
+def run_pass_at_k(run: Counts, k: int) -> float:
     """pass@k, averaged over a run's problems."""
     solved = [n * pass_at_k(run.samples, correct, k) for correct, n in run.problems.items()]
     return sum(solved) / sum(run.problems.values())
@@ -62,12 +62,12 @@ def read_runs(source: Path) -> list[Counts]:
     asked = {}  # the ids of each file's problems
     if source.is_file():
         with usable(source, "this command's --output"):
-            runs = [read_line(line) for line in parse_lines(source)]
+            runs = [read_line(line) for line in read_objects(source)]
     else:
         for arm, seed, folder in runs_in(source, having="eval.jsonl"):
             file = folder / "eval.jsonl"
             with usable(file, "evaluate.py --output"):
-                records = parse_lines(file)
+                records = read_objects(file)
                 runs.append(count(arm, seed, records))
                 asked[file] = {record["id"] for record in records}
     if not runs:
@@ -151,7 +151,7 @@ def table_of(runs: list[Counts]) -> pd.DataFrame:
     samples = runs[0].samples
     ks = [2**i for i in range(samples.bit_length())]
     ks += [samples] if samples not in ks else []
-    lines = {(run.arm, run.seed): {k: of_run(run, k) for k in ks} for run in runs}
+    lines = {(run.arm, run.seed): {k: run_pass_at_k(run, k) for k in ks} for run in runs}
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["arm", "seed"])
 
 

@@ -42,7 +42,7 @@ COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 # --- reading the runs' files
 
 
-def parse_lines(path: Path) -> list[dict]:
+def read_objects(path: Path) -> list[dict]:
     """The objects in a file of JSON lines. OSError or ValueError if it is damaged."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -62,10 +62,10 @@ def damaged(path: Path, why) -> UserError:
     return UserError(f"{path} is damaged ({why}): delete it, and the same command makes it again")
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_evaluation(path: Path) -> list[dict]:
     """The records in a run's eval.jsonl; UserError if it is damaged."""
     try:
-        records = parse_lines(path)
+        records = read_objects(path)
     except (OSError, ValueError) as error:
         raise damaged(path, error) from None
     for i, record in enumerate(records, 1):
@@ -116,7 +116,7 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
     k = k_of(runs)
     records = {run["folder"] / "eval.jsonl": [] for run in runs}
     for file in records:
-        records[file] = read_lines(file)
+        records[file] = read_evaluation(file)
     # effects compare means over problems, so the problems must be the same
     check_same_problems(records)
     lines = []
@@ -218,7 +218,7 @@ def settled_at(run: dict) -> int | None:
     return None
 
 
-def known(table: pd.DataFrame, metrics=METRICS) -> list[str]:
+def complete_metrics(table: pd.DataFrame, metrics=METRICS) -> list[str]:
     """Those of `metrics` that a table has for all of its lines. With gaps, a mean would be over
     other problems than the means of the other metrics."""
     return [m for m in metrics if table[m].notna().all()]
@@ -236,7 +236,7 @@ def effects(outcomes: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
     rows = []
     if outcomes["problem"].nunique() > 1:  # clustering needs two problems at least
-        for metric in known(outcomes):
+        for metric in complete_metrics(outcomes):
             rows += effects_on(metric, outcomes, baseline)
     table = pd.DataFrame(rows, columns=COLUMNS)
     if not len(table):
@@ -327,13 +327,13 @@ def markdown(*rows) -> str:
 
 
 def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
-    shown = known(outcomes)
+    shown = complete_metrics(outcomes)
     equal = [m for m in ("pass", "coverage") if m in shown]
     # before training, averaged over all runs
     start = curves[curves["step"] == 0][list(METRICS)].mean()
     head = ["arm", "runs", *(f"{m}@{k}" for m in shown)]
     head += [f"{m}@{k} at equal mean@{k}" for m in equal]
-    rows = [["(start, one evaluation)", "", *(figure(start[m], ".3f") for m in shown)]]
+    rows = [["(start, one evaluation)", "", *(number_text(start[m], ".3f") for m in shown)]]
     rows[0] += [""] * len(equal)
     runs = outcomes.groupby(["arm", "seed"], sort=False)[shown].mean()
     for arm, of_arm in runs.groupby("arm", sort=False):
@@ -343,12 +343,12 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
             row.append(f"{of_arm[m].mean():.3f}{spread}")
         for m in equal:
             gain = nan if arm == baseline else at_equal_mean(curves, arm, baseline, m)
-            row.append(figure(gain, "+.3f"))
+            row.append(number_text(gain, "+.3f"))
         rows.append(row)
     return markdown(head, *rows)
 
 
-def figure(value: float, form: str) -> str:
+def number_text(value: float, form: str) -> str:
     """A number as text; "" for NaN, which was not measured, such as distinct@k without
     num_modes."""
     return "" if np.isnan(value) else format(value, form)
@@ -393,7 +393,7 @@ of the range once in ten times.
 def evaluation_seeds(run: Path) -> int:
     """The number of seeds under which a finished run was evaluated. An earlier command may have
     asked for another number than this one."""
-    return len({record["seed"] for record in read_lines(run / "eval.jsonl")})
+    return len({record["seed"] for record in read_evaluation(run / "eval.jsonl")})
 
 
 def write_results(runs: list[dict], baseline: str, output: Path, missing: list[dict]) -> str:
@@ -516,7 +516,7 @@ def draw(runs: list[dict], output: Path) -> Path:
 
     outcomes, curves = load_outcomes(runs), load_curves(runs)
     k = k_of(runs)
-    shown = known(curves)
+    shown = complete_metrics(curves)
     planes = [m for m in ("pass", "coverage") if m in shown]
     dosed = doses(runs)
     count = len(shown) + 1 + len(planes) + len(dosed)

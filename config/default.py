@@ -42,7 +42,7 @@ prompts_per_step = 32  # P, over all ranks
 num_generations = 8  # G, completions per prompt: the group
 max_completion_length = 512  # L, tokens, EOS included
 temperature = 1.0  # (steps) of sampling; log-probs of the policy are taken at the same temperature
-max_logp_difference = 0.05  # largest mean gap sampler to trainer, nats (bf16: 0.01-0.05); -1 off
+max_logp_difference = 0.05  # a mean |sampler - trainer| (nats) above it stops the run; -1 off
 vllm_options = {}  # of vllm.LLM: gpu_memory_utilization (0.3 by default), tensor_parallel_size...
 rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those of the launcher; "" none
 rollout_timeout = 600.0  # seconds for one answer, and for the servers to start; at most 1500
@@ -85,7 +85,7 @@ maxent_group_weight = "equal"  # a group's weight in the loss; "spread": 4 * var
 maxent_loss = "listwise"  # pulls p to w; "floored": p of bad rows counts as 1/G at least;
 #                           "policy_gradient": w - 1/G as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent and flow also add beta * KL to the loss
-maxent_skip_equal_groups = "all"  # of equal rewards; "wrong": at the lowest of the step; "none"
+maxent_skip_equal_groups = "all"  # those of equal rewards; "wrong": at the step's lowest; "none"
 xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (the paper's, favours length)
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers

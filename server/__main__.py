@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-from checks import entries, longest_row
+from checks import entries, max_sequence_length
 from common import UserError, load_config, own_flags, script
 
 SERVE_ROWS = 128  # completions that `vllm serve` runs at once by default on a CPU
@@ -42,7 +42,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         "port": own["port"],
         "dtype": str(dtype_of(c)).removeprefix("torch."),
         "seed": c["seed"],
-        "max_model_len": longest_row(c),
+        "max_model_len": max_sequence_length(c),
         "tensor_parallel_size": own["tp"],
         "data_parallel_size": own["dp"],
         # ignore the model's own top_p and repetition penalty

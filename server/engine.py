@@ -30,7 +30,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from checks import longest_row
+from checks import max_sequence_length
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
 from rollout import Sampling
 from server.disk import DiskTransfer, run_name
@@ -78,7 +78,7 @@ class ServerEngine:
         """Waits until all servers answer, and checks their settings. Returns the name of this run's
         weights, and each server's name for the model. Runs on rank 0."""
         self.wait_for_servers()
-        longest = longest_row(config)
+        longest = max_sequence_length(config)
         transfers = config["weight_sync"] == "nccl"
         # all servers at once: each takes seconds to list its settings
         on_each(self.servers, lambda server: server.check(longest, transfers))

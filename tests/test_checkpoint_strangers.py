@@ -50,13 +50,13 @@ def test_a_checkpoint_with_other_settings_is_gone_on_from_or_refused_in_one_sent
     asked = c | {"model": str(path), "eval_dataset": {"name": "rows.jsonl"}}
     if not words:
         assert checkpoint.find(c) == path
-        assert bool(evaluate.trained_on(9, asked)) == ("dataset_name" in settings)
+        assert bool(evaluate.leakage_warning(9, asked)) == ("dataset_name" in settings)
         return
     for work in (
         lambda: checkpoint.find(c),
         lambda: checkpoint.changes(path, c),
         lambda: checkpoint.export(path, tmp_path / "out"),
-        lambda: evaluate.trained_on(9, asked),
+        lambda: evaluate.leakage_warning(9, asked),
     ):
         with pytest.raises(UserError, match=f"{path / 'train_config.json'}: {words}"):
             work()

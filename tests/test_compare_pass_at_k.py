@@ -8,7 +8,7 @@ from compare_runs import plan, read_lines, write_lines, write_run
 
 from common import UserError
 from compare import pass_at_k as command
-from compare.pass_at_k import Counts, of_run, pass_at_k
+from compare.pass_at_k import Counts, pass_at_k, run_pass_at_k
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
@@ -33,10 +33,10 @@ def test_samples_of_all_evaluation_seeds_count_together(tmp_path):
     write_evaluation(tmp_path, "a", 1, [0, 4, 4, 6])
     (run,) = command.read_runs(tmp_path)
     assert run == Counts("a", 1, 6, {0: 1, 4: 2, 6: 1})
-    assert of_run(run, 1) == pytest.approx((0 + 4 + 4 + 6) / 6 / 4)
+    assert run_pass_at_k(run, 1) == pytest.approx((0 + 4 + 4 + 6) / 6 / 4)
     # two of six samples are wrong: one pair of fifteen has no right one
-    assert of_run(run, 2) == pytest.approx((0 + 2 * 14 / 15 + 1) / 4)
-    assert of_run(run, 6) == pytest.approx(3 / 4)
+    assert run_pass_at_k(run, 2) == pytest.approx((0 + 2 * 14 / 15 + 1) / 4)
+    assert run_pass_at_k(run, 6) == pytest.approx(3 / 4)
 
 
 def test_the_table_has_means_the_range_of_the_last_column_and_the_best_arm_first(tmp_path, capsys):

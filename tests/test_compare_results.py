@@ -81,7 +81,7 @@ def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):
     assert table.loc["x", shown[:3]].tolist() == pytest.approx(by_hand)
     assert np.isnan(table["coverage"]["x"])
     # a metric of some problems is no metric of the set
-    assert results.known(outcomes) == ["pass", "mean", "distinct"]
+    assert results.complete_metrics(outcomes) == ["pass", "mean", "distinct"]
 
 
 def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_path):

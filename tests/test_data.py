@@ -273,7 +273,7 @@ def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():
 
 def test_a_mixture_has_no_evaluation_split_of_its_own():
     c = load_config(["--dataset=[{'name': 'crossword'}]"])
-    assert "eval_dataset" in refusal(preflight.load_eval_rows, c, TOKENIZER)
+    assert "eval_dataset" in refusal(preflight.checked_eval_rows, c, TOKENIZER)
 
 
 # --- columns beside prompt and answer
@@ -315,7 +315,7 @@ def test_the_other_sources_bring_the_training_datas_columns_where_they_have_them
 
     def others(column: str) -> list[dict]:
         c = load_config([*flags, f"--dataset.more=['{column}']"])
-        return data.easy_rows(c, TOKENIZER) + preflight.load_eval_rows(c, TOKENIZER)
+        return data.easy_rows(c, TOKENIZER) + preflight.checked_eval_rows(c, TOKENIZER)
 
     assert [row["level"] for row in others("level")] == [7, 7]
     for row in others("depth"):  # they may be of another kind
@@ -422,19 +422,19 @@ def test_a_run_trains_on_no_prompt_that_it_is_evaluated_on(sums, capsys):
     assert "evaluation prompts" not in capsys.readouterr().out
     inputs = sums("first")
     assert prompts_of(inputs.eval_rows) == ["0+1"]
-    assert prompts_of(inputs.sources[0]) == ["1+1", "2+1"]
+    assert prompts_of(inputs.pools[0]) == ["1+1", "2+1"]
     assert "1 of 3 training rows" in capsys.readouterr().out
     message = refusal(sums, "train")
     check_words(message, "3 of 3 training rows", "nothing is left", "train/rows.jsonl")
-    assert len(sums("train", "--allow_leakage=True").sources[0]) == 3
+    assert len(sums("train", "--allow_leakage=True").pools[0]) == 3
 
 
 def test_nor_on_one_that_somebody_evaluates_later(sums):
     """Named in the config, for evaluate.py to read; the run itself does not."""
-    assert len(sums("first", "--eval_steps=0", "--allow_leakage=True").sources[0]) == 3
+    assert len(sums("first", "--eval_steps=0", "--allow_leakage=True").pools[0]) == 3
     inputs = sums("first", "--eval_steps=0")
     assert inputs.eval_rows == []
-    assert prompts_of(inputs.sources[0]) == ["1+1", "2+1"]
+    assert prompts_of(inputs.pools[0]) == ["1+1", "2+1"]
 
 
 def test_a_warm_start_learns_no_held_out_solution(tiny_model_dir, tmp_path, monkeypatch, capsys):

@@ -147,7 +147,7 @@ def rewards_in_line(got, size: int) -> bool:
 def test_a_step_is_its_prompts_with_seeds_of_their_own_and_everything_stays_in_line():
     c = config()
     (got,) = collect(c, step=3)
-    assert got.rows == stream.prompts_for_step(MIXED.sources, [1.0], 3, P, 42)
+    assert got.rows == stream.prompts_for_step(MIXED.pools, [1.0], 3, P, 42)
     assert prompts_in_line(got, G)
     assert rewards_in_line(got, G)
     assert torch.equal(got.rewards_per_func[..., 0], got.rewards)
@@ -169,7 +169,7 @@ def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags)
     c = config(f"--resample_equal_groups={limit}", "--replay.size=6", *flags)
     state = {
         "total": 9,
-        "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.sources[0][:9]},
+        "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in MIXED.pools[0][:9]},
     }
     (whole,) = collect(c, step, size=6, state=state)
     ranks = collect(c, step, world=world, size=6, state=state)
@@ -203,7 +203,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
         same_rollouts = got.rollouts[group] == before.rollouts[group]
         assert (got.rows[i] == before.rows[i]) == same_rollouts == (not old)
     again = got.engine.calls[1]
-    fresh = stream.prompts_for_step(MIXED.sources, [1.0], step, P, "42/again/1")
+    fresh = stream.prompts_for_step(MIXED.pools, [1.0], step, P, "42/again/1")
     places = [i for i, old in enumerate(stale) if old]
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
     assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places]
@@ -282,10 +282,10 @@ def test_a_step_draws_from_mixture_easy_pool_and_buffer_and_replacements_from_th
         "--replay.fraction=0.25",
         "--resample_equal_groups=2",
     )
-    state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.sources[1]}}
-    buffer = Replay(inputs.sources[0] + inputs.sources[1], 99, 0.5, state)
+    state = {"total": 9, "prompts": {prompt_key(row): [1, 0.5, 0.0] for row in inputs.pools[1]}}
+    buffer = Replay(inputs.pools[0] + inputs.pools[1], 99, 0.5, state)
     plain = {
-        step: stream.prompts_for_step(inputs.sources, [3.0, 1.0], step, P, 42) for step in range(5)
+        step: stream.prompts_for_step(inputs.pools, [3.0, 1.0], step, P, 42) for step in range(5)
     }
     assert experience.step_rows(inputs, None, 1, c) == plain[1]
     assert experience.step_rows(inputs, None, 4, c) == plain[4]
@@ -296,11 +296,11 @@ def test_a_step_draws_from_mixture_easy_pool_and_buffer_and_replacements_from_th
     )
     with_buffer = experience.step_rows(inputs, buffer, 2, c)
     assert all(row in easy for row in with_buffer[:6])
-    assert all(row in inputs.sources[1] for row in with_buffer[6:])
+    assert all(row in inputs.pools[1] for row in with_buffer[6:])
     for attempt in (1, 2):
         again = experience.step_rows(inputs, buffer, 2, c, attempt)
         assert again == stream.prompts_for_step(
-            inputs.sources, [3.0, 1.0], 2, P, f"42/again/{attempt}"
+            inputs.pools, [3.0, 1.0], 2, P, f"42/again/{attempt}"
         )
 
 
@@ -323,8 +323,8 @@ def test_the_buffer_learns_from_ordinary_rows_of_the_final_groups_and_of_those_t
 
 def test_a_remembered_prompt_with_nothing_left_to_teach_is_let_go_also_when_sampled_again():
     inputs = inputs_of(rows_of(*["same"] + ["differ"] * 59))
-    solved = prompt_key(inputs.sources[0][0])
-    state = {"total": 20, "prompts": {prompt_key(inputs.sources[0][0]): [3, 0.75, 0.1]}}
+    solved = prompt_key(inputs.pools[0][0])
+    state = {"total": 20, "prompts": {prompt_key(inputs.pools[0][0]): [3, 0.75, 0.1]}}
     for limit in (0, 2):
         chosen, remembered = 0, state
         for step in range(20):
@@ -340,7 +340,7 @@ def test_a_remembered_prompt_with_nothing_left_to_teach_is_let_go_also_when_samp
                 state=remembered,
             )
             remembered = got.buffer.state
-            chosen += inputs.sources[0][0]["prompt_ids"] in got.engine.calls[0]["prompts_ids"]
+            chosen += inputs.pools[0][0]["prompt_ids"] in got.engine.calls[0]["prompts_ids"]
         assert chosen <= 3 and (
             solved not in remembered["prompts"] or remembered["prompts"][solved][0] > 3
         ), (limit, chosen)
@@ -348,9 +348,9 @@ def test_a_remembered_prompt_with_nothing_left_to_teach_is_let_go_also_when_samp
 
 def test_collecting_leaves_rows_and_inputs_as_they_are():
     inputs = inputs_of(rows_of(*["same", "differ"] * 20))
-    before = copy.deepcopy((inputs.sources, inputs.weights, inputs.reward_functions))
+    before = copy.deepcopy((inputs.pools, inputs.pool_weights, inputs.reward_functions))
     collect(config("--resample_equal_groups=2"), inputs=inputs, size=5, world=2)
-    assert (inputs.sources, inputs.weights, inputs.reward_functions) == before
+    assert (inputs.pools, inputs.pool_weights, inputs.reward_functions) == before
 
 
 # --- rewards that fail

@@ -18,8 +18,10 @@ import huggingface_hub
 import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT, without_torchrun
+from row_files import refusal
 
 import checkpoint
+import preflight
 import train
 from common import RunStopped, UserError
 from journal import Timer
@@ -334,6 +336,7 @@ def test_a_finished_run_that_is_started_again_uploads_its_last_checkpoint(tmp_pa
         world=SimpleNamespace(rank=0),
         folder=tmp_path,
         hub=hub,
+        saved_step=3,
     )
     for name in ("prove_sync", "finish"):
         monkeypatch.setattr(train, name, lambda run: None)
@@ -345,3 +348,17 @@ def test_a_finished_run_that_is_started_again_uploads_its_last_checkpoint(tmp_pa
     for newest[0] in (tmp_path / "step_000002", None):
         train.train(run)
     assert len(pushed) == 1
+
+
+def test_a_damaged_generation_config_of_a_hubs_model_is_no_missing_one(tmp_path, monkeypatch):
+    """A damaged file and a missing one are the same kind of error in transformers."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    copy = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    copy.mkdir(parents=True)
+    refs = tmp_path / "models--a--b" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    assert preflight.generation_eos("a/b") is None
+    (copy / "generation_config.json").write_text('{"eos')
+    assert "generation_config.json" in refusal(preflight.generation_eos, "a/b")

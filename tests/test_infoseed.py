@@ -69,7 +69,7 @@ def test_infonce_equals_the_slow_loop_and_its_gradient_finite_differences(P, S, 
 @given(**sizes)
 def test_log_q_is_the_softmax_over_class_means_without_the_rows_of_the_own_prompt(P, S, seed):
     h = features(P, S, seed)
-    log_q = infoseed.log_q(h, S, 0.2)
+    log_q = infoseed.seed_logps(h, S, 0.2)
     groups = h.view(P, S, -1)
     for i, own in enumerate(h.tolist()):
         other_prompts = [x for x in range(P) if x != i // S]
@@ -86,7 +86,7 @@ def test_completions_that_tell_nothing_are_guessed_at_chance_however_much_their_
     for seed in range(40):
         of_prompt = 5 * features(16, 1, seed, H=8).repeat_interleave(S, 0)
         h = of_prompt + features(16, S, seed + 1000, H=8)
-        guesses = infoseed.log_q(h, S, 0.1).argmax(1)
+        guesses = infoseed.seed_logps(h, S, 0.1).argmax(1)
         right.append((guesses == torch.arange(64) % S).double().mean().item())
     # 2,560 rows: three standard errors
     assert sum(right) / len(right) == pytest.approx(0.25, abs=0.03)
@@ -96,7 +96,7 @@ def test_seeds_that_show_are_found_and_their_loss_is_lower():
     S, h = 3, features(6, 3, 0, H=8)
     shown = h + 9 * torch.eye(8, dtype=torch.float64)[:3].repeat(6, 1)
     metrics = infoseed.seed_metrics(
-        shown, infoseed.log_q(shown, S, 0.1), torch.ones(6, S), None, None
+        shown, infoseed.seed_logps(shown, S, 0.1), torch.ones(6, S), None, None
     )
     assert metrics["seed/pred_acc"] == 1.0
     assert metrics["seed/reward"] == 1.0

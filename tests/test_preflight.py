@@ -584,7 +584,7 @@ def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(
     flags = ["--dataset.name=rows.jsonl", f"--model={tmp_path}"]
     run = load_config([*flags, *(f"--{flag}" for flag in trained.split())])
     c = load_config([*flags, *(f"--{flag}" for flag in asked.split())])
-    assert evaluate.trained_on(3, c) == ""  # the model of no run
+    assert evaluate.leakage_warning(3, c) == ""  # the model of no run
     (tmp_path / "train_config.json").write_text(json.dumps(run))
-    assert bool(words) == bool(evaluate.trained_on(3, c))
-    assert re.search(words, evaluate.trained_on(3, c))
+    assert bool(words) == bool(evaluate.leakage_warning(3, c))
+    assert re.search(words, evaluate.leakage_warning(3, c))

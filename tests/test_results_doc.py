@@ -193,7 +193,7 @@ def test_tables_of_64_samples(heading, file, names, columns):
     for name, arm in names.items():
         cells = rows[name][len(columns) - 1 :]
         for cell, k in zip(cells, KS, strict=True):
-            values = [pass_at_k.of_run(run, k) for run in runs[arm]]
+            values = [pass_at_k.run_pass_at_k(run, k) for run in runs[arm]]
             assert_says(cell, values, f"{name}, pass@{k}")
 
 

@@ -145,7 +145,7 @@ def test_a_mixture_is_a_pure_function_of_seed_and_step():
     before = json.dumps(sources)
     ahead = [stream.prompts_for_step(sources, weights, step, 16, 7) for step in range(150)]
     stream.epoch_order.cache_clear()
-    stream.block_of_sources.cache_clear()
+    stream.block_of_pools.cache_clear()
     for step in random.Random(0).sample(range(150), 150):
         assert stream.prompts_for_step(sources, weights, step, 16, 7) == ahead[step]
     other = [stream.prompts_for_step(sources, weights, step, 16, 8) for step in range(150)]

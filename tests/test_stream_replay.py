@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prompts import prompt_key
-from stream import Replay, promise
+from stream import Replay, keep_value
 
 examples = settings(max_examples=40)
 ROWS = [{"id": str(i), "prompt": f"Prompt {i}"} for i in range(12)]
@@ -103,7 +103,7 @@ def test_a_score_is_the_mean_gap_plus_c_times_the_root_of_log_total_over_visits(
     buffer = filled(seed, ucb=ucb)
     for key, (visits, mean, _) in buffer.state["prompts"].items():
         wanted = mean + ucb * math.sqrt(math.log(24) / visits)
-        assert buffer.score(key) == pytest.approx(wanted, rel=1e-12)
+        assert buffer.ucb_score(key) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_bonus_brings_back_what_was_hardly_tried_and_without_it_the_mean_decides():
@@ -140,7 +140,7 @@ def test_mixing_keeps_the_size_takes_the_highest_scores_and_repeats_no_prompt(
     mixed = buffer.mix(batch, fraction)
     present = {prompt_key(row) for row in batch}
     candidates = [key for key in state["prompts"] if key not in present]
-    candidates.sort(key=lambda key: (-buffer.score(key), key))
+    candidates.sort(key=lambda key: (-buffer.ucb_score(key), key))
     wanted = replaced(fraction, P)
     taken = min(wanted, len(candidates))
     first = P - wanted
@@ -187,7 +187,7 @@ def test_it_is_never_larger_than_its_size_and_the_lowest_promise_goes(seed, size
         gone_promises = [0.0]
         for key, (visits, mean, squares) in everything.items():
             value = mean + math.sqrt(squares / visits)
-            assert promise(everything[key]) == value
+            assert keep_value(everything[key]) == value
             if key in kept:
                 assert kept[key] == everything[key]
                 kept_promises.append(value)

@@ -61,7 +61,7 @@ def run_of(c: dict, device) -> SimpleNamespace:
         world=World(0, 1, device),
         engine=train.load_policy(c, device),
         sampler=Sampler(c["model"], c, policy.dtype_of(c), device),
-        inputs=SimpleNamespace(sources=[rows], tokenizer=tokenizer, stop_ids=[0]),
+        inputs=SimpleNamespace(pools=[rows], tokenizer=tokenizer, stop_ids=[0]),
         say=said.append,
         said=said,
     )

@@ -518,15 +518,18 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_SCRATCH", "/scratch")  # a cluster's
     path = tmp_path / "a run" / "step_000001"
     path.mkdir(parents=True)
     seen = path / "seen"
-    evaluate.start_command("sh -c 'echo rank=$RANK > \"$0/seen\"' {checkpoint}", path)
+    evaluate.start_command(
+        "sh -c 'echo rank=$RANK $LOCAL_SCRATCH > \"$0/seen\"' {checkpoint}", path
+    )
     end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert seen.read_text() == "rank=\n"
+    assert seen.read_text() == "rank= /scratch\n"
     evaluate.start_command("no-such-program {checkpoint}", path)
     assert "could not be started" in capsys.readouterr().out
 
