@@ -40,7 +40,7 @@ LAST_NUMBER = re.compile(
 )
 # what stands between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces.
 # 3,\,125 are two numbers
-THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\!|\\[,;:]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
+THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\!|\\[,;: ]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
 # in the order that format_reward requires
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

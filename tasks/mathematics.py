@@ -136,6 +136,7 @@ OTHER = re.compile(
     r"\\(?:neq?|not|neg|lor|vee|cup|mid|bmod|[lc]?dots|to|(?:long)?rightarrow|Rightarrow|implies)"
     r"(?![a-z])|\?"
 )
+ALL_WORDS = re.compile(IN_WORDS + r"\{[^{}]*\}")  # \text{June 20}
 RELATION = re.compile(r"\\[gl]eq?(?![a-z])|[<>]")
 # groups: hour, minutes, half of the day; of 3:30\text{ PM} and 3 p.m.
 TIME_OF_DAY = re.compile(
@@ -195,6 +196,8 @@ def plainly_equal(gold: str, given: str) -> bool | None:
     otherwise None. Decimals that are equal but for rounding are left to math-verify too: None."""
     if SPACES.sub("", gold) == SPACES.sub("", given):
         return True
+    if ALL_WORDS.fullmatch(gold) and without_text(gold) == without_text(given):
+        return True
     a = rational(gold)
     b = rational(given)
     if a is None or b is None:
@@ -235,8 +238,10 @@ def same_answer(gold: str, given: str) -> bool:
         return False
     if math_verify.verify(right, answer, timeout_seconds=None):
         return True
-    # 1<x<2 is the interval (1,2), but math-verify sees it only with the inequality first
-    return is_ordered(gold) and math_verify.verify(answer, right, timeout_seconds=None)
+    # x>=1 is the interval [1,\infty), but math-verify sees it only with the inequality first. Not
+    # for all answers: two lists would then be sets, whatever their order
+    is_inequality = RELATION.search(given) and without_sizes(gold).endswith((")", "]"))
+    return bool(is_inequality) and math_verify.verify(answer, right, timeout_seconds=None)
 
 
 def differ_in_kind(gold: str, given: str) -> bool | None:
@@ -369,7 +374,8 @@ def cleaned(text: str) -> str:
     text = MARGIN.sub("", FULL_STOP.sub("", MARGIN.sub("", text.translate(SYMBOLS))))
     text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = MAGNITUDE.sub(in_digits, text.replace("\\varnothing", "\\emptyset"))
-    return THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
+    text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
+    return text.replace("~", " ")  # 5~\mathrm{kg}: math-verify reads no ~
 
 
 def in_digits(found: re.Match) -> str:
@@ -398,7 +404,7 @@ def canonical_math(text: str) -> str:
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9]+/[0-9])", "+", text)
     # 1 2 becomes 1\0 2. Not so 12 000, whose space the next line takes away
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9])(?![0-9]{{3}}(?![0-9]))", NEXT_NUMBER, text)
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|[\s$~]", "", text)
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! $]|[\s$~]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12
     for _ in range(20):  # the innermost first; beyond 20 levels fractions stay as they are

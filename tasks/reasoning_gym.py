@@ -168,7 +168,9 @@ def reward(completion: str, answer: dict, **row) -> float:
     library_grader = grader(answer["problem"], json.dumps(answer["settings"]))
     entry = answer["entry"]
     try:
-        return float(library_grader.score_answer(last_answer(completion), entry))
+        score = float(library_grader.score_answer(last_answer(completion), entry))
+        # a sum of shares may miss 1 by rounding: what is nearly right must not count as right
+        return score if score == 1.0 else min(score, 0.99)
     except Exception:
         # Some graders raise at a text that they can't read: then it is wrong. But if the row itself
         # is broken, grading its own answer raises again.

@@ -365,6 +365,15 @@ def test_a_number_may_be_gold():
         ("x=5 \\implies y=6", "6"),
         ("\\angle BAC", "\\angle ABC"),
         ("(A) or (B)", "A"),
+        ("2,1", "(1,2)"),
+        ("x=2,y=1", "(1,2)"),
+        ("x=-5, y=2", "(2,-5)"),
+        ("31,6,-1", "(6,31,-1)"),
+        ("1 \\text{ and } -1", "(-1,1)"),
+        ("5<x<6", "5,6"),
+        ("-2<x<7", "[-2,7]"),
+        ("x>5", "[5,\\infty)"),
+        ("June 21", "\\text{June 20}"),
     ],
 )
 def test_answers_of_another_kind_or_order_are_wrong(given, gold):
@@ -414,6 +423,15 @@ def test_answers_of_another_kind_or_order_are_wrong(given, gold):
         ("‑12", "-12"),
         ("x=2", "2"),
         ("\\pm 2", "\\{-2,2\\}"),
+        ("x=1,y=2", "(1,2)"),
+        ("x \\ge 0", "[0,\\infty)"),
+        ("-2 \\le x \\le 7", "[-2,7]"),
+        ("0 \\le x < 1", "\\left[0,1\\right)"),
+        ("x \\le 5", "(-\\infty,5]"),
+        ("5~\\mathrm{kg}", "5"),
+        ("8", "8~\\mathrm{cm}"),
+        ("June 20", "\\text{June 20}"),
+        ("2 red, 3 blue", "\\text{2 red, 3 blue}"),
     ],
 )
 def test_times_names_magnitudes_and_choices_are_read(given, gold):

@@ -152,6 +152,7 @@ def test_repetition_is_the_share_of_three_word_sequences_seen_before(text, value
         ("7\N{EN DASH}5", "5"),
         ("\\boxed{1{,}000}", "1000"),
         ("\\boxed{10\\,000}", "10000"),
+        ("\\boxed{10\\ 000}", "10000"),
         ("10,\\!000", "10000"),
         ("some 10\u202f000 of them", "10000"),
         ("1\\,2", "2"),
