@@ -183,14 +183,22 @@ def damage(file: Path, size: int, digest: str) -> str:
 
 def verify_together(path) -> str:
     """verify() and code_in(), by all ranks together. Every rank gets the same answer, so that none
-    goes on alone."""
+    goes on alone. RunStopped if they look at different checkpoints: a node may list a shared folder
+    as it was a minute ago."""
     import torch.distributed as dist
 
     from ranks import gather_objects
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    problems = gather_objects(verify(path, rank, ranks) or code_in(path, rank, ranks))
-    for i, problem in enumerate(problems):
+    found = verify(path, rank, ranks) or code_in(path, rank, ranks)
+    answers = gather_objects((str(path), found))
+    paths = {name for name, _ in answers}
+    if len(paths) > 1:
+        raise RunStopped(
+            f"ranks see different checkpoints as the newest, {' and '.join(sorted(paths))}: start "
+            f"again in a minute, or name one in resume_from_checkpoint"
+        )
+    for i, (_, problem) in enumerate(answers):
         if problem:
             return f"{problem} (rank {i})"
     return ""
@@ -348,13 +356,15 @@ def tidy(folder: Path) -> None:
         discard(path)
 
 
-def set_aside(folder: Path, step: int) -> list[Path]:
+def set_aside(folder: Path, step: int, resumed: str = "latest") -> list[Path]:
     """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), so that "latest"
-    ignores them: a run that resumes from an earlier step abandons that branch. Returns the new
-    paths."""
+    ignores them: a run that resumes from an earlier step abandons that branch. So too that of
+    `step` itself, if the run goes on from another one, such as its step_N.abandoned. Returns the
+    new paths."""
     moved = []
     for path in steps_of(folder):
-        if number_of(path) > step:
+        other = resumed != "latest" and path.resolve() != Path(resumed).resolve()
+        if number_of(path) > step or (number_of(path) == step and other):
             moved.append(path.rename(free_name(path, ".abandoned")))
     return moved
 
@@ -375,7 +385,7 @@ def take_over(config: dict, step: int, parameters) -> str:
     folder = Path(config["output_dir"])
     tidy(folder)
     sentences = []
-    for path in set_aside(folder, step):
+    for path in set_aside(folder, step, config["resume_from_checkpoint"]):
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         # start a new run on Weights & Biases: it accepts no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
@@ -945,6 +955,9 @@ def export(path, out) -> None:
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
+    # the checkpoint's own: it may have stop tokens that config.json lacks
+    if (path / "generation_config.json").exists():
+        shutil.copy(path / "generation_config.json", tmp)
     save_adapter(tmp / "adapter", lm, 0, 0)
     AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(tmp)
     tmp.rename(out)  # whole or absent, like a checkpoint
@@ -1045,11 +1058,17 @@ class Hub:
         finally:
             shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
+    def gives_up(self) -> bool:
+        """Whether an upload is still under way. Then it says that it won't arrive."""
+        if not self.upload or self.upload.future.done():
+            return False
+        tell(f"not pushed: {self.upload.path}, the run ends before it has arrived")
+        return True
+
     def leave(self) -> None:
         """Ends the process if an upload is still under way, instead of waiting for it. Otherwise
         reports how the last upload ended, and returns."""
-        if self.upload and not self.upload.future.done():
-            tell(f"not pushed: {self.upload.path}, the run ends before it has arrived")
+        if self.gives_up():
             sys.stdout.flush()
             os._exit(0)
         self.finish(stop=False)

@@ -42,6 +42,7 @@ LONGEST_CONFIG = 1_000_000
 NAME = re.compile(r"[A-Za-z_][\w.-]*(:[\w.]+)?")
 DEEPEST = 10  # levels of nested lists and dicts
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
+TRIAL_FILE = ".writable-"  # beginning of a name, see check_writable()
 LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we append suffixes
 LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
 # characters of an error: it may name a column or an id of a stranger's data, of a megabyte
@@ -559,7 +560,10 @@ def check_ranks(c: dict, ranks: int) -> None:
 
 
 def check_tensor_parallel(c: dict, ranks: int) -> None:
-    """UserError if the ranks can't be divided into engines of tensor_parallel_size ranks each."""
+    """UserError if the ranks can't be divided into engines of tensor_parallel_size ranks each.
+    Servers have a --tp of their own."""
+    if c["rollout_engine"] != "vllm":
+        return
     size = checks.entries(c, "vllm_options")["tensor_parallel_size"]
     if ranks % size:
         raise UserError(
@@ -600,7 +604,9 @@ def check_writable(key: str, path, folder: bool) -> None:
         raise UserError(f"{where}: it is there and protected against writing")
     place = existing if is_folder else existing.parent
     try:  # only a trial tells, if we are root, on a read-only disk or in /proc
-        tempfile.TemporaryFile(dir=place).close()
+        # a name that journal.is_empty() knows: where the file system has no files without a name
+        # (NFS), another rank may see this one
+        tempfile.TemporaryFile(dir=place, prefix=TRIAL_FILE).close()
     except OSError as error:
         raise UserError(
             f"{where}: nothing can be made in {str(place)!r}: {error.strerror}"
@@ -837,12 +843,19 @@ class Stop:
 
 def launched_rank() -> int:
     """This process's rank, as its launcher says: known before the ranks have met."""
-    return int(os.environ.get("RANK", 0))  # torchrun sets it; without it there is one process
+    return from_launcher("RANK", 0)  # torchrun sets it; without it there is one process
 
 
 def launched_ranks() -> int:
     """How many processes were launched together."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return from_launcher("WORLD_SIZE", 1)
+
+
+def from_launcher(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"the environment has {name}={quoted(text)}, which must be a number")
+    return int(text)
 
 
 def under_torchrun() -> bool:

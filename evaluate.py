@@ -219,15 +219,18 @@ def leakage_warning(count: int, c: dict) -> str:
     leaves out of training."""
     source = eval_source(c)
     is_ours = (Path(c["model"]) / "train_config.json").exists()
-    if not (source["name"].endswith((".jsonl", ".parquet")) and is_ours):
+    if not (is_ours and has_no_splits(Path(source["name"]))):
         return ""
     run = settings_of(Path(c["model"]))
-    trained = [*sources(run), entries(run, "easy_dataset")]
-    if source["name"] not in [one["name"] for one in trained]:
+
+    def is_this(other: dict) -> bool:
+        return os.path.realpath(other["name"]) == os.path.realpath(source["name"])
+
+    if not any(map(is_this, [*sources(run), entries(run, "easy_dataset")])):
         return ""
     held_out = 0
-    evaluated = eval_source(run) or {"name": ""}
-    if holds_out_rows(run) and not run["allow_leakage"] and evaluated["name"] == source["name"]:
+    evaluated = eval_source(run)
+    if holds_out_rows(run) and not run["allow_leakage"] and evaluated and is_this(evaluated):
         held_out = run["eval_max_prompts"]
     if count <= held_out:
         return ""
@@ -237,6 +240,11 @@ def leakage_warning(count: int, c: dict) -> str:
         f"eval_max_prompts={run['eval_max_prompts']}): it may have learnt the answers to the "
         f"other {count - held_out} of these {count}"
     )
+
+
+def has_no_splits(path: Path) -> bool:
+    """Whether rows of this name are a file, or what save_to_disk made of a single split."""
+    return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
 
 
 def check_output(path: Path) -> None:

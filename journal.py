@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from checks import entries, paths
-from common import ROOT, UserError, check_writable, quoted
+from common import ROOT, TRIAL_FILE, UserError, check_writable, quoted
 
 LOCK = ".lock"  # this file is in the folder while a run holds it
 # Shards in DeepSpeed's universal format: checkpoint.load_universal() makes and deletes them before
@@ -190,7 +190,13 @@ def is_at(path: Path, file) -> bool:
 
 def is_empty(folder: Path) -> bool:
     """Whether a folder holds nothing that a run has written."""
-    return not folder.exists() or all(path.name in NOT_OF_A_RUN for path in folder.iterdir())
+    if not folder.exists():
+        return True
+    for path in folder.iterdir():
+        # .nfs: what NFS calls a deleted file that is still open, such as another rank's trial
+        if path.name not in NOT_OF_A_RUN and not path.name.startswith((TRIAL_FILE, ".nfs")):
+            return False
+    return True
 
 
 def check_run_folder(config: dict, resuming: bool) -> None:
@@ -338,9 +344,10 @@ def start_wandb(folder: Path, config: dict):
     }
     try:
         return wandb.init(**settings)
-    except (wandb.errors.Error, TypeError) as error:  # TypeError: an unknown option
+    # TypeError: an unknown option; ValueError: a value of another kind, by pydantic
+    except (wandb.errors.Error, TypeError, ValueError) as error:
         cure = "log in, or use --wandb_options.mode=offline"
-        if options["mode"] == "offline" or isinstance(error, TypeError):
+        if options["mode"] == "offline" or isinstance(error, (TypeError, ValueError)):
             cure = "correct wandb_options, or leave report_to empty"
         raise UserError(
             f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; "
@@ -352,7 +359,7 @@ def wandb_id(folder: Path) -> str:
     """The run's id at Weights & Biases, drawn at its first start and kept in its folder, so that a
     resumed run continues there too."""
     path = folder / "wandb_id"
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:  # 0: a disk was full
         with open_own(path, "w") as file:
             file.write(secrets.token_hex(4))  # 8 hexadecimal digits
     with open_own(path, "r") as file:  # what it holds goes to Weights & Biases

@@ -59,6 +59,16 @@ def refuse_idle_gpu() -> None:
         )
 
 
+def refuse_too_many_ranks() -> None:
+    """UserError if this machine has GPUs, and fewer than ranks."""
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and int(os.environ["LOCAL_RANK"]) >= gpus:
+        raise UserError(
+            f"there are more ranks on this machine than its {gpus} GPU(s): launch "
+            f"--nproc_per_node={gpus}"
+        )
+
+
 def check_environment() -> None:
     """UserError if RANK is set but the variables that belong to it are missing or wrong, as may
     happen when ranks are started by hand."""
@@ -145,6 +155,7 @@ def start_distributed(silence: int = SILENCE) -> World:
         be_alone()
     refuse_idle_gpu()
     check_environment()
+    refuse_too_many_ranks()
     # kept alive until the process group has a store of its own
     store = None if under_torchrun() else meet()
     if torch.cuda.is_available():

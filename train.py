@@ -675,7 +675,12 @@ def main(c: dict) -> None:
     """Loads everything and trains, in a folder that is locked against other runs."""
     with hold_folder(c["output_dir"], launched_rank()):
         run = start(c)
-        train(run)
+        try:
+            train(run)
+        except RunStopped:
+            if run.hub:
+                run.hub.gives_up()
+            raise
     if run.hub:
         run.hub.leave()  # does not wait for an upload, which matters if the run was asked to stop
 

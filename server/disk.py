@@ -47,7 +47,7 @@ class DiskTransfer:
             # fullmatch: another host's name may begin with this one's and a dash
             ours = re.fullmatch(host + r"-(\d+)-[^-]+-[^-]+", folder.name)
             if ours and not Path(f"/proc/{ours[1]}").exists():
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # it may be another user's
 
     def send(self, named_parameters, version: str) -> dict[str, str]:
         """Writes the weights and has every server read them; version: their new name."""
@@ -64,11 +64,13 @@ class DiskTransfer:
 
         def reload(server: Server) -> None:
             server.look_alive()  # a dead server is noticed here, within seconds
+            self.engine.check_if_restarted(server)
             server.call("/collective_rpc", body)
             server.seal(version)
 
         missing = on_each(self.engine.servers, reload)
-        shutil.rmtree(folder)  # at once, so that a run that is killed later leaves none behind
+        # at once, so that a run that is killed later leaves none behind
+        shutil.rmtree(folder, ignore_errors=True)
         return missing
 
     def close(self) -> None:

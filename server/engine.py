@@ -53,6 +53,8 @@ class ServerEngine:
         self.rank = dist.get_rank()
         self.seconds = config["rollout_timeout"]  # limit for one answer, and for servers to start
         self.longest_prompt = config["max_prompt_length"]
+        self.longest = max_sequence_length(config)
+        self.transfers = config["weight_sync"] == "nccl"  # else the servers read files
         self.vocabulary = AutoConfig.from_pretrained(model, trust_remote_code=False).vocab_size
         self.tag = client_tag()
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
@@ -78,11 +80,24 @@ class ServerEngine:
         """Waits until all servers answer, and checks their settings. Returns the name of this run's
         weights, and each server's name for the model. Runs on rank 0."""
         self.wait_for_servers()
-        longest = max_sequence_length(config)
-        transfers = config["weight_sync"] == "nccl"
         # all servers at once: each takes seconds to list its settings
-        on_each(self.servers, lambda server: server.check(longest, transfers))
+        on_each(self.servers, self.check)
         return run_name(uuid.uuid4().hex[:8]), [server.model for server in self.servers]
+
+    def check(self, server: Server) -> None:
+        """UserError if the server's settings don't fit."""
+        server.check(self.longest, self.transfers)
+
+    def check_if_restarted(self, server: Server) -> None:
+        """ServerError if the server does not hold the weights that were synced last, as one that
+        was started again, and its settings don't fit any more: its log-probs may be of another
+        distribution."""
+        if not self.version or server.version() == self.version:
+            return
+        try:
+            self.check(server)
+        except UserError as error:
+            raise ServerError(str(error)) from None
 
     def wait_for_servers(self) -> None:
         """Waits until every server answers. UserError after rollout_timeout, with the reason for

@@ -101,7 +101,12 @@ class NcclTransfer:
         hold the weights that were sent last. A server that was restarted meanwhile does not: it is
         no longer in the group, and a broadcast would wait for it for ever."""
         versions = set()
-        missing = on_each(self.engine.servers, lambda server: versions.add(server.version()))
+
+        def ask(server: Server) -> None:
+            versions.add(server.version())
+            self.engine.check_if_restarted(server)
+
+        missing = on_each(self.engine.servers, ask)
         return missing, versions == {self.engine.version}
 
     def connect(self, members: list[Server]) -> None:

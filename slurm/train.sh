@@ -81,7 +81,7 @@ while (($#)); do
       declare "${name//-/_}=$2"
       shift 2 ;;
     --suffix=*) suffix=${1#*=}; shift ;;
-    --dry_run | --dry_run=True) dry=1 args+=("$1"); shift ;;
+    --dry_run | --dry_run=[Tt]rue) dry=1 args+=("$1"); shift ;;
     *) args+=("$1"); shift ;;
   esac
 done
@@ -185,11 +185,15 @@ more=()
 find "$run/logs/" -maxdepth 1 -type l -delete      # a stranger's: we write through no link
 if ((${SLURM_RESTART_COUNT:-0} == 0)); then
   echo "$SLURM_JOB_ID" > "$run/logs/job"
-elif [[ $before ]]; then
-  more+=(--resume_from_checkpoint=latest)
 elif [[ $(cat "$run/logs/job" 2> /dev/null) == "$SLURM_JOB_ID" &&
   $run/launches.jsonl -nt $run/logs/job ]]; then
-  more+=(--overwrite_output_dir=True)      # this job's own beginning, without a checkpoint
+  # what is there is this job's own; if not, it was requeued before it began, and an older run there
+  # is what the arguments make of it
+  if [[ $before ]]; then
+    more+=(--resume_from_checkpoint=latest)
+  else
+    more+=(--overwrite_output_dir=True)
+  fi
 fi
 starts=$((${SLURM_RESTART_COUNT:-0} + 1))
 who="${#trainers[@]} node(s) train with $ranks rank(s) each"

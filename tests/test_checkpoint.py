@@ -58,6 +58,7 @@ def alone(monkeypatch):
 
 
 CONFIG = load_config(["--save_total_limit=2"])
+VERIFY_TOGETHER = checkpoint.verify_together  # alone() replaces it
 
 
 def save(folder: Path, step: int, engine, **changes) -> Path:
@@ -245,6 +246,23 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_out_o
     assert checkpoint.latest(tmp_path).name == "step_000002"  # not pruned as the oldest
     assert names(checkpoint.set_aside(tmp_path, 1)) == ["step_000002.abandoned2"]
     assert (tmp_path / "step_000002.abandoned").exists()
+    # going on from a branch that was abandoned abandons the other, of the same step too
+    kept = str(tmp_path / "step_000002.abandoned")
+    save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    assert checkpoint.set_aside(tmp_path, 2, str(tmp_path / "step_000002")) == []
+    assert names(checkpoint.set_aside(tmp_path, 2, kept)) == ["step_000002.abandoned3"]
+
+
+def test_ranks_that_see_different_checkpoints_as_the_newest_stop(
+    alone, tiny_model_dir, tmp_path, monkeypatch
+):
+    for step in (1, 2):
+        save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=0)
+    # another rank, whose node has not seen the last one yet
+    other = (str(tmp_path / "step_000001"), "")
+    monkeypatch.setattr(ranks, "gather_objects", lambda mine: [mine, other])
+    with pytest.raises(RunStopped, match=r"step_000001 and .*step_000002: start again in a minute"):
+        checkpoint.latest(tmp_path, VERIFY_TOGETHER)
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):

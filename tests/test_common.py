@@ -9,7 +9,7 @@ import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
-from common import RunStopped, UserError, in_one_line, leave, quoted, script
+from common import RunStopped, UserError, in_one_line, launched_rank, leave, quoted, script
 
 
 def say_on_the_way_out(argv, kind=UserError):
@@ -29,6 +29,12 @@ def test_what_strangers_say_is_one_harmless_line(tmp_path):
         assert child.status(ended) == status, log.read_text()
         line = log.read_text().splitlines()[-1]
         assert line == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"
+
+
+def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(UserError, match="the environment has RANK='x', which must be a number"):
+        launched_rank()
 
 
 @pytest.mark.parametrize("where, said", [("stdout", "has gone"), ("another", "BrokenPipeError")])

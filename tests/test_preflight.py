@@ -576,6 +576,7 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
             "first 0 rows .*the other 3 of",
         ),
         ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
+        ("dataset.name=./rows.jsonl eval_steps=0", "eval_max_prompts=3", "first 0 rows"),
     ],
 )
 def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(

@@ -130,6 +130,8 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     earlier = weights_of(tmp_path / "step_000002")
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
+    stops = (whole / "step_000002" / "generation_config.json").read_text()
+    assert (tmp_path / "step_000002" / "generation_config.json").read_text() == stops
     with pytest.raises(UserError, match="is there already"):
         checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
 

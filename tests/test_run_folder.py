@@ -93,6 +93,15 @@ def test_a_warm_start_does_so_too(holder, tmp_path):
     assert f"is in use by process {process.pid} on " in (tmp_path / "log").read_text()
 
 
+def test_what_other_ranks_try_a_folder_with_does_not_make_it_used(tmp_path):
+    """On a file system without files that have no name, such as NFS."""
+    for name in (".writable-x1", ".nfs0001", "logs"):
+        (tmp_path / name).touch()
+    assert journal.is_empty(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    assert not journal.is_empty(tmp_path)
+
+
 def run(main, *argv: str) -> None:
     sys.argv = ["a script", *argv]
     common.script(main, common.load_config(argv))

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 import preflight
 import rollout
-from common import UserError, load_config
+from common import UserError, check_tensor_parallel, load_config
 from server import __main__ as serve
 from server import http as server_http
 
@@ -225,6 +225,14 @@ def test_serve_follows_the_config_and_the_environment(serve_with, monkeypatch):
     text = " ".join(argv)
     assert '--weight-transfer-config {"backend": "nccl"}' in text
     assert " --host 127.0.0.1 --port 8000 " in text
+
+
+def test_ranks_that_only_train_need_not_divide_into_engines():
+    servers = ["--rollout_engine=server", "--rollout_server=http://a:8000"]
+    parallel = "--vllm_options.tensor_parallel_size=2"
+    check_tensor_parallel(load_config([*servers, parallel]), 1)
+    with pytest.raises(UserError, match="must divide the number of ranks, 1"):
+        check_tensor_parallel(load_config([parallel]), 1)
 
 
 def test_serve_hands_the_configs_vllm_options_on(serve_with):

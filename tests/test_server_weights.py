@@ -116,6 +116,24 @@ def test_a_server_that_refuses_the_weights_is_left_out_and_the_other_used(
     assert bad.completions()
 
 
+def test_a_server_that_was_started_again_is_checked_before_it_gets_weights(
+    world, make, stand_in, capsys
+):
+    back = stand_in()
+    engine = make(back, stand_in())
+    engine.sync(any_weights())
+    # as a new one reports it
+    back.version = "default"
+    back.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
+    engine.sync(any_weights())
+    assert "logprobs_mode='raw_logprobs'" in engine.missing[back.url]
+    assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()
+    assert not back.completions()
+    back.settings["model_config"]["logprobs_mode"] = "processed_logprobs"
+    engine.sync(any_weights())
+    assert not engine.missing
+
+
 def test_weights_that_somebody_else_has_changed_are_noticed_before_and_after_sampling(
     world, naps, make, stand_in, capsys
 ):

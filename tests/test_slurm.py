@@ -521,6 +521,26 @@ def test_a_job_writes_its_logs_through_no_link_of_a_strangers_folder(tmp_path):
     assert (logs / "job").read_text() == "7\n" and not (logs / "trainer_0.log").is_symlink()
 
 
+def test_a_job_queued_again_before_it_began_is_started_as_it_was_asked_for(tmp_path):
+    """What is in the folder then is an older run's, and no business of a requeue."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "step_000002").mkdir()
+    (run / "launches.jsonl").write_text("{}\n")
+    (run / "metrics.jsonl").write_text("")
+    os.utime(run / "launches.jsonl", (1, 1))
+    (run / "logs" / "job").write_text("7\n")
+    words = [*CONFIG, f"--output_dir={run}", "--overwrite_output_dir=True"]
+    env = one_node(tmp_path, SLURM_RESTART_COUNT="1")
+    assert "--resume_from_checkpoint" not in bash("slurm/train.sh", *words, env=env).stdout
+    # once it has written its launch, what is there is its own
+    (run / "launches.jsonl").write_text("{}\n{}\n")
+    assert "--resume_from_checkpoint=latest" in bash("slurm/train.sh", *words, env=env).stdout
+    (run / "logs" / "job").write_text("6\n")  # of another job
+    os.utime(run / "logs" / "job", (2, 2))
+    assert "--resume_from_checkpoint" not in bash("slurm/train.sh", *words, env=env).stdout
+
+
 @pytest.mark.parametrize("script", ["train.sh", "seeds.sh", "evaluate.sh"])
 def test_help_is_the_header_and_needs_no_slurm(script):
     done = bash(f"slurm/{script}", "--help", env=without_slurm())
