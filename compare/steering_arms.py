@@ -16,6 +16,8 @@ kl_05 = {"kl_target": 0.05}
 kl_05_in_loss = {"kl_target": 0.05, "maxent_kl": True}
 # starts at ten times too much and too little
 tau_large = {"maxent_tau": 2.0, "maxent_tau_max": 10.0}
+# beta can't run away from the large tau's KL
+tau_large_capped = {"maxent_tau": 2.0, "maxent_tau_max": 10.0, "beta_max": 0.05}
 tau_small = {"maxent_tau": 0.02}
 beta_large = {"beta": 0.2}
 beta_small = {"beta": 0.002}
