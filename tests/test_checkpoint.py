@@ -58,7 +58,6 @@ def alone(monkeypatch):
 
 
 CONFIG = load_config(["--save_total_limit=2"])
-VERIFY_TOGETHER = checkpoint.verify_together  # alone() replaces it
 
 
 def save(folder: Path, step: int, engine, **changes) -> Path:
@@ -262,7 +261,7 @@ def test_ranks_that_see_different_checkpoints_as_the_newest_stop(
     other = (str(tmp_path / "step_000001"), "")
     monkeypatch.setattr(ranks, "gather_objects", lambda mine: [mine, other])
     with pytest.raises(RunStopped, match=r"step_000001 and .*step_000002: start again in a minute"):
-        checkpoint.latest(tmp_path, VERIFY_TOGETHER)
+        checkpoint.latest(tmp_path, TOGETHER)
 
 
 def test_ranks_share_the_reading_and_together_read_everything(alone, tiny_model_dir, tmp_path):
@@ -279,8 +278,8 @@ def test_what_one_rank_finds_damaged_is_damaged_for_all(
 ):
     path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
     overwrite(path / "model.safetensors")
-    shares = [checkpoint.verify(path, rank, 2) for rank in range(2)]
-    assert sorted(map(bool, shares)) == [False, True]  # one of two reads it
+    shares = [(str(path), checkpoint.verify(path, rank, 2)) for rank in range(2)]
+    assert sorted(bool(problem) for _, problem in shares) == [False, True]  # one of two reads it
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(ranks, "gather_objects", lambda own: shares)
     found = []
