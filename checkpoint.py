@@ -651,7 +651,7 @@ def changes(path: Path, config: dict) -> str:
 def check_resumable(path: Path, config: dict) -> None:
     """UserError if a run of this config can't go on from a checkpoint. Reads only small files."""
     check_fit(path, config)
-    check_ranks(path, config)
+    check_convertible(path, config)
     check_state(path, config)
 
 
@@ -718,7 +718,7 @@ def check_fit(path: Path, config: dict) -> None:
             )
 
 
-def check_ranks(path: Path, config: dict) -> None:
+def check_convertible(path: Path, config: dict) -> None:
     """UserError if ZeRO's shards were saved by another number of ranks and can't be converted:
     DeepSpeed's universal format has the two moments of an Adam, no more and no less."""
     saved, now = ranks_of(path), launched_ranks()

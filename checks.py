@@ -30,7 +30,7 @@ class Objective(NamedTuple):
     ratio: Literal["token", "sequence", "cispo"] = "token"
     group_loss: Literal["", "listwise", "balance"] = ""  # a loss over a group's scores; "" none
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    # the reference: a KL in the loss, or it uses_ref_scores the weights (or goals) of the group
+    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group
     beta_acts_on: Literal["loss", "weights"] = "loss"
     term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 

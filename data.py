@@ -392,6 +392,11 @@ def is_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
+def has_no_splits(path: Path) -> bool:
+    """Whether rows of this name are a file, or what save_to_disk wrote of a single split."""
+    return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
+
+
 def use_cache_without_hub(endpoint: str) -> bool:
     """Whether the hub can't be reached. If so, this tells huggingface_hub to use its cache only:
     otherwise it would retry for half a minute. Behind a proxy nothing is tried here: the library
@@ -471,12 +476,16 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     pools: the rows of every source, then, if they are trained on, those of the easy pool.
     UserError if nothing is left of one."""
 
+    def identity(row: dict) -> str:
+        # white space is evened out, case is not: to a model it makes another prompt
+        return " ".join(prompt_identity(row, c["system_prompt"]).split())
+
     def identities(row: dict) -> set[str]:
         """Those of its prompt and, if encode_prompts() has cut it, of the whole one."""
-        whole = row | {"prompt": row.get("uncut_prompt", row["prompt"])}
-        texts = {prompt_identity(each, c["system_prompt"]) for each in (row, whole)}
-        # white space is evened out, case is not: to a model it makes another prompt
-        return {" ".join(text.split()) for text in texts}
+        found = {identity(row)}
+        if "uncut_prompt" in row:
+            found.add(identity(row | {"prompt": row["uncut_prompt"]}))
+        return found
 
     evaluated = set()
     for row in eval_rows:

@@ -36,6 +36,7 @@ import rollout
 import scoring
 from checkpoint import settings_of
 from common import UserError, check_writable, say_on_rank_0
+from data import has_no_splits
 from journal import is_evaluation, read_metrics
 from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
 from ranks import World, gather_objects, leave_together, start_distributed
@@ -240,11 +241,6 @@ def leakage_warning(count: int, c: dict) -> str:
         f"eval_max_prompts={run['eval_max_prompts']}): it may have learnt the answers to the "
         f"other {count - held_out} of these {count}"
     )
-
-
-def has_no_splits(path: Path) -> bool:
-    """Whether rows of this name are a file, or what save_to_disk made of a single split."""
-    return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
 
 
 def check_output(path: Path) -> None:

@@ -64,7 +64,7 @@ class DiskTransfer:
 
         def reload(server: Server) -> None:
             server.look_alive()  # a dead server is noticed here, within seconds
-            self.engine.check_if_restarted(server)
+            self.engine.checked_version(server)
             server.call("/collective_rpc", body)
             server.seal(version)
 

@@ -88,16 +88,17 @@ class ServerEngine:
         """UserError if the server's settings don't fit."""
         server.check(self.longest, self.transfers)
 
-    def check_if_restarted(self, server: Server) -> None:
-        """ServerError if the server does not hold the weights that were synced last, as one that
-        was started again, and its settings don't fit any more: its log-probs may be of another
-        distribution."""
-        if not self.version or server.version() == self.version:
-            return
-        try:
-            self.check(server)
-        except UserError as error:
-            raise ServerError(str(error)) from None
+    def checked_version(self, server: Server) -> str:
+        """The name of the weights that the server holds. ServerError if these are not what was
+        synced last, as of a server that was started again, and its settings don't fit any more:
+        its log-probs may be of another distribution."""
+        version = server.version()
+        if self.version and version != self.version:
+            try:
+                self.check(server)
+            except UserError as error:
+                raise ServerError(str(error)) from None
+        return version
 
     def wait_for_servers(self) -> None:
         """Waits until every server answers. UserError after rollout_timeout, with the reason for

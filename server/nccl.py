@@ -103,8 +103,7 @@ class NcclTransfer:
         versions = set()
 
         def ask(server: Server) -> None:
-            versions.add(server.version())
-            self.engine.check_if_restarted(server)
+            versions.add(self.engine.checked_version(server))
 
         missing = on_each(self.engine.servers, ask)
         return missing, versions == {self.engine.version}
