@@ -9,6 +9,7 @@ phases take.
 
 import errno
 import fcntl
+import inspect
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from checks import entries, paths
-from common import ROOT, TRIAL_FILE, UserError, check_writable, quoted
+from common import ROOT, TRIAL_FILE, UserError, check_writable, in_one_line, quoted
 
 LOCK = ".lock"  # this file is in the folder while a run holds it
 # Shards in DeepSpeed's universal format: checkpoint.load_universal() makes and deletes them before
@@ -328,6 +329,19 @@ def rewind(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def check_wandb(config: dict) -> None:
+    """UserError, naming the cure, if nobody is logged in at Weights & Biases, or it has no such
+    option. start_wandb() would say so too, but once weights have loaded and an earlier run's folder
+    is deleted."""
+    import wandb
+
+    options = entries(config, "wandb_options")
+    with wandb_errors(options):
+        inspect.signature(wandb.init).bind(**options)
+        if options["mode"] == "online":
+            wandb.login()
+
+
 def start_wandb(folder: Path, config: dict):
     """Starts or resumes the run at Weights & Biases. UserError, naming the cure, if that fails."""
     import wandb
@@ -342,16 +356,24 @@ def start_wandb(folder: Path, config: dict):
         **options,
         "name": options["name"] or folder.name,  # after **options, whose name may be ""
     }
-    try:
+    with wandb_errors(options):
         return wandb.init(**settings)
+
+
+@contextmanager
+def wandb_errors(options: dict):
+    """Errors of Weights & Biases inside this context become a UserError that names the cure."""
+    import wandb
+
+    try:
+        yield
     # TypeError: an unknown option; ValueError: a value of another kind, by pydantic
     except (wandb.errors.Error, TypeError, ValueError) as error:
         cure = "log in, or use --wandb_options.mode=offline"
         if options["mode"] == "offline" or isinstance(error, (TypeError, ValueError)):
             cure = "correct wandb_options, or leave report_to empty"
         raise UserError(
-            f"report_to='wandb' with wandb_options={options!r}: {' '.join(str(error).split())}; "
-            f"{cure}"
+            f"report_to='wandb' with wandb_options={options!r}: {in_one_line(error)}; {cure}"
         ) from None
 
 

@@ -71,6 +71,7 @@ from journal import (
     MetricsLog,
     Timer,
     check_run_folder,
+    check_wandb,
     has_evaluation,
     hold_folder,
     make_run_folder,
@@ -253,9 +254,11 @@ def start(c: dict) -> Run:
     inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model_config.vocab_size)
     hub = None
-    # early: a token without the right to write is reported before weights load
+    # early: who may not write there is told so before weights load
     if c["push_to_hub"] and launched_rank() == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
+    if c["report_to"] == "wandb" and launched_rank() == 0:
+        check_wandb(c)
 
     world = start_distributed()
     resume_path = checkpoint.find(c)

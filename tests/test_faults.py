@@ -8,12 +8,11 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,8 @@ import in_child
 import pytest
 import torch
 from deadlines import PATIENCE
-from exact_matrix import ROOT, finish, log_of, start, steps_in
+from exact_matrix import ROOT, error_of, finish, log_of, start, steps_in
+from fake_wandb import WANDB, Service
 
 import checkpoint
 import common
@@ -40,15 +40,6 @@ HF = [
     "--num_iterations=1",
     "--checkpoint_mode=full",
 ]
-
-
-def error_of(folder: Path) -> str:
-    """The one sentence, on one line, that a run has ended with."""
-    log = log_of(folder)
-    errors = re.findall("error: .*", log)  # behind the progress bar, which ends without a newline
-    assert len(errors) == 1 and log.endswith(errors[0] + "\n"), log[-3000:]
-    assert "Traceback" not in log, log[-3000:]
-    return errors[0]
 
 
 def patched(folder: Path, code: str) -> str:
@@ -195,50 +186,6 @@ def begin_with_a_clock(pool, *args):
 workers.Pool.__init__ = begin_with_a_clock
 """
 
-# the client asks again and again for 90 seconds: here only once
-WANDB = {
-    "WANDB_API_KEY": "a" * 40,
-    "WANDB__GRAPHQL_RETRY_MAX": "1",
-    "WANDB__GRAPHQL_RETRY_WAIT_MIN_SECONDS": "0.1",
-    "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "0.1",
-    "WANDB_ERROR_REPORTING": "false",
-}
-
-
-VIEWER = {"id": "me", "entity": "we", "flags": "{}", "teams": {"edges": []}}
-BUCKET = {
-    "id": "run",
-    "name": "run",
-    "displayName": "run",
-    "project": {"name": "maxent-grpo", "entity": {"name": "we"}},
-}
-
-
-class Wandb(BaseHTTPRequestHandler):
-    """As much of the service as a run needs to begin; then it is gone."""
-
-    def do_POST(self):
-        length = int(self.headers.get("Content-Length", 0))
-        begins = b"upsertBucket" in self.rfile.read(length)
-        answer = {"viewer": VIEWER}
-        if begins:
-            answer = {"upsertBucket": {"bucket": BUCKET, "inserted": True}}
-        body = json.dumps({"data": answer}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-        if begins:
-            self.server.begun = True
-            threading.Thread(target=self.go).start()
-
-    def go(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture(scope="module")
 def own_rewards(tmp_path_factory):
@@ -251,7 +198,7 @@ def own_rewards(tmp_path_factory):
 def rough(own_rewards, tiny_model_dir, tmp_path_factory):
     """Two steps that all of this happens to."""
     folder = tmp_path_factory.mktemp("rough") / "run"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Wandb)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.begun = False
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -496,75 +443,6 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
             rank=1, own_rewards=torch.zeros(2, 4), rewards_per_func=empty, right=empty
         )
         train.show_rollouts(run, collected)
-
-
-# --- Weights & Biases
-
-
-def log_to_wandb(folder: Path, project: str = "p", mode: str = "offline") -> journal.MetricsLog:
-    options = {"project": project, "mode": mode}
-    return journal.MetricsLog(folder, CONFIG | {"report_to": "wandb", "wandb_options": options}, 0)
-
-
-def log_to_nobody(folder: Path) -> None:
-    nowhere = "http://127.0.0.1:9"  # the discard port: closed
-    os.environ.update(WANDB, WANDB_INIT_TIMEOUT="1", WANDB_BASE_URL=nowhere)
-    common.script(lambda argv: log_to_wandb(folder, mode="online"))
-
-
-def test_weights_and_biases_out_of_reach_at_the_start_is_one_sentence_that_names_the_cure(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    status = child.status(child.start(log_to_nobody, folder, log=Path(f"{folder}.log")))
-    assert status == 2, log_of(folder)[-3000:]
-    for word in ("report_to='wandb'", "127.0.0.1:9", "--wandb_options.mode=offline"):
-        assert word in error_of(folder)
-
-
-def log_to_a_project_that_can_not_be(folder: Path) -> None:
-    os.environ.update(WANDB)
-    common.script(lambda argv: log_to_wandb(folder, project="a/project"))
-
-
-def test_a_project_that_can_not_be_is_not_told_to_go_offline_where_it_is(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    process = child.start(log_to_a_project_that_can_not_be, folder, log=Path(f"{folder}.log"))
-    assert child.status(process) == 2, log_of(folder)[-3000:]
-    error = error_of(folder)
-    assert "a/project" in error and "correct wandb_options" in error
-    assert "--wandb_options.mode=offline" not in error
-
-
-def log_to_a_service_that_dies(folder: Path) -> None:
-    log = log_to_wandb(folder)
-    log.write(1, {"reward": 1.0})
-    command = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
-    service = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout
-    os.kill(int(service), signal.SIGKILL)
-    for step in range(2, 20):
-        log.write(step, {"reward": 1.0})
-        time.sleep(0.05)
-    log.close()
-
-
-def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tmp_path):
-    log = tmp_path / "log"
-    assert child.status(child.start(log_to_a_service_that_dies, tmp_path, log=log)) == 0
-    assert len(steps_in(tmp_path)) == 19
-    assert log.read_text().count("warning: Weights & Biases is gone") == 1
-
-
-def test_a_run_keeps_its_id_at_weights_and_biases_when_it_is_resumed(tmp_path):
-    ids = []
-    for name in ("run", "run", "other"):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        log = log_to_wandb(folder)
-        assert log.wandb.id == (folder / "wandb_id").read_text()
-        ids.append(log.wandb.id)
-        log.close()
-    assert ids[0] == ids[1] != ids[2]
 
 
 # --- a row that can't be read

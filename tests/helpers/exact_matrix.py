@@ -14,6 +14,7 @@ The last line counts the combinations that differ, and so does the exit status.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +136,15 @@ def finish(process: subprocess.Popen, seconds: float = PATIENCE) -> int:
 
 def log_of(folder: Path) -> str:
     return Path(f"{folder}.log").read_text()
+
+
+def error_of(folder: Path) -> str:
+    """The one sentence, on one line, that a run has ended with."""
+    log = log_of(folder)
+    errors = re.findall("error: .*", log)  # behind the progress bar, which ends without a newline
+    assert len(errors) == 1 and log.endswith(errors[0] + "\n"), log[-3000:]
+    assert "Traceback" not in log, log[-3000:]
+    return errors[0]
 
 
 def steps_in(folder: Path) -> list[dict]:
