@@ -28,7 +28,8 @@ class Objective(NamedTuple):
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
-    group_loss: Literal["", "listwise", "balance"] = ""  # a loss over a group's scores; "" none
+    # a loss over a group's scores, which learn weights w or flow's balance; "" none
+    group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
     # the reference: a KL in the loss, or it tilts the weights (or goals) of the group
     beta_acts_on: Literal["loss", "weights"] = "loss"
@@ -37,11 +38,11 @@ class Objective(NamedTuple):
     @property
     def has_weights(self) -> bool:
         """Whether tau and beta make weights w of the rows of a group."""
-        return self.row_weights or self.group_loss == "listwise"
+        return self.row_weights or self.group_loss == "weights"
 
 
 OBJECTIVES = {
-    "maxent": Objective(group_loss="listwise", beta_acts_on="weights"),
+    "maxent": Objective(group_loss="weights", beta_acts_on="weights"),
     "xdr": Objective(row_weights=True),
     "grpo": Objective(token_sum="row_mean", scale="group"),
     "dr_grpo": Objective(),
@@ -118,7 +119,7 @@ USED = {
     "maxent_score_norm": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
     "maxent_score_scale": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
     "maxent_group_weight": lambda o, c: o.group_loss != "",
-    "maxent_loss": lambda o, c: o.group_loss == "listwise",
+    "maxent_loss": lambda o, c: o.group_loss == "weights",
     "maxent_skip_equal_groups": lambda o, c: (
         o.group_loss != "" and c["maxent_group_weight"] != "spread"
     ),
@@ -134,7 +135,7 @@ USED = {
 def uses_scores(objective: Objective, c: dict) -> bool:
     """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
     them."""
-    if objective.group_loss == "listwise":
+    if objective.group_loss == "weights":
         return c["maxent_loss"] in ("listwise", "floored")
     return objective.group_loss != ""
 
@@ -181,7 +182,7 @@ def is_policy_gradient(c: dict) -> bool:
     """Whether the loss is a policy gradient: advantages times log-probs of tokens. Otherwise it is
     a loss over the scores of groups."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
-    return not group_loss or (group_loss == "listwise" and c["maxent_loss"] == "policy_gradient")
+    return not group_loss or (group_loss == "weights" and c["maxent_loss"] == "policy_gradient")
 
 
 def names(wanted) -> str:
@@ -880,7 +881,7 @@ def controller_claims(c: dict):
     )
     if method:
         yield (
-            OBJECTIVES[c["objective"]].group_loss == "listwise",
+            OBJECTIVES[c["objective"]].group_loss == "weights",
             f"controller_meta_method={method!r} steers the weights of maxent; "
             f"objective={c['objective']!r} has none that it knows",
         )
@@ -988,7 +989,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     warnings = []
     product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
     # "floored" pushes wrong rows down whatever the target: it was well at twice the bound
-    floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "listwise"
+    floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "weights"
     times = 2 if floored else 1
     limit *= times
     scored = uses_scores(OBJECTIVES[c["objective"]], c)

@@ -171,7 +171,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
         shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
     weights = goals = None
-    if OBJECTIVES[c["objective"]].group_loss == "listwise":
+    if OBJECTIVES[c["objective"]].group_loss == "weights":
         weights = L.maxent_weights(utilities, ref_scores, tau, beta)
     else:
         goals = L.balance_goals(utilities, ref_scores, tau, beta)
@@ -262,7 +262,7 @@ def loss_scores(logps, lengths, c: dict):
     them."""
     kind = OBJECTIVES[c["objective"]].group_loss
     scale = 1.0  # for mle, a likelihood, and for the mode-entropy term, which counts nats
-    if kind == "listwise" and c["maxent_loss"] == "mle":
+    if kind == "weights" and c["maxent_loss"] == "mle":
         norm = "length"
     elif kind:
         norm, scale = c["maxent_score_norm"], c["maxent_score_scale"]
@@ -279,7 +279,7 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
     group_weight = targets.group_weight  # (p,) or None
     if kind == "balance":
         return L.balance_loss(scores, targets.goals, active, counts["active"], group_weight)
-    if kind == "listwise":
+    if kind == "weights":
         given = (scores, targets.weights, active, counts["active"], group_weight)
         if c["maxent_loss"] == "mle":
             return L.mle_loss(*given)

@@ -14,6 +14,7 @@ import resource
 import socket
 import tempfile
 import time
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,6 +295,7 @@ def ours_hf(scenario: str, beta: float, steps: int) -> tuple:
 
 def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
     """TRL's GRPOTrainer with transformers generation."""
+    import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -306,7 +308,8 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
     with tempfile.TemporaryDirectory() as out:
         settings = settings_of_trl(scenario, beta, steps) | {"output_dir": out} | changes
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder),
+            # as ours on a CPU, whatever type the folder holds: SmolLM2's is bfloat16
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             args=GRPOConfig(**settings),
             processing_class=AutoTokenizer.from_pretrained(folder),
             reward_funcs=rewards,
@@ -346,9 +349,8 @@ def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
         "generation_kwargs": generation,
         "beta": beta,
         "max_steps": steps,
-        # float32 on the CPU, as ours
         "use_cpu": True,
-        "bf16": False,
+        "bf16": False,  # no autocast: float32, as ours
         "gradient_checkpointing": False,
     }
 
@@ -387,8 +389,8 @@ def make_clock():
 
 
 def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM in process. TRL's own sync of weights fails on vLLM's CPU build, so it
-    gets ours; it counts as generation."""
+    """The same with vLLM in process, of float32 as ours. TRL's own sync of weights fails on vLLM's
+    CPU build, so it gets ours; it counts as generation."""
     prepare_vllm_of_trl()
     if has_tail(scenario):
         generation = {"stop_token_ids": ends(scenario)}
@@ -404,8 +406,8 @@ def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
 
 
 def prepare_vllm_of_trl() -> None:
-    """One rank without torchrun, and a sync that works on a CPU. Before TRL is imported: vLLM reads
-    the environment once."""
+    """One rank without torchrun, a sync that works on a CPU, and float32: TRL leaves the type to
+    vLLM, which takes bfloat16. Before TRL is imported: vLLM reads the environment once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -421,7 +423,7 @@ def prepare_vllm_of_trl() -> None:
         MASTER_PORT=str(port),
     )
     # only now: see above
-    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.generation import vllm_generation
 
     from policy import named_weights
 
@@ -430,7 +432,8 @@ def prepare_vllm_of_trl() -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
-    VLLMGeneration.sync_weights = sync
+    vllm_generation.VLLMGeneration.sync_weights = sync
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
 
 
 # --- the least it could cost

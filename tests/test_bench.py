@@ -2,6 +2,7 @@
 nothing is left of what they wrote."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,27 @@ def test_nothing_is_left_of_the_run_of_an_arm_of_trls(tmp_path, monkeypatch):
     first, times = bench_arms.trl("P4G8T64V2048", 0.0, 8)
     assert first > 0 and len(times) == 8
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("fake_trl")
+def test_trls_model_is_of_float32_as_ours_whatever_the_folder_holds(tmp_path, monkeypatch):
+    given = {}
+    model = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(model, lambda folder, **more: given.update(more))
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+    bench_arms.trl("smollm2", 0.0, 4)
+    assert given == {"dtype": torch.float32}
+
+
+def test_trls_vllm_is_of_float32_as_ours(monkeypatch):
+    """Left alone it samples from float32 weights in bfloat16."""
+    theirs = SimpleNamespace(VLLMGeneration=SimpleNamespace(), LLM=dict)
+    generation = SimpleNamespace(vllm_generation=theirs)
+    monkeypatch.setitem(sys.modules, "trl.generation", generation)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    bench_arms.prepare_vllm_of_trl()
+    assert theirs.LLM(model="a") == {"model": "a", "dtype": "float32"}
 
 
 @pytest.mark.usefixtures("fake_trl")
