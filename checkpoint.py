@@ -751,8 +751,8 @@ def check_state(path: Path, config: dict) -> None:
         raise damaged(file) from None
     if not alike(saved, example):
         raise damaged(file)
-    for _, _, squares in saved["replay"].get("prompts", {}).values():
-        if squares < 0:  # a sum of squares, of which stream.py takes the root
+    for _, _, variance in saved["replay"].get("prompts", {}).values():
+        if variance < 0:  # stream.py takes its root
             raise damaged(file)
 
 

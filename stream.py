@@ -16,6 +16,9 @@ from common import scheduled
 from data import BLOCK
 from prompts import prompt_key
 
+# of a replayed prompt's visits so many count alike; older ones fade
+LASTING = 4
+
 # --- a step
 
 
@@ -120,9 +123,9 @@ class Replay:
     """Remembers how much each prompt has taught: the gap max r - mean r of its group, which is 0
     if all its rewards were equal. A step takes some of its prompts by the highest ucb_score().
 
-    state: {"total": visits of all prompts, "prompts": {key: (visits, mean gap, sum of squared
-    deviations)}}. It holds only numbers, so that a checkpoint stays small; the rows come from the
-    dataset. It is replaced, never changed in place."""
+    state: {"total": visits of all prompts, "prompts": {key: (visits, mean gap, variance)}}. It
+    holds only numbers, so that a checkpoint stays small; the rows come from the dataset. It is
+    replaced, never changed in place."""
 
     def __init__(self, rows: list[dict], size: int, ucb: float, state: dict):
         """size: how many prompts are remembered; ucb: C in ucb_score(). Prompts of `state` that are
@@ -169,23 +172,25 @@ class Replay:
         for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
             if key in self.rows:  # prompts of the easy pool are not remembered
-                prompts[key] = welford_update(prompts.get(key, (0, 0.0, 0.0)), gap)
+                prompts[key] = visited_again(prompts.get(key, (0, 0.0, 0.0)), gap)
         by_keep_value = sorted(prompts, key=lambda key: (keep_value(prompts[key]), key))
         for key in by_keep_value[: max(0, len(prompts) - self.size)]:
             del prompts[key]
         self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
 
 
-def welford_update(numbers: tuple, gap: float) -> tuple:
-    """numbers = (visits, mean gap, sum of squared deviations) after one more visit with this gap,
-    by Welford's rule."""
-    visits, mean, squares = numbers
+def visited_again(numbers: tuple, gap: float) -> tuple:
+    """numbers = (visits, mean gap, variance of the gaps) after one more visit with this gap. Exact
+    for LASTING visits; from then on each visit takes 1 / LASTING of the mean's weight, because the
+    policy changes: what it has learnt meanwhile would otherwise stay attractive for ever."""
+    visits, mean, variance = numbers
+    share = 1 / min(visits + 1, LASTING)
     change = gap - mean
-    mean += change / (visits + 1)
-    return visits + 1, mean, squares + change * (gap - mean)
+    mean += share * change
+    return visits + 1, mean, (1 - share) * (variance + share * change**2)
 
 
 def keep_value(numbers: tuple) -> float:
     """Mean gap + standard deviation: lowest for a prompt that has taught nothing every time."""
-    visits, mean, squares = numbers
-    return mean + math.sqrt(squares / visits)
+    _, mean, variance = numbers
+    return mean + math.sqrt(variance)

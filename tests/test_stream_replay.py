@@ -47,7 +47,7 @@ def filled(seed: int, steps: int = 6, size: int = 12, ucb: float = 0.5) -> Repla
 
 @examples
 @given(st.integers(0, 9999), st.integers(1, 15))
-def test_mean_and_variance_of_the_gaps_equal_those_of_numpy(seed, steps):
+def test_mean_and_variance_of_the_gaps_equal_those_of_numpy_in_which_old_visits_fade(seed, steps):
     gaps = {}
     buffer = empty()
     for rows, rewards in batches(seed, steps):
@@ -56,10 +56,33 @@ def test_mean_and_variance_of_the_gaps_equal_those_of_numpy(seed, steps):
         buffer.update(rows, rewards)
     assert set(buffer.state["prompts"]) == set(gaps)
     assert buffer.state["total"] == 4 * steps
-    for key, (visits, mean, squares) in buffer.state["prompts"].items():
+    for key, (visits, mean, variance) in buffer.state["prompts"].items():
         assert visits == len(gaps[key])
-        wanted = [np.mean(gaps[key]), np.var(gaps[key])]
-        assert [mean, squares / visits] == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+        weights = faded(visits)
+        wanted_mean = np.average(gaps[key], weights=weights)
+        deviations = np.square(gaps[key] - wanted_mean)
+        wanted = [wanted_mean, np.average(deviations, weights=weights)]
+        assert [mean, variance] == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def faded(visits: int) -> list[float]:
+    """The weight of each visit: equal for four, and each later one has a quarter of all."""
+    weights = [1 / min(visits, 4)] * min(visits, 4)
+    for _ in range(visits - 4):
+        weights = [weight * 3 / 4 for weight in weights] + [1 / 4]
+    return weights
+
+
+def test_a_prompt_that_is_solved_by_now_falls_behind_one_that_still_teaches_a_little():
+    buffer = Replay(ROWS, 12, 0.0, {})
+    solved = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    for _ in range(20):
+        buffer.update(ROWS[:1], solved[:1])
+    buffer.update(ROWS[1:2], torch.tensor([[0.25, 0.0]]))
+    assert buffer.mix(ROWS[2:4], 0.5) == [ROWS[2], ROWS[0]]
+    for _ in range(6):
+        buffer.update(ROWS[:1], solved[1:])
+    assert buffer.mix(ROWS[2:4], 0.5) == [ROWS[2], ROWS[1]]
 
 
 def test_a_group_teaches_the_gap_between_its_best_and_its_mean():
@@ -73,7 +96,7 @@ def test_a_group_teaches_the_gap_between_its_best_and_its_mean():
 def test_a_prompt_twice_in_a_step_is_two_visits():
     buffer = empty()
     buffer.update([ROWS[0], ROWS[0]], torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
-    assert buffer.state == {"total": 2, "prompts": {KEYS[0]: (2, 0.25, 0.125)}}
+    assert buffer.state == {"total": 2, "prompts": {KEYS[0]: (2, 0.25, 0.0625)}}
 
 
 def test_prompts_that_differ_in_spaces_are_one_and_in_case_are_not():
@@ -185,8 +208,8 @@ def test_it_is_never_larger_than_its_size_and_the_lowest_promise_goes(seed, size
         assert len(kept) == min(size, len(everything))
         kept_promises = []
         gone_promises = [0.0]
-        for key, (visits, mean, squares) in everything.items():
-            value = mean + math.sqrt(squares / visits)
+        for key, (_, mean, variance) in everything.items():
+            value = mean + math.sqrt(variance)
             assert keep_value(everything[key]) == value
             if key in kept:
                 assert kept[key] == everything[key]
