@@ -125,7 +125,10 @@ class Worker:
         self.answered = 0  # messages received from it
         self.fault = ""  # why it must be replaced
         self.socket.settimeout(START_SECONDS)
-        self.send(hello)
+        try:
+            self.send(hello)
+        except OSError:  # it is gone already, as on a machine without memory: attend() replaces it
+            self.fault = CLOSED
 
     def send(self, message) -> None:
         self.socket.sendall(pickle.dumps(message))

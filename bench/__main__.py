@@ -71,7 +71,7 @@ STEP_SECONDS = 300  # a step of SmolLM2 beside two busy processes took 86
 WARM = 3  # steps at the beginning of a run that do not count: allocators, caches, compilers
 FLAGS = {
     "arm": "",  # empty: comparisons
-    "against": "trl",
+    "against": "",  # empty: trl, or all of them for the real model
     "beta": 0.0,  # above 0 both keep a reference model
     "repeats": 5,  # pairs of runs in a comparison
     "steps": WARM + 5,  # of one run
@@ -148,7 +148,7 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["step
     environment["OMP_NUM_THREADS"] = "2"
     if arm.startswith("trl"):  # libgomp's default, which TRL's users have: common.py lowers ours
         environment["GOMP_SPINCOUNT"] = "300000"
-    for name in ("RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
         environment.pop(name, None)
     # a process for each: neither inherits the other's memory, threads or compiled code
     command = [sys.executable, "-m", "bench", scenario]
@@ -184,7 +184,6 @@ COLUMNS_OF_COMPARISONS = [
     "peak memory",
     "start to first step",
     "a step",
-    "neither learning nor rollouts, ours",
 ]
 
 
@@ -213,7 +212,6 @@ def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) 
     for name in ("step", "learn", "memory", "start"):
         cells.append(quartiles([pair[mine][name] / pair[theirs][name] for pair in pairs]))
     cells.append(f"{median_of(mine, 'step'):.2f} / {median_of(theirs, 'step'):.2f} s")
-    cells.append(f"{median_of(mine, 'rest'):.1%}")
     return row_of(cells)
 
 
@@ -350,7 +348,7 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
             )
     if flags["arm"] and flags["arm"] not in ARMS:
         raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")
-    if flags["against"] not in PAIRS:
+    if flags["against"] and flags["against"] not in PAIRS:
         raise UserError(f"--against={flags['against']} must be one of {', '.join(PAIRS)}")
     if flags["arm"] and len(scenarios) != 1:
         raise UserError(f"--arm={flags['arm']} needs one scenario, such as {GROWS_FROM}")
@@ -364,11 +362,14 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
 
 
 def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
-    """A comparison for each scenario of the command line; the real model has one of each
-    pair."""
+    """A comparison for each scenario of the command line; without --against the real model has one
+    of each pair."""
     chosen = []
     for scenario in scenarios:
-        for against in PAIRS if scenario == REAL else [flags["against"]]:
+        pairs = PAIRS if scenario == REAL else ["trl"]
+        if flags["against"]:
+            pairs = [flags["against"]]
+        for against in pairs:
             chosen.append((scenario, against, flags["beta"]))
     return chosen
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import resource
-import socket
 import tempfile
 import time
 from functools import partial
@@ -221,7 +220,7 @@ def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
     """The config of train.py that means what trl() asks of TRL."""
     size = parts(scenario)
     folder = prepare(scenario)
-    return {
+    settings = {
         "model": folder,
         "dataset": {"name": str(folder / "rows.jsonl")},
         "prompts_per_step": size["P"],
@@ -236,8 +235,10 @@ def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
         "learning_rate": 1e-5,
         "max_steps": steps + 1,  # the last one is weighed
         "save_steps": -1,  # TRL's saves are off too
-        "max_logp_difference": -1,  # a guard of ours, which random weights could trip
     }
+    if scenario != REAL:
+        settings["max_logp_difference"] = -1  # a guard of ours, which random weights could trip
+    return settings
 
 
 def watch(steps: int) -> tuple[list[float], dict]:
@@ -269,20 +270,19 @@ def watch(steps: int) -> tuple[list[float], dict]:
 
 
 def times_of(line: dict) -> dict:
-    """A line of metrics.jsonl as the arms say it. rest: the share of a step that is neither
-    learning nor rollouts."""
+    """A line of metrics.jsonl as the arms say it. What is no rollout is learning, as in TRL's arms,
+    where the sync of weights is part of the rollout that needs it."""
     step = line["time/step"]
-    # log-probs of the reference are a phase of their own here, and within a step of TRL's
-    learn = line["time/learn"] + line["time/score"]
-    rollout = line["time/rollout"]
-    rest = 1 - (learn + rollout) / step
-    return {"step": step, "learn": learn, "rollout": rollout, "rest": rest}
+    rollout = line["time/rollout"] + line["time/sync"]
+    return {"step": step, "learn": step - rollout, "rollout": rollout}
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM compiled, as TRL leaves it, and with as much for keys and values."""
+    """The same with vLLM compiled, as TRL leaves it, with as much for keys and values, and with the
+    importance sampling that TRL has beside vLLM. TRL makes a forward more for it."""
     options = {"enforce_eager": False, "kv_cache_memory_bytes": CACHE * GIB}
-    return ours(scenario, beta, steps, vllm_options=options)
+    changes = {"vllm_options": options, "importance_sampling": "sequence_mask"}
+    return ours(scenario, beta, steps, **changes)
 
 
 def ours_hf(scenario: str, beta: float, steps: int) -> tuple:
@@ -298,19 +298,23 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not changes.get("use_vllm"):
+        hide_vllm_from_trl()
     from trl import GRPOConfig, GRPOTrainer
 
     def rewards(completions, **columns):
         return [reward(text, "") for text in completions]
 
     folder = prepare(scenario)
+    # as ours on a CPU, whatever type the folder holds: SmolLM2's is bfloat16
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = make_clock()
     with tempfile.TemporaryDirectory() as out:
-        settings = settings_of_trl(scenario, beta, steps) | {"output_dir": out} | changes
+        settings = settings_of_trl(scenario, beta, steps, rows_of_trl(scenario, lm))
         trainer = GRPOTrainer(
-            # as ours on a CPU, whatever type the folder holds: SmolLM2's is bfloat16
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            args=GRPOConfig(**settings),
+            model=lm,
+            args=GRPOConfig(**settings | {"output_dir": out} | changes),
             processing_class=AutoTokenizer.from_pretrained(folder),
             reward_funcs=rewards,
             train_dataset=Dataset.from_list(read_rows(folder)),
@@ -335,15 +339,45 @@ PLAIN_TRL = {
 }
 
 
-def settings_of_trl(scenario: str, beta: float, steps: int) -> dict:
-    """The GRPOConfig that means what settings_of_ours() asks of ours."""
+def hide_vllm_from_trl() -> None:
+    """Before TRL is imported: it would load a vLLM that is installed, even to leave it unused."""
+    from trl import import_utils
+
+    import_utils.is_vllm_available = lambda min_version=None: False
+
+
+def tokens_of_ours(scenario: str, lm) -> int:
+    """max_tokens_per_micro_batch, as train.py chooses it where the config leaves it open."""
+    from common import load_config
+    from policy import count_parameters
+    from preflight import fitting_tokens
+
+    settings = settings_of_ours(scenario, beta=0.0, steps=1)
+    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    return fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
+
+
+def rows_of_trl(scenario: str, lm) -> int:
+    """Rows in a micro-batch of TRL's: as many as have the tokens of one of ours, a power of two."""
+    size = parts(scenario)
+    longest = LONGEST_PROMPT + size["T"]
+    rows = size["P"] * size["G"]
+    while rows > 1 and rows * longest > tokens_of_ours(scenario, lm):
+        rows //= 2
+    return rows
+
+
+def settings_of_trl(scenario: str, beta: float, steps: int, rows: int) -> dict:
+    """The GRPOConfig that means what settings_of_ours() asks of ours, with so many rows in a
+    micro-batch."""
     size = parts(scenario)
     if has_tail(scenario):
         generation = {"eos_token_id": ends(scenario)}
     else:
         generation = {"min_new_tokens": size["T"]}
     return PLAIN_TRL | {
-        "per_device_train_batch_size": size["P"] * size["G"],
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": size["P"] * size["G"] // rows,  # one update of all
         "num_generations": size["G"],
         "max_completion_length": size["T"],
         "generation_kwargs": generation,
@@ -406,21 +440,13 @@ def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
 
 
 def prepare_vllm_of_trl() -> None:
-    """One rank without torchrun, a sync that works on a CPU, and float32: TRL leaves the type to
-    vLLM, which takes bfloat16. Before TRL is imported: vLLM reads the environment once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """A sync that works on a CPU, and float32: TRL leaves the type to vLLM, which takes bfloat16.
+    Before TRL is imported: vLLM reads the environment once."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # in process, as ours is
         VLLM_CPU_KVCACHE_SPACE=str(CACHE),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_LOGGING_LEVEL="ERROR",
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
     )
     # only now: see above
     from trl.generation import vllm_generation
@@ -535,15 +561,11 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
 
     import learner
     import train
-    from policy import count_parameters
-    from preflight import fitting_tokens
 
     size = parts(scenario)
     engine = train.load_policy(config, torch.device("cpu"))
     lm = AutoModelForCausalLM.from_pretrained(prepare(scenario), dtype=torch.float32).train()
-    # as train.py does where the config leaves it open
-    tokens = fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
-    config = config | {"max_tokens_per_micro_batch": tokens}
+    config = config | {"max_tokens_per_micro_batch": tokens_of_ours(scenario, lm)}
     # (P, G), all different: every row has an advantage, so every row is learned from
     rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
     lengths = batch["lengths"].view(size["P"], size["G"])

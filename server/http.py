@@ -9,7 +9,6 @@ A call has one deadline, from connecting to the last byte of the answer, and a l
 the answer. A server's large answers are read one at a time. Text from a server is quoted in errors.
 """
 
-import base64
 import json
 import os
 import threading
@@ -174,9 +173,6 @@ class Server:
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
         sent = dict(headers or {})
-        if url.userinfo:  # http://user:password@host
-            password = f"{url.username}:{url.password}"
-            sent["Authorization"] = "Basic " + base64.b64encode(password.encode()).decode()
         method = "GET"
         content = None
         if body is not None:
@@ -335,6 +331,11 @@ def check_address(url: str, where: str) -> None:
         raise UserError(f"{where}: {error}") from None
     if not parsed.host:
         raise UserError(f"{where} names no host")
+    if parsed.userinfo:  # not shown here either
+        raise UserError(
+            f"rollout_server: the address of {parsed.host} has a user or a password in it, which "
+            f"config.json, messages and Weights & Biases would show: servers are asked without"
+        )
     if parsed.port is not None and not 1 <= parsed.port <= 65535:
         raise UserError(f"{where}: port {parsed.port} can't exist, ports are 1 to 65535")
 

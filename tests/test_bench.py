@@ -33,6 +33,8 @@ def test_the_real_model_is_a_scenario_in_every_comparison():
         ("smollm2", "trl_vllm", 0.5),
         ("P4G8T64V2048", "trl", 0.5),
     ]
+    flags, scenarios = bench.read_flags(["smollm2", "--against=trl_hf"])
+    assert bench.asked_for(flags, scenarios) == [("smollm2", "trl_hf", 0.0)]
     assert bench_arms.parts("smollm2") == {"P": 4, "G": 8, "T": 64, "V": 49152}
     assert not bench_arms.has_tail("smollm2")
 
@@ -42,6 +44,7 @@ def test_beside_trl_with_vllm_ours_has_a_cache_as_large(monkeypatch):
     monkeypatch.setattr(bench_arms, "ours", lambda *args, **changes: given.update(changes))
     bench_arms.ours_compiled("smollm2", 0.0, 4)
     assert given["vllm_options"]["kv_cache_memory_bytes"] == bench_arms.CACHE * 2**30
+    assert given["importance_sampling"] == "sequence_mask"  # TRL's own default
 
 
 def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
@@ -87,7 +90,7 @@ def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
         calls.append(arm)
         value = 1.0 if arm == mine else 2.0
         slower = 1 + len(calls) // 3  # the machine, as time goes on
-        return dict.fromkeys(("step", "learn", "memory", "start", "rest"), value * slower)
+        return dict.fromkeys(("step", "learn", "memory", "start"), value * slower)
 
     monkeypatch.setattr(bench, "measure", measure)
     row = bench.compare("P4G8T64V2048", against, 0.0, 4, 8)
@@ -147,7 +150,7 @@ def test_nothing_is_left_of_the_run_of_an_arm_of_ours(tmp_path, monkeypatch):
         out = Path(config["output_dir"])
         assert tmp_path in out.parents
         out.mkdir()  # it is new
-        times = {"time/step": 2.0, "time/learn": 1.0, "time/score": 0.0, "time/rollout": 0.5}
+        times = {"time/step": 2.0, "time/learn": 1.0, "time/sync": 0.25, "time/rollout": 0.5}
         (out / "metrics.jsonl").write_text((json.dumps(times) + "\n") * 5)
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -156,7 +159,9 @@ def test_nothing_is_left_of_the_run_of_an_arm_of_ours(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "main", main)
     # a tail: nothing of the engine is changed
     first, times = bench_arms.ours("P4G8T64V2048tail", 0.0, 4)
-    assert (first, len(times), times[0]["rest"]) == (7.0, 4, 0.25)
+    # what is no rollout is learning, as in TRL's
+    wanted = {"step": 2.0, "learn": 1.25, "rollout": 0.75}
+    assert (first, len(times), times[0]) == (7.0, 4, wanted)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +186,9 @@ class Trainer:
 @pytest.fixture
 def fake_trl(tmp_path, monkeypatch):
     trl = SimpleNamespace(GRPOConfig=SimpleNamespace, GRPOTrainer=Trainer)
+    trl.import_utils = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "trl", trl)
+    monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda scenario, lm: 512)
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *args, **more: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -207,6 +214,34 @@ def test_trls_model_is_of_float32_as_ours_whatever_the_folder_holds(tmp_path, mo
     assert given == {"dtype": torch.float32}
 
 
+@pytest.mark.usefixtures("fake_trl")
+def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_update(
+    tmp_path, monkeypatch
+):
+    given = []
+
+    class Noted(Trainer):
+        def __init__(self, args, **more):
+            given.append((args.per_device_train_batch_size, args.gradient_accumulation_steps))
+            super().__init__(args, **more)
+
+    monkeypatch.setattr(sys.modules["trl"], "GRPOTrainer", Noted)
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+    for tokens in (100_000, 512, 96, 1):  # a row has 32 + 64
+        monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda *_, limit=tokens: limit)
+        bench_arms.trl("P4G8T64V2048", 0.0, 4)
+    assert given == [(32, 1), (4, 8), (1, 32), (1, 32)]
+
+
+@pytest.mark.usefixtures("fake_trl")
+def test_trl_does_not_load_a_vllm_that_it_leaves_unused(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+    bench_arms.trl("P4G8T64V2048", 0.0, 4)
+    assert sys.modules["trl"].import_utils.is_vllm_available(min_version="0.26.0") is False
+
+
 def test_trls_vllm_is_of_float32_as_ours(monkeypatch):
     """Left alone it samples from float32 weights in bfloat16."""
     theirs = SimpleNamespace(VLLMGeneration=SimpleNamespace(), LLM=dict)
@@ -227,7 +262,7 @@ def test_nothing_is_left_of_trls_step_on_a_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["ours", "ours_hf", "limits"])
+@pytest.mark.parametrize("arm", ["ours", "ours_hf", "trl", "trl_vllm", "limits"])
 def test_an_arm_runs_and_prints_one_result(arm):
     command = [sys.executable, "-m", "bench", "P2G2T8V256", f"--arm={arm}", "--steps=5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)

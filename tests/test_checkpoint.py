@@ -252,6 +252,20 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_out_o
     assert names(checkpoint.set_aside(tmp_path, 2, kept)) == ["step_000002.abandoned3"]
 
 
+def test_a_run_that_goes_on_from_an_abandoned_branch_takes_the_folder_over_from_the_other(
+    alone, tiny_model_dir, tmp_path
+):
+    path = save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    kept = path.rename(tmp_path / "step_000002.abandoned")
+    save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    (tmp_path / "wandb_id").write_text("of the other branch")
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": str(kept)}
+    said = checkpoint.take_over(c, 2, ParameterCounts(10, 10))
+    assert "step_000002 is now" in said
+    assert checkpoint.latest(tmp_path) is None  # the other branch's is out of sight
+    assert not (tmp_path / "wandb_id").exists()
+
+
 def test_ranks_that_see_different_checkpoints_as_the_newest_stop(
     alone, tiny_model_dir, tmp_path, monkeypatch
 ):
@@ -389,6 +403,16 @@ def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path
     assert trace.exists() and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
 
 
+def test_ranks_share_the_search_for_code_and_together_search_everything(
+    alone, tiny_model_dir, tmp_path
+):
+    for shard in ("rng_0.pt", "engine/a.pt", "engine/b.pt"):
+        path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+        torch.save({"a": "/a/path"}, path / shard)
+        found = [checkpoint.code_in(path, rank, 3) for rank in range(3)]
+        assert sum(map(bool, found)) == 1 and shard in "".join(found)
+
+
 @pytest.mark.parametrize("name", ["../../.ssh/config", "/tmp/x", ".."])
 def test_no_shard_names_a_path(name, alone, tiny_model_dir, tmp_path):
     """DeepSpeed makes folders of the names of parameters when the number of ranks has changed."""
@@ -441,7 +465,8 @@ def test_a_manifest_of_nonsense_is_passed_over(text, alone, tiny_model_dir, tmp_
 
 def test_what_a_process_that_died_left_is_removed_weights_for_servers_too(tmp_path):
     """Also those of another host, and when the run that goes on has no servers."""
-    for name in ("step_000002.tmp", "step_000001.old", "weights/elsewhere-1-0123abcd-7", "mine"):
+    left = ["step_000002.tmp", "step_000001.old", "push_step_000001.tmp", "universal.tmp"]
+    for name in (*left, "weights/elsewhere-1-0123abcd-7", "mine"):
         (tmp_path / name / "engine").mkdir(parents=True)
     (tmp_path / "step_000003.old").symlink_to(tmp_path / "mine")
     checkpoint.tidy(tmp_path)
@@ -512,3 +537,9 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
     assert "12.00 GiB" in checkpoint.forecast(c | {"checkpoint_mode": "shallow"}, parameters)
     assert "none" in checkpoint.forecast(c | {"save_steps": -1}, parameters)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_keeps_what_the_config_says(alone, tiny_model_dir, tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=1, keep_every=2)
+    assert names(checkpoint.steps_of(tmp_path)) == ["step_000002", "step_000004", "step_000005"]

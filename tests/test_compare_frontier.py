@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from compare_runs import plan, read_lines, write_lines, write_run
+from matplotlib.figure import Figure
 
 from common import UserError
 from compare import frontier
@@ -173,6 +174,18 @@ def test_some_of_the_arms_can_be_shown(tmp_path, capsys):
     assert "| b |" not in shown
     with pytest.raises(UserError, match="no d, e among a, b, c"):
         frontier.main([str(file), "--arms=d,a,e"])
+
+
+def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: drawn.extend(figure.axes))
+    table = evaluations_of(tmp_path, line(0, 0.2, 0.5), line(50, 0.4, 0.7))
+    frontier.draw(table, tmp_path / "x.png", 8)
+    for axis, wanted in zip(drawn, ([0.5, 0.6], [0.25, 0.3]), strict=True):  # pass, coverage
+        path, _, start = axis.lines
+        assert path.get_xdata() == pytest.approx([0.2, 0.3])  # averaged with those before
+        assert path.get_ydata() == pytest.approx(wanted)
+        assert (start.get_xdata()[0], start.get_ydata()[0]) == (0.2, wanted[0])
 
 
 @pytest.mark.parametrize("argv", [[], ["a", "b"], ["--pictur=x"]])

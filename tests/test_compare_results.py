@@ -1,7 +1,9 @@
 """results.md and comparison.png: what they hold, which arms are doses of each other, and that what
 is damaged is named."""
 
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from compare_runs import K, plan, read_lines, write_lines, write_run
 
@@ -55,6 +57,49 @@ def test_what_training_did_not_evaluate_is_empty_at_the_start(tmp_path):
     compare.main([*argv, "--report_only=True"])
     (start,) = [line for line in text_of(tmp_path).splitlines() if "(start" in line]
     assert start == "| (start, one evaluation) |  | 0.900 | 0.375 |  |  |"
+
+
+def cells_of(table: str, start: str) -> list[str]:
+    (row,) = [line for line in table.splitlines() if line.startswith(start)]
+    return row.strip("| ").split(" | ")
+
+
+def test_the_tables_cells_are_what_their_heads_say(tmp_path):
+    runs, _ = plan(tmp_path, "a = {}\nb = {}\nc = {}", seeds=2)
+    for run in runs:
+        write_run(run, correct={"a": 3, "b": 5, "c": 4}[run["arm"]] + run["seed"] % 2)
+    outcomes = results.load_outcomes(runs)
+    of_effects = results.table_of_effects(outcomes, "a", K)
+    for e in results.effects(outcomes, "a").itertuples():
+        cells = cells_of(of_effects, f"| {e.arm} | {e.metric}@8 |")
+        assert cells[2] == f"{e.effect:+.3f}"
+        assert cells[3] == f"{e.low:+.3f} to {e.high:+.3f}" and e.low < e.high
+        assert cells[4] == f"{e.p_holm:.2g}"
+        assert cells[5] == f"{e.run_min:+.3f} to {e.run_max:+.3f}" and e.run_min < e.run_max
+    # the baseline goes from (mean .2, pass .6) to (.4, .5); b ends at .3, where a was halfway
+    ways = {"a": [(0.2, 0.6), (0.4, 0.5)], "b": [(0.2, 0.6), (0.3, 0.7)], "c": [(0.2, 0.6)] * 2}
+    lines = []
+    for arm, points in ways.items():
+        # twice three times: what is averaged over three evaluations is then the point itself
+        for step, (mean, passed) in enumerate([points[0]] * 3 + [points[1]] * 3):
+            for seed in (1, 2):
+                known = {"coverage": passed / 2, "distinct": 1.0}
+                line = {"arm": arm, "seed": seed, "step": step, "mean": mean, "pass": passed}
+                lines.append(line | known)
+    of_arms = results.table_of_arms(outcomes, pd.DataFrame(lines), "a", K)
+    assert cells_of(of_arms, "| b |")[-2:] == ["+0.150", "+0.075"]
+    assert cells_of(of_arms, "| c |")[-2:] == ["+0.000", "+0.000"]
+
+
+def test_a_path_is_drawn_with_its_mean_to_the_right(tmp_path):
+    lines = [
+        {"arm": "a", "seed": 1, "step": step, "mean": 0.1 * step, "pass": 0.9} for step in (1, 2)
+    ]
+    _, axis = plt.subplots()
+    results.draw_path(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
+    assert axis.lines[0].get_xdata() == pytest.approx([0.1, 0.2])
+    assert axis.lines[0].get_ydata() == pytest.approx([0.9, 0.9])
+    plt.close("all")
 
 
 def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):

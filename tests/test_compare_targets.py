@@ -50,6 +50,13 @@ def test_the_distance_is_of_the_last_half_and_bounds_are_counted(tmp_path, capsy
     ]
 
 
+def test_betas_bounds_are_its_own(tmp_path, capsys):
+    bounds = ["--beta_min=0.001", "--beta_max=0.5"]
+    lines = [step(0.1, 0.05, beta=beta) for beta in (0.001, 0.5, 0.2, 0.217)]
+    write_steps(tmp_path, "both", *bounds, lines=lines)
+    assert cells_of(tmp_path, capsys, "--last=4")[11:] == ["0.217", "50%"]
+
+
 def test_a_step_without_a_measurement_is_left_out_and_one_made_twice_counts_once(tmp_path, capsys):
     lines = [step(0.9, 0.9), step(None, 0.06), step(0.12, 0.06)]
     write_steps(tmp_path, "both", lines=lines)

@@ -437,6 +437,28 @@ def test_nor_on_one_that_somebody_evaluates_later(sums):
     assert prompts_of(inputs.pools[0]) == ["1+1", "2+1"]
 
 
+def test_every_seed_is_evaluated_on_the_same_problems(tiny_model_dir):
+    named = [f"--model={tiny_model_dir}", "--dataset.name=countdown", "--eval_max_prompts=5"]
+    of_seeds = []
+    for seed in (1, 2):
+        c = load_config([*named, f"--seed={seed}"])
+        of_seeds.append(prompts_of(preflight.eval_rows_of(c, sft.tiny_tokenizer())))
+    assert of_seeds[0] == of_seeds[1] and len(of_seeds[0]) == 5
+
+
+def test_the_easy_pools_task_has_its_reward_too(tiny_model_dir):
+    """Else every one of its rows would be worth 0."""
+    named = ["--dataset.name=countdown", "--easy_dataset.name=graph_coloring"]
+    rest = ["--easy_dataset.share=0.5", "--reward_funcs=['auto']", "--max_prompt_length=900"]
+    rest += ["--max_completion_length=64"]
+    c = load_config([f"--model={tiny_model_dir}", *named, *rest, "--eval_steps=0"])
+    inputs = preflight.load_inputs(c, 1)
+    assert {function.task for function in inputs.reward_functions} == {
+        "countdown",
+        "graph_coloring",
+    }
+
+
 def test_a_warm_start_learns_no_held_out_solution(tiny_model_dir, tmp_path, monkeypatch, capsys):
     rows = [{"prompt": f"{i}+1", "answer": str(i), "solutions": [str(i)]} for i in range(3)]
     path = jsonl(tmp_path, *rows)

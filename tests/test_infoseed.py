@@ -20,6 +20,7 @@ from deadlines import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data
 import infoseed
 import prompts
 import rollout
@@ -127,6 +128,21 @@ def test_entropy_gap_compares_the_weights_within_ordinary_and_within_seed_rows()
     assert gap(torch.tensor([[0.0, 0.0, 1.0, 0.0]])) == 0  # a tiny tau
 
 
+def test_the_metrics_of_seeds_are_of_the_tasks_reward_and_of_distances_between_means():
+    P, S = 3, 3
+    h = features(P, S, 0)
+    seeds = infoseed.Seeds.__new__(infoseed.Seeds)  # measured already: no engine is needed
+    seeds.count, seeds.h, seeds.log_q = S, h, torch.zeros(P * S, S)
+    seeds.task_rewards = torch.tensor([[1.0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]])
+    seeds.rewards = seeds.task_rewards + 5  # what InfoSeed adds is no reward of the task
+    metrics = seeds.metrics(SimpleNamespace(weights=None, active=None))
+    assert metrics["seed/reward"] == pytest.approx(1 / 9)
+    means = [[sum(h[p * S + s][k] for p in range(P)) / P for k in range(5)] for s in range(S)]
+    pairs = list(itertools.combinations(means, 2))
+    wanted = sum(math.dist(one, other) for one, other in pairs) / len(pairs)
+    assert metrics["seed/diversity_l2"] == pytest.approx(wanted, rel=1e-9)
+
+
 # --- groups and prompts
 
 
@@ -161,14 +177,18 @@ def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alo
 LONG = [{"id": "x", "prompt": "abcdef"}, {"id": "y", "prompt": "abc"}]
 
 
-def fitting(rule: str, limit: int) -> list[dict]:
+def fitting_config(rule: str, limit: int, *more) -> dict:
     flags = [
         "--info_seed_num_seeds=4",
         "--info_seed_prompt_template={prompt} (variant{seed})",
         f"--max_prompt_length={limit}",
         f"--long_prompts={rule}",
     ]
-    c = load_config(flags)
+    return load_config([*flags, *more])
+
+
+def fitting(rule: str, limit: int) -> list[dict]:
+    c = fitting_config(rule, limit)
     return prompts.encode_prompts(LONG, sft.tiny_tokenizer(), c, seeds=True)
 
 
@@ -181,6 +201,16 @@ def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
     assert len(fitting("error", 19)) == 2
     assert [row["id"] for row in fitting("drop", 18)] == ["y"]
     assert [row["prompt"] for row in fitting("truncate", 18)] == ["bcdef", "abc"]
+
+
+def test_so_it_is_in_every_source_that_a_run_trains_on(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in LONG))
+    named = [f"--dataset.name={file}", f"--easy_dataset.name={file}", "--easy_dataset.share=0.5"]
+    c = fitting_config("drop", 18, *named)
+    (pool,), _ = data.training_pools(c, sft.tiny_tokenizer())
+    assert [row["prompt"] for row in pool] == ["abc"]
+    assert [row["prompt"] for row in data.easy_rows(c, sft.tiny_tokenizer())] == ["abc"]
 
 
 class Sampler:

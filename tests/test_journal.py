@@ -1,5 +1,7 @@
 """What a run writes about itself, in a folder that may be a stranger's."""
 
+import subprocess
+
 import pytest
 
 import checkpoint
@@ -53,6 +55,55 @@ def test_metrics_that_are_a_link_become_a_file_of_the_runs_own(tmp_path):
     assert theirs.read_text() == '{"step": 1}\n'
     rows, _ = journal.read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_tokens_a_second_are_those_of_a_step_without_its_evaluation_and_checkpoint(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
+    timer = journal.Timer()
+    for phase, seconds in (("learn", 2), ("checkpoint", 8), ("evaluate", 16), ("rollout", 3)):
+        with timer(phase):
+            now[0] += seconds
+    assert timer.take(tokens=10)["tokens_per_second"] == 2.0
+
+
+class Run:
+    """In place of one at Weights & Biases."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self.logged = []
+
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        pass
+
+
+def test_weights_and_biases_gets_every_metric_under_its_step_and_goes_on_with_the_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("wandb.init", Run)
+    log = journal.MetricsLog(tmp_path, CONFIG | {"report_to": "wandb"}, 0)
+    log.write(0, {"eval/mean@8": 0.5})
+    log.write(1, {"reward": 1.0})
+    log.close()
+    assert log.wandb.logged == [(0, {"eval/mean@8": 0.5}), (1, {"reward": 1.0})]
+    assert log.wandb.settings["resume"] == "allow"
+    assert log.wandb.settings["id"] == (tmp_path / "wandb_id").read_text()
+
+
+def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@x"]
+    (tmp_path / "train.py").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(journal, "ROOT", tmp_path)
+    clean = journal.git_commit()
+    assert clean and "dirty" not in clean
+    (tmp_path / "train.py").write_text("2")
+    assert journal.git_commit() == f"{clean}-dirty"
 
 
 def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp_path):

@@ -496,6 +496,22 @@ def test_the_loss_reaches_the_policy_and_micro_batches_do_not_change_it(
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=atol)
 
 
+def test_a_second_update_contrasts_the_features_of_the_weights_as_they_are_now(tiny_model_dir):
+    meet()
+    c = load_config([f"--model={tiny_model_dir}", "--info_seed_num_seeds=2"])
+    c |= {"info_seed_lambda": 1.0, "info_seed_loss_type": "infonce"}
+    engine = train.load_policy(c, torch.device("cpu"))
+    seeds = infoseed.Seeds(engine, LIVED, c, "cpu")
+    with torch.no_grad():
+        for i, parameter in enumerate(engine.module.parameters()):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(i))
+    moved = infoseed.features(engine, seeds.batch, c)[0]
+    wanted = infoseed.info_nce(moved, 2, c["info_seed_temperature"]).item()
+    before = seeds.accumulate_gradients(update=0)["seed/loss"]
+    assert seeds.accumulate_gradients(update=1)["seed/loss"] == pytest.approx(wanted, rel=1e-5)
+    assert abs(before - wanted) > 0.01
+
+
 @pytest.mark.parametrize("kind", ["infonce", "ce"])
 def test_the_gradient_is_that_of_the_loss(tiny_model_dir, kind):
     """A step against it lowers the loss by about its squared length: nothing detached, no sign

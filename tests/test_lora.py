@@ -32,6 +32,7 @@ from policy import (
     add_adapters,
     count_parameters,
     model_weights,
+    move_frozen,
     named_weights,
     rounded,
 )
@@ -175,6 +176,18 @@ def test_frozen_weights_leave_a_gpu_before_the_sampler_takes_it(tiny_model_dir, 
     run.sampler.sleeps = False
     train.sync_weights(run)
     assert calls == ["cpu", "wake", ["sync", 27], "wake", ["sync", 27]]
+
+
+def test_what_leaves_the_gpu_is_frozen_and_what_is_trained_stays(tiny_model_dir):
+    """DeepSpeed has the trained weights in buffers of its own, which would not notice."""
+    weights = []
+    for parameter in policy_of(tiny_model_dir).lm.parameters():
+        data = SimpleNamespace(to=lambda device: f"moved to {device}")
+        weights.append(SimpleNamespace(requires_grad=parameter.requires_grad, data=data))
+    move_frozen(SimpleNamespace(parameters=lambda: weights), "cpu")
+    moved = [weight.data == "moved to cpu" for weight in weights]
+    assert moved == [not weight.requires_grad for weight in weights]
+    assert 0 < sum(moved) < len(moved)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen2_untied", "qwen2_bfloat16"])

@@ -3,6 +3,7 @@
 import jinja2
 import pytest
 from row_files import check_words, refusal
+from tokenizers.processors import TemplateProcessing
 
 import prompts
 import sft
@@ -47,6 +48,18 @@ def test_a_base_model_sees_the_bare_text_and_its_own_special_tokens():
     base = base_tokenizer()
     assert rendered(base, "--system_prompt=Q: ") == "Q: 1+1?"
     assert base.decode(encoded_ids(base)) == "1+1?"
+
+
+def test_the_tokenizer_adds_its_first_token_where_no_template_does():
+    """Llama's and Gemma's: twice with a template, never without, if this were turned round."""
+    for template, first in ((None, [3]), (OWN, [])):
+        tokenizer = sft.tiny_tokenizer()
+        tokenizer.chat_template = template
+        single = TemplateProcessing("<|user|> $A", special_tokens=[("<|user|>", 3)])
+        tokenizer.backend_tokenizer.post_processor = single
+        text = rendered(tokenizer)
+        characters = tokenizer.convert_tokens_to_ids(list(text))
+        assert encoded_ids(tokenizer) == first + characters
 
 
 def test_a_prompt_is_known_by_its_text_alone():

@@ -305,6 +305,14 @@ def test_ranks_spread_over_the_servers_with_tags_of_their_own_and_add_up_their_c
     assert engines[0].version == engines[1].version
 
 
+def test_a_server_that_one_rank_has_lost_counts_as_lost(two_ranks, make, stand_in):
+    one, two = stand_in(), stand_in()
+    engines = two_ranks.run(lambda rank: make(one, two))
+    engines[1].live.remove(engines[1].live[0])
+    found = two_ranks.run(lambda rank: engines[rank].take_metrics()["rollout/servers"])
+    assert found == [1, 1]
+
+
 def test_request_ids_of_an_evaluation_differ_between_ranks_and_from_one_time_to_the_next(
     two_ranks, make, stand_in, monkeypatch
 ):

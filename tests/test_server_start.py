@@ -101,14 +101,16 @@ def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(
         ("auto", "a:1", "must begin with http"),
         ("http://a:port", "", "rollout_server"),
         ("http://", "", "rollout_server"),
+        ("http://me:secret@a:1", "", "the address of a has a user or a password in it"),
     ],
 )
 def test_addresses_that_can_not_be_any_are_refused(
     setting, launcher, words, world, make, monkeypatch
 ):
     monkeypatch.setenv("ROLLOUT_SERVER", launcher)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words) as caught:
         make(setting, rollout_timeout=0.1)
+    assert "secret" not in str(caught.value)
 
 
 def test_addresses_are_those_of_the_config_or_for_auto_of_the_launcher(monkeypatch):
@@ -206,6 +208,18 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment  # two workers, a process each
+
+
+def test_a_server_on_gpus_has_what_an_engine_there_has(serve_with, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    argv, _ = serve_with("--dtype=bfloat16", "--tp=2", "--vllm_options.kv_cache_memory_bytes=99")
+    text = " ".join(argv)
+    assert ' --hf-overrides {"head_dtype": "float32"}' in text
+    assert " --disable-custom-all-reduce" in text
+    assert " --kv-cache-memory-bytes 99" in text
+    assert "--block-size" not in text and "--enforce-eager" not in text
+    argv, _ = serve_with("--dtype=bfloat16", "--tp=1")
+    assert "--disable-custom-all-reduce" not in argv and "--kv-cache-memory-bytes" not in argv
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused_before_vllm_starts(serve_with):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -355,6 +356,31 @@ def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
     assert status == 1
     assert three[1].url in sentence and "500" in sentence and "start the servers again" in sentence
     assert all(info.packed_buffer_size_bytes == nccl.PART for info in group.opened)
+
+
+def test_the_deadline_is_for_the_meeting_and_for_all_weights(world, make, three, lm, monkeypatch):
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    group = FakeNccl(monkeypatch)
+    happened = []
+
+    @contextmanager
+    def deadline(seconds):
+        happened.append(f"{seconds:.0f} s begin")
+        yield
+        happened.append("they end")
+
+    def noted(word, work):
+        return lambda *args, **settings: happened.append(word) or work(*args, **settings)
+
+    monkeypatch.setattr(nccl, "deadline", deadline)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", noted("met", group.open))
+    monkeypatch.setattr(
+        nccl_engine, "packed_nccl_broadcast_producer", noted("sent", group.broadcast)
+    )
+    engine = make(*three, synced=False, weight_sync="nccl")
+    engine.sync(named_weights(lm, 0))
+    assert happened == [f"{engine.seconds:.0f} s begin", "met", "sent", "they end"]
 
 
 def wait_for_ever() -> None:

@@ -1,5 +1,7 @@
 """What a warm start learns from."""
 
+import random
+
 import pytest
 from row_files import check_words, refusal
 
@@ -35,6 +37,21 @@ def test_solutions_that_are_too_long_are_counted(capsys):
     assert len(group) == 1
     sentence = "max_completion_length=20: 1 of 2 solutions are longer and are left out"
     assert sentence in capsys.readouterr().out
+
+
+def test_half_of_a_rows_demonstrations_show_a_seed_and_lean_to_its_own_solutions():
+    group = [{"prompt_ids": [1], "completion_ids": [i]} for i in range(6)]
+    seeded = [[1, 70], [1, 71], [1, 72]]
+    rng = random.Random(0)
+    drawn = [sft.demonstration(group, seeded, rng) for _ in range(6000)]
+    plain = [demo for demo in drawn if demo["prompt_ids"] == [1]]
+    assert len(plain) == pytest.approx(3000, abs=150)  # 4 standard deviations
+    for z, prompt in enumerate(seeded):
+        shown = [demo["completion_ids"][0] for demo in drawn if demo["prompt_ids"] == prompt]
+        assert len(shown) == pytest.approx(1000, abs=115)
+        own = sum(i // 2 == z for i in shown) / len(shown)  # two solutions of six are its own
+        assert own == pytest.approx(sft.SEEDED + (1 - sft.SEEDED) / 3, abs=0.06)
+    assert all(len(demo["prompt_ids"]) == 1 for demo in group)  # the rows stay as they are
 
 
 def test_a_tiny_model_is_not_trained_for_rows_that_are_longer_than_its_positions():

@@ -3,6 +3,8 @@ of its surroundings."""
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from reward_tools import (
 
 import scoring
 import workers
+from common import RunStopped
 from workers import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +104,57 @@ def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_
     said = refusal(pool.answers, jobs)
     pool.close()
     assert words in said and "when it is called" in said
+
+
+def test_the_time_that_an_import_takes_is_not_the_first_jobs(reward_folder, monkeypatch):
+    pool = Pool(1, 5.0, 1.0)
+    now = [0.0]
+    pool.clock = lambda: now[0]
+    take_start = pool.take_start
+
+    def take_late(worker, message):
+        if message == "ready":
+            now[0] += 100  # what was imported took longer than a job may
+        take_start(worker, message)
+
+    monkeypatch.setattr(pool, "take_start", take_late)
+    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
+    pool.close()
+
+
+def test_workers_that_never_start_end_the_run_after_a_few_tries(reward_folder, monkeypatch):
+    starts = []
+    start = Pool.start
+
+    def counted(pool):
+        starts.append(1)
+        assert len(starts) < 20
+        start(pool)
+
+    monkeypatch.setattr(Pool, "start", counted)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    pool = Pool(2, SLACK, 1.0)
+    with pytest.raises(RunStopped, match=r"reward workers don't start: .*exit status 1"):
+        pool.answers({1: job("hostile:act", "1")})
+    assert len(starts) == 2 + 4  # two of each
+    pool.close()
+
+
+CORE = """
+import resource
+def f(completion, answer, **row):
+    return float(resource.getrlimit(resource.RLIMIT_CORE)[0])
+"""
+
+
+def test_a_reward_that_crashes_leaves_no_core_file(reward_folder):
+    (reward_folder / "core.py").write_text(CORE)
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as much as is allowed
+    pool = Pool(1, SLACK, 1.0)
+    assert pool.answers({1: job("core:f", "1")}) == {1: 0.0}
+    pool.close()
+    resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 WAITS_FOR_MEMORY = """
