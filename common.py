@@ -296,7 +296,7 @@ def merge(config: dict, values: dict, source: str) -> dict:
                 raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
         key, _, entry = path.partition(".")
         if key not in config:
-            raise UserError(f"{source}: unknown key {name!r}{nearest(key, config)}")
+            raise UserError(f"{source}: unknown key {name!r}{nearest(name, config)}")
         where = f"{source}: {name}"
         if entry:
             if type(merged[key]) is not dict:
@@ -522,8 +522,9 @@ def load_config(argv) -> dict:
     refuse_two_words(argv)  # first, else the 3 of "--seed 3" would be read as a file
     defaults = default_config()
     config = dict(defaults)
-    flags = [read_flag(a, defaults) for a in argv if a.startswith("-")]
-    for path in [a for a in argv if not a.startswith("-")]:
+    flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
+    files = [word for word in argv if not word.startswith("-")]
+    for path in files:
         if str(path).endswith(".json"):
             values = read_settings(Path(path))
         else:
@@ -954,7 +955,41 @@ FOREIGN = {
     "run_name": "wandb_options.name",
     "log_completions": "--log_rollouts_steps=N writes them every N steps",
     "logging_steps": "every step is logged, in metrics.jsonl",
+    "hub_model_id": "push_to_hub",
+    "lora_r": "lora_rank",
+    "num_generations_eval": "eval_num_generations",
+    "torch_dtype": "dtype",
+    "dataset_train_split": "dataset.split",
+    "dataset_test_split": "eval_dataset.split",
+    "vllm_importance_sampling_mode": "importance_sampling",
+    "vllm_importance_sampling_cap": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
+    "vllm_server_base_url": "rollout_server",
+    "vllm_server_timeout": "rollout_timeout",
+    # sentences from here on, but for verl's names
     "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
+    "importance_sampling_level": '--objective=gspo is "sequence", the others are "token"',
+    "use_bias_correction_kl": "--kl_loss_type=k2 has the gradient of True at one update a batch, "
+    "k3 that of False",
+    "entropy_coef": "a bonus per token is --objective=token_entropy with --token_entropy_coef, a "
+    "sum over N * L where TRL has a mean over tokens",
+    "adam_epsilon": '--optimizer_options={"eps": 1e-8} has it',
+    "lora_alpha": "it is always 2 * lora_rank",
+    "peft_config": "adapters have a rank: --lora_rank=32",
+    "deepspeed": "--zero_stage=0 to 3; train.py:deepspeed_config has the rest",
+    "fp16": "the type of the model is --dtype=bfloat16 or float32",
+    "attn_implementation": "packed rows have an attention of their own, see packing.py",
+    "vllm_importance_sampling_correction": "--importance_sampling=none is False",
+    "vllm_max_model_length": "it is max_prompt_length + max_completion_length",
+    "top_entropy_quantile": "all tokens count",
+    "shuffle_dataset": "rows come in shuffled passes, by --seed",
+    "data_seed": "--seed orders the rows too",
+    "repetition_penalty": "completions are sampled from the whole distribution, which the loss "
+    "assumes",
+    "generation_kwargs": "completions are sampled from the whole distribution, which the loss "
+    "assumes",
+    "generation_batch_size": "--prompts_per_step says how many groups are sampled at once, and "
+    "each of --num_iterations updates takes all of them",
     "num_train_epochs": "a run has a number of steps: --max_steps",
     "per_device_train_batch_size": "--prompts_per_step counts over all ranks, and "
     "--max_tokens_per_micro_batch says what one forward takes",

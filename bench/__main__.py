@@ -21,8 +21,10 @@ T64 and its V of 49,152, beside TRL's in every way. Own flags: --against (trl, t
 --beta, --repeats, --steps (of a run; the first 3 do not count), and of one run --arm.
 
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
-ours compiles too (vllm_options.enforce_eager=False); beside trl it runs as it does by default, with
-vLLM, or in trl_hf without it (rollout_engine="hf").
+ours compiles too (vllm_options.enforce_eager=False), and has TRL's importance sampling, for which
+TRL makes a forward more; beside trl it runs as it does by default, with vLLM, or in trl_hf without
+it (rollout_engine="hf"). Both have as many tokens in a micro-batch, and what is no rollout counts
+as learning.
 """
 
 import json

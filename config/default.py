@@ -96,14 +96,14 @@ mode_entropy_score_norm = "sum"  # what becomes equal: "sum" log-probs, "length"
 maxent_target_weight_entropy = -1.0  # (steps) target for the entropy of w, nats; steers tau; -1 off
 maxent_target_excess_entropy = -1.0  # (steps) or this: 0 uniform over best rows, 1 over all; -1 off
 maxent_tau_lr = 0.03  # change of log tau a step and unit of error: 1 nat, or 1.0 of excess
-maxent_tau_min = 0.01
+maxent_tau_min = 0.01  # bounds of tau under a controller
 maxent_tau_max = 1.0  # 1 is much: above checks.tau_limit, 1 / ln(vocabulary), wrong answers win
 maxent_tau_warmup_steps = -1  # steps before tau moves; -1: warmup_steps; meta does not wait
 kl_target = 0.0  # nats per token (meta: of the scores over a group); steers beta; 0 off
 kl_horizon = 10.0  # a step changes beta by the share (relative error) / kl_horizon; 0 off
 kl_ctl_step_size = 0.2  # largest relative error that counts in a step; 0 off
-beta_min = 1e-4
-beta_max = 10.0
+beta_min = 1e-4  # bounds of beta under a controller
+beta_max = 10.0  # a tenth and less keeps it from running away from a large tau's KL
 controller_meta_method = ""  # moves tau and beta together: "analytic", "first_order",
 #                              "truncated_backprop"; "" off: the two rules above
 controller_meta_optimizer = "sgd"  # on log tau and log beta; "adam": for methods with a gradient
@@ -126,8 +126,8 @@ info_seed_pooling = "mean"  # of a completion's hidden states; "last": that of i
 info_seed_reward = 0.0  # per nat that a completion tells about its seed, added to its reward; 0 off
 
 # --- optimizer
-max_steps = 100
-learning_rate = 1e-6
+max_steps = 100  # batches of rollouts, each with its num_iterations updates
+learning_rate = 1e-6  # the highest, after the warm-up
 lr_scheduler_type = "constant"  # after the warm-up; "linear", "cosine": down to 0 at max_steps
 warmup_steps = 0  # 0 off
 optimizer = "adamw"  # a name in checks.OPTIMIZERS, such as "adafactor": moments of rows, columns
@@ -142,9 +142,9 @@ reference_placement = "device"  # reference: a copy per rank; "sharded": ZeRO-3;
 # --- evaluation
 eval_steps = 0  # evaluate every so many steps, before the first and after the last; 0 off
 eval_dataset = {}  # a source, by default its split "test"; {} that of dataset
-eval_max_prompts = 256
+eval_max_prompts = 256  # the first of the evaluation's rows, the same for every seed
 eval_num_generations = 8  # k of pass@k, mean@k, distinct@k, coverage@k
-eval_temperature = 1.0
+eval_temperature = 1.0  # at least 0.01, nearly greedy
 
 # --- checkpoints and logs
 save_steps = 0  # every N steps and at the end; 0 only at the end, -1 never

@@ -96,6 +96,19 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
 
 
 @pytest.mark.parametrize(
+    "flag, hint",
+    [
+        ("--actor_rollout_ref.actor.grad_clip=1", "config/default.py lists all keys"),
+        ("--datset.name=a", "did you mean 'dataset'?"),
+        ("--replays.size=3", "did you mean 'replay'?"),
+        ("--learning_rat=3", "did you mean 'learning_rate'?"),
+    ],
+)
+def test_a_name_is_likened_to_a_key_as_a_whole(flag, hint):
+    assert refusal(flag).endswith(hint)
+
+
+@pytest.mark.parametrize(
     "settings, sentence",
     [
         ({"top_p": 0.9}, "top_p is no key here"),

@@ -291,6 +291,7 @@ def test_a_json_config_has_the_same_limits(tmp_path):
         ),
         ("objective=maxent maxent_kl=True", ["maxent_kl=True", "beta=0.0"]),
         ("objective=grpo beta=0.1 maxent_kl=True", ["maxent_kl=True", "objective='grpo'"]),
+        ("push_to_hub=False", ["push_to_hub='False'", "must name a repository"]),
         ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
         ("dataset.name=x.jsonl dataset.more=tokens", ["dataset.more=['tokens']", "another name"]),
         ("eval_command=a:{checkpoint} save_steps=-1", ["eval_command='a:", "save_steps=-1"]),

@@ -13,9 +13,10 @@ several it divides each by its own tokens, which ours never does. - gspo's clip 
 rows there, of tokens here (each row counts with its length). - delta caps the ratio before the clip
 counts are taken: they agree only for delta above 1 + epsilon_high. -
 sampling/importance_sampling_ratio/* are of the ratio after the cap there, before it here. - Groups
-of equal rewards have rounding noise as advantages there (see the last test). sequence_geometric, k2
-and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL; its entropy bonus is
-a mean over the tokens of a micro-batch, not over N * L as in token_entropy."""
+of equal rewards have rounding noise as advantages there (see the last test). TRL's KL has, by
+default (use_bias_correction_kl), the value of k3 and on policy the gradient of k2.
+sequence_geometric and all of maxent, xdr, seed_grpo and mode entropy have no counterpart in TRL;
+its entropy bonus is a mean over the tokens of a micro-batch, not over N * L as in token_entropy."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -219,6 +220,18 @@ def test_loss_gradient_and_metrics_equal_trl(objective, case, off_policy):
         close(low, metrics["clip_ratio/low_mean"])
         close(high, metrics["clip_ratio/high_mean"])
         assert (low > 0) == (high > 0) == off_policy  # off-policy, both sides do clip
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo"])
+def test_trls_default_kl_has_the_gradient_of_k2_on_policy(objective):
+    step = changed(STEP, logps=STEP.old)
+    trainer = trl_trainer(step, objective, checks.OBJECTIVES[objective].scale, {"beta": 0.3}, False)
+    trainer.args.use_bias_correction_kl = True
+    batch = trl_batch(trainer)
+    _, grad = value_and_grad(lambda x: trl_loss(trainer, x, batch), step.logps)
+    case = {"objective": objective, "beta": 0.3, "importance_sampling": "none"}
+    close(ours(step, case | {"kl_loss_type": "k2"}).grad[0], grad)
+    assert (ours(step, case).grad[0] - grad).abs().max() > 1e-3  # k3, our default
 
 
 def test_every_case_drives_another_branch_of_trl():
