@@ -1014,7 +1014,9 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     targets = values_of(c["maxent_target_excess_entropy"])
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
         G = completions_per_prompt(c)
-        needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)))
+        # the temperature of w is tau + beta
+        tilt = c["maxent_q_temperature"] * c["beta"]
+        needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)) - tilt)
         if needed > limit * 1.001:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
@@ -1087,7 +1089,33 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "compare the likelihoods of a group's rows, and rows with a seed answered another "
             "prompt"
         )
-    return warnings + reward_warnings(c) + meta_warnings(c)
+    return warnings + kl_warnings(c) + reward_warnings(c) + meta_warnings(c)
+
+
+def kl_warnings(c: dict) -> list[str]:
+    """Sentences about a beta that acts on weights or goals, where a larger one does not mean a
+    smaller KL to the reference."""
+    if adds_kl(c) or c["beta"] == 0:
+        return []
+    if OBJECTIVES[c["objective"]].group_loss == "balance":
+        largest = c["beta_max"] if moves_beta(c) else c["beta"]
+        if largest <= c["maxent_tau"]:
+            return []
+        return [
+            f"under objective='flow' beta may be {largest:g}, above "
+            f"maxent_tau={c['maxent_tau']:.3g}: the reference is then sharpened beyond itself, and "
+            f"the KL rises with beta; keep beta, or beta_max, below maxent_tau"
+        ]
+    pulls_back = uses_scores(OBJECTIVES[c["objective"]], c)  # "listwise", "floored"
+    if not moves_beta(c) or pulls_back:
+        return []
+    how = "xdr_ref_tilt=True"
+    if OBJECTIVES[c["objective"]].group_loss:
+        how = f"maxent_loss={c['maxent_loss']!r}"
+    return [
+        f"with {how} beta changes the weights and nothing pulls the policy back to the reference: "
+        f"kl_target={c['kl_target']} will not be held by it"
+    ]
 
 
 def reward_warnings(c: dict) -> list[str]:

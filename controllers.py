@@ -12,8 +12,9 @@ weights flatter and their entropy larger, so the feedback is negative.
 beta: multiplied by 1 + clip(kl / target - 1, +-kl_ctl_step_size) / kl_horizon, the adaptive
 controller of Ziegler et al. 2019 (arXiv:1909.08593).
 
-meta: both descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, where H is the weights' mean entropy
-and K the mean KL from policy to reference over the group.
+meta: "first_order" and "truncated_backprop" descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, where H
+is the weights' mean entropy and K the mean KL from policy to reference over the group. "analytic"
+feeds the two residuals back instead, under which Phi may rise for a while.
 """
 
 import math
@@ -213,9 +214,9 @@ def virtual_policy(config: dict) -> Virtual:
 
 
 def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[float]]:
-    """((Phi, H, K), what to subtract from (log tau, log beta), times a learning rate, so that Phi
-    falls). That is the gradient of Phi through the virtual steps; for "analytic", the residuals
-    (H - H*, KL* - K), which need no differentiation."""
+    """((Phi, H, K), what to subtract from (log tau, log beta), times a learning rate). That is the
+    gradient of Phi through the virtual steps; for "analytic", the residuals (H - H*, KL* - K),
+    which need no differentiation."""
     import torch
 
     setpoints = Setpoints(entropy_target(state["step"], config), config["kl_target"])

@@ -61,8 +61,9 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     group's mean. Exactly 0 where all rewards of a group are equal, and for G = 1.
 
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
-    rows and -1 on wrong ones. It estimates the gradient of the first G terms of log p's series,
-    -sum_k (1 - p)^k / k (Tajwar et al. 2026, arXiv:2602.02710). The right rows of a group add up to
+    rows and -1 on wrong ones. It estimates the gradient of the first G - 1 terms of log p's series,
+    -sum_k (1 - p)^k / k; without the baseline it would be G terms (Tajwar et al. 2026,
+    arXiv:2602.02710), but the baseline is left out where K = 0. The right rows of a group add up to
     G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A is 0 where no reward is
     above 0. Negative rewards could bring the mean to nearly 0, so the divisor is at least
     max_group(r) / G; the mean of rewards >= 0 is never below that."""

@@ -16,8 +16,8 @@ Where this departs from the papers:
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
    is plain REINFORCE. With more updates, the log-probs of the first one serve as the old ones.
 4. Sampler and trainer compute slightly different log-probs. Their ratio is measured every step.
-   Policy-gradient objectives correct for it, capped at 3; maxent does not need to, because its
-   fixed point does not depend on the sampling distribution.
+   Policy-gradient objectives correct for it, capped at 3; maxent's listwise loss does not need to,
+   because its fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
    xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
 6. InfoSeed judges a row by the mean hidden state of each seed. These means leave out all rows of

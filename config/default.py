@@ -86,7 +86,7 @@ maxent_loss = "listwise"  # pulls p to w; "floored": p of bad rows counts as 1/G
 #                           "policy_gradient": w - 1/G as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent and flow also add beta * KL to the loss
 maxent_skip_equal_groups = "all"  # those of equal rewards; "wrong": at the step's lowest; "none"
-xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (the paper's, favours length)
+xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (favours length)
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers
 mode_entropy_coef = 0.0  # pull towards equally likely right answers, policy gradients only; 0 off

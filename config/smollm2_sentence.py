@@ -1,5 +1,5 @@
 # SmolLM2-135M-Instruct, a real pretrained model, learns on two CPU cores to use two given words in
-# a short sentence. Once (a minute), then two objectives with three seeds (one or two hours), or one:
+# a short sentence. Once (a minute), then two objectives with three seeds (an hour or two), or one:
 #   python -m bench.smollm2 runs/smollm2
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
 #     --seeds=3 --eval_seeds=1 --ranks=1

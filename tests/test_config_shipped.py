@@ -408,6 +408,39 @@ def test_settings_known_to_destroy_or_to_overshoot_are_warned_about():
     )
 
 
+def test_beta_is_part_of_the_temperature_that_an_excess_entropy_takes():
+    flags = ["--maxent_target_excess_entropy=0.05", "--maxent_tau_max=1.0"]
+    assert "takes maxent_q_temperature * maxent_tau to about 0.177" in warnings_of(150_000, *flags)
+    assert warnings_of(150_000, *flags, "--beta=0.1") == ""
+
+
+STEERED = ["--beta=0.01", "--kl_target=0.05", "--maxent_tau=0.1"]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], ""),
+        (["--maxent_loss=floored"], ""),
+        (["--objective=dr_grpo"], ""),
+        (["--maxent_loss=policy_gradient"], "with maxent_loss='policy_gradient' beta changes the"),
+        (["--maxent_loss=mle"], "kl_target=0.05 will not be held"),
+        (["--maxent_loss=mle", "--maxent_kl=True"], ""),
+        (["--objective=xdr"], ""),
+        (["--objective=xdr", "--xdr_ref_tilt=True"], "with xdr_ref_tilt=True beta changes"),
+        (["--objective=flow"], "beta may be 10, above maxent_tau=0.1"),
+        (["--objective=flow", "--beta_max=0.1"], ""),
+        (["--objective=flow", "--kl_target=0.0"], ""),
+        (["--objective=flow", "--kl_target=0.0", "--beta=0.5"], "beta may be 0.5, above"),
+    ],
+)
+def test_a_beta_that_holds_no_kl_is_warned_about(flags, words):
+    found = warnings_of(100, *STEERED, *flags)
+    kl = [word for word in ("kl_target", "beta may") if word in found]
+    assert words in found
+    assert bool(kl) == bool(words), found
+
+
 def test_a_controller_that_may_take_tau_to_where_wrong_answers_win_is_warned_about():
     entropy = "--maxent_target_weight_entropy=1.0"
     meta = ["--controller_meta_method=first_order", "--beta=0.1", "--kl_target=0.1"]

@@ -358,12 +358,28 @@ def test_mode_adaptive_tau_acts_on_each_group_alone():
 
 
 def test_maxrl_is_the_mean_score_of_the_right_rows_with_a_baseline():
-    """K of G right: (1/K) sum over right rows of dlogp, the estimator of the first G terms of log
-    p, minus the mean of all rows."""
+    """K of G right: (1/K) sum over right rows of dlogp minus the mean of all rows."""
     for K in range(1, 7):
         r = torch.tensor([[1.0] * K + [0.0] * (7 - K)])
         close(loss.group_advantages(r, "mean")[0] / 7, r[0] / K - 1 / 7)
     assert (loss.group_advantages(torch.tensor([[0.0, 0.0], [-1.0, -0.5]]), "mean") == 0).all()
+
+
+def test_maxrl_is_the_gradient_of_the_first_terms_of_log_p_by_enumeration_on_a_bandit():
+    """Three answers, one right, every sample of G of them: G - 1 terms of -sum_k (1 - p)^k / k."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
+    p = logits.softmax(0)
+    right = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    for G in (2, 3, 5):
+        samples = torch.tensor(list(itertools.product(range(3), repeat=G)))  # (3^G, G)
+        chance = p[samples].prod(1)
+        score = torch.eye(3, dtype=torch.float64)[samples] - p  # dlogp / dlogits, (3^G, G, 3)
+        A = loss.group_advantages(right[samples], "mean")
+        found = (chance[:, None] * (A[:, :, None] * score).sum(1)).sum(0) / G
+        leaf = logits.clone().requires_grad_()
+        wrong = 1 - leaf.softmax(0)[0]
+        series = -sum(wrong**k / k for k in range(1, G))
+        close(found, torch.autograd.grad(series, leaf)[0], 1e-12)
 
 
 def test_maxrl_stays_bounded_where_rewards_cancel():
