@@ -118,7 +118,8 @@ def test_the_time_that_an_import_takes_is_not_the_first_jobs(reward_folder, monk
         take_start(worker, message)
 
     monkeypatch.setattr(pool, "take_start", take_late)
-    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
+    # a nap: the answer must not come together with "ready"
+    assert pool.answers({1: job("hostile:act", "nap 1")}) == {1: 1.0}
     pool.close()
 
 
