@@ -361,8 +361,9 @@ def rows_of_trl(scenario: str, lm) -> int:
     """Rows in a micro-batch of TRL's: as many as have the tokens of one of ours, a power of two."""
     size = parts(scenario)
     longest = LONGEST_PROMPT + size["T"]
+    tokens = tokens_of_ours(scenario, lm)
     rows = size["P"] * size["G"]
-    while rows > 1 and rows * longest > tokens_of_ours(scenario, lm):
+    while rows > 1 and rows * longest > tokens:
         rows //= 2
     return rows
 

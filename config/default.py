@@ -103,7 +103,7 @@ kl_target = 0.0  # nats per token (meta: of the scores over a group); steers bet
 kl_horizon = 10.0  # a step changes beta by the share (relative error) / kl_horizon; 0 off
 kl_ctl_step_size = 0.2  # largest relative error that counts in a step; 0 off
 beta_min = 1e-4  # bounds of beta under a controller
-beta_max = 10.0  # a tenth and less keeps it from running away from a large tau's KL
+beta_max = 10.0  # 0.05 keeps it from running away where tau begins too large
 controller_meta_method = ""  # moves tau and beta together: "analytic", "first_order",
 #                              "truncated_backprop"; "" off: the two rules above
 controller_meta_optimizer = "sgd"  # on log tau and log beta; "adam": for methods with a gradient
