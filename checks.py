@@ -1095,9 +1095,10 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
 def kl_warnings(c: dict) -> list[str]:
     """Sentences about a beta that acts on weights or goals, where a larger one does not mean a
     smaller KL to the reference."""
+    objective = OBJECTIVES[c["objective"]]
     if adds_kl(c) or c["beta"] == 0:
         return []
-    if OBJECTIVES[c["objective"]].group_loss == "balance":
+    if objective.group_loss == "balance":
         largest = c["beta_max"] if moves_beta(c) else c["beta"]
         if largest <= c["maxent_tau"]:
             return []
@@ -1106,12 +1107,10 @@ def kl_warnings(c: dict) -> list[str]:
             f"maxent_tau={c['maxent_tau']:.3g}: the reference is then sharpened beyond itself, and "
             f"the KL rises with beta; keep beta, or beta_max, below maxent_tau"
         ]
-    pulls_back = uses_scores(OBJECTIVES[c["objective"]], c)  # "listwise", "floored"
+    pulls_back = uses_scores(objective, c)  # "listwise", "floored"
     if not moves_beta(c) or pulls_back:
         return []
-    how = "xdr_ref_tilt=True"
-    if OBJECTIVES[c["objective"]].group_loss:
-        how = f"maxent_loss={c['maxent_loss']!r}"
+    how = f"maxent_loss={c['maxent_loss']!r}" if objective.group_loss else "xdr_ref_tilt=True"
     return [
         f"with {how} beta changes the weights and nothing pulls the policy back to the reference: "
         f"kl_target={c['kl_target']} will not be held by it"

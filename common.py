@@ -946,6 +946,7 @@ REPLACED = {
     "client_tag": "set the environment variable VLLM_CLIENT_TAG",
     "hub_private_repo": "a repository that push_to_hub makes is always private",
 }
+WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
 # the same for keys of TRL and verl, which no run of ours has in its config.json
 FOREIGN = {
     "lr": "learning_rate",
@@ -953,8 +954,6 @@ FOREIGN = {
     "max_new_tokens": "max_completion_length",
     "model_name_or_path": "model",
     "run_name": "wandb_options.name",
-    "log_completions": "--log_rollouts_steps=N writes them every N steps",
-    "logging_steps": "every step is logged, in metrics.jsonl",
     "hub_model_id": "push_to_hub",
     "lora_r": "lora_rank",
     "num_generations_eval": "eval_num_generations",
@@ -967,6 +966,8 @@ FOREIGN = {
     "vllm_server_base_url": "rollout_server",
     "vllm_server_timeout": "rollout_timeout",
     # sentences from here on, but for verl's names
+    "log_completions": "--log_rollouts_steps=N writes them every N steps",
+    "logging_steps": "every step is logged, in metrics.jsonl",
     "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
     "importance_sampling_level": '--objective=gspo is "sequence", the others are "token"',
     "use_bias_correction_kl": "--kl_loss_type=k2 has the gradient of True at one update a batch, "
@@ -984,10 +985,8 @@ FOREIGN = {
     "top_entropy_quantile": "all tokens count",
     "shuffle_dataset": "rows come in shuffled passes, by --seed",
     "data_seed": "--seed orders the rows too",
-    "repetition_penalty": "completions are sampled from the whole distribution, which the loss "
-    "assumes",
-    "generation_kwargs": "completions are sampled from the whole distribution, which the loss "
-    "assumes",
+    "repetition_penalty": WHOLE,
+    "generation_kwargs": WHOLE,
     "generation_batch_size": "--prompts_per_step says how many groups are sampled at once, and "
     "each of --num_iterations updates takes all of them",
     "num_train_epochs": "a run has a number of steps: --max_steps",
@@ -998,9 +997,9 @@ FOREIGN = {
     "steps_per_generation": "--num_iterations updates are made on the whole batch",
     "use_vllm": '--rollout_engine="vllm", "server" or "hf"',
     "bf16": "the type of the model is --dtype=bfloat16",
-    "top_p": "completions are sampled from the whole distribution, which the loss assumes",
-    "top_k": "completions are sampled from the whole distribution, which the loss assumes",
-    "min_p": "completions are sampled from the whole distribution, which the loss assumes",
+    "top_p": WHOLE,
+    "top_k": WHOLE,
+    "min_p": WHOLE,
     "vllm_mode": '--rollout_engine="vllm" runs in this process, "server" talks to others',
     "sync_ref_model": "the reference stays the model that the run began with",
     "mask_truncated_completions": "completions that were cut off count like others; the reward "

@@ -198,7 +198,6 @@ def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
     """train.py, one rank, vLLM in process. Changes train.py's modules for good: one call a
     process."""
     import train
-    from common import load_config
 
     began, peaks = watch(steps)
     if not has_tail(scenario):
@@ -206,14 +205,20 @@ def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
     with tempfile.TemporaryDirectory() as base:
         out = Path(base) / "run"  # a new folder: train.py refuses a used one
         settings = settings_of_ours(scenario, beta, steps) | {"output_dir": out} | changes
-        # as flags: checked as a user's would be
-        config = load_config([f"--{key}={value}" for key, value in settings.items()])
+        config = checked_config(settings)
         train.main(config)
         lines = (out / "metrics.jsonl").read_text().splitlines()
     times = []
     for line in lines[:steps]:  # not the step that was weighed
         times.append(times_of(json.loads(line)) | peaks)
     return began[0], times
+
+
+def checked_config(settings: dict) -> dict:
+    """A config of ours with these settings, given as flags: checked as a user's would be."""
+    from common import load_config
+
+    return load_config([f"--{key}={value}" for key, value in settings.items()])
 
 
 def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
@@ -348,12 +353,11 @@ def hide_vllm_from_trl() -> None:
 
 def tokens_of_ours(scenario: str, lm) -> int:
     """max_tokens_per_micro_batch, as train.py chooses it where the config leaves it open."""
-    from common import load_config
     from policy import count_parameters
     from preflight import fitting_tokens
 
     settings = settings_of_ours(scenario, beta=0.0, steps=1)
-    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    config = checked_config(settings)
     return fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
 
 
@@ -473,7 +477,6 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
     import torch
 
     import rollout
-    from common import load_config
     from ranks import start_distributed
 
     device = start_distributed().device
@@ -487,7 +490,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
         "max_prompt_length": LONGEST_PROMPT,
         "max_completion_length": parts(scenario)["T"],
     }
-    config = load_config([f"--{key}={value}" for key, value in settings.items()])
+    config = checked_config(settings)
     sampler = rollout.VllmEngine(str(folder), config, torch.float32, device)
     never_end(sampler)
     roll, vllm = rollouts_and_limit(sampler, scenario)

@@ -3,9 +3,9 @@
 import torch
 
 import rollout
+from bench.arms import checked_config
 from bench.gpu import SHAPES, Finding
 from bench.shapes import GIB, model_folder
-from common import load_config
 from policy import Policy, named_weights
 from ranks import start_distributed
 
@@ -32,7 +32,7 @@ class Case:
             # a GPU's own share; on a CPU half a GiB of keys and values is plenty here
             "vllm_options": {} if on_gpu else {"kv_cache_memory_bytes": 2**29},
         }
-        c = load_config([f"--{key}={value}" for key, value in values.items()])
+        c = checked_config(values)
         # the engine first: it measures what is free
         self.engine = rollout.VllmEngine(str(folder), c, torch.bfloat16, self.device)
         self.engine.sleep()

@@ -12,6 +12,7 @@ import learner
 import loss
 import packing
 import train
+from bench.arms import checked_config
 from bench.gpu import SHAPES, Finding
 from bench.shapes import (
     GIB,
@@ -23,7 +24,6 @@ from bench.shapes import (
     seconds_of,
     wait_for,
 )
-from common import load_config
 from policy import count_parameters, named_weights
 from preflight import memory_estimate, on_device
 from ranks import start_distributed
@@ -61,7 +61,7 @@ class Case:
             "num_generations": G,
             "max_tokens_per_micro_batch": self.tokens,
         } | changes
-        self.c = load_config([f"--{key}={value}" for key, value in values.items()])
+        self.c = checked_config(values)
         self.held = torch.cuda.memory_allocated() if self.gpu else 0  # by others, bytes
         self.engine = train.load_policy(self.c, self.device)
         self.reference = train.load_reference(self.c, self.engine, self.device)

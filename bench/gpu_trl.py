@@ -28,9 +28,9 @@ def trl(setting):
     # TRL's first: ours sets the variables of a launcher, with which TRL would train in parallel on
     # one GPU, with a second copy of all gradients
     for name, tokens, recomputed in cases:
+        here = setting._replace(shape=name)
         for dtype in (torch.float32, torch.bfloat16):
             what = f"{name}, TRL, {str(dtype).removeprefix('torch.')}"
-            here = setting._replace(shape=name)
             yield finding_of(what, *trl_step(here, tokens, recomputed, dtype))
             gc.collect()  # engines and trainers hold themselves in circles
     for name, tokens, recomputed in cases:

@@ -189,35 +189,31 @@ def fake_trl(tmp_path, monkeypatch):
     trl.import_utils = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "trl", trl)
     monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda scenario, lm: 512)
+    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
+    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *args, **more: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
 @pytest.mark.usefixtures("fake_trl")
-def test_nothing_is_left_of_the_run_of_an_arm_of_trls(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
-    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+def test_nothing_is_left_of_the_run_of_an_arm_of_trls(tmp_path):
     first, times = bench_arms.trl("P4G8T64V2048", 0.0, 8)
     assert first > 0 and len(times) == 8
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("fake_trl")
-def test_trls_model_is_of_float32_as_ours_whatever_the_folder_holds(tmp_path, monkeypatch):
+def test_trls_model_is_of_float32_as_ours_whatever_the_folder_holds(monkeypatch):
     given = {}
     model = "transformers.AutoModelForCausalLM.from_pretrained"
     monkeypatch.setattr(model, lambda folder, **more: given.update(more))
-    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
-    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
     bench_arms.trl("smollm2", 0.0, 4)
     assert given == {"dtype": torch.float32}
 
 
 @pytest.mark.usefixtures("fake_trl")
-def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_update(
-    tmp_path, monkeypatch
-):
+def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_update(monkeypatch):
     given = []
 
     class Noted(Trainer):
@@ -226,8 +222,6 @@ def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_upd
             super().__init__(args, **more)
 
     monkeypatch.setattr(sys.modules["trl"], "GRPOTrainer", Noted)
-    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
-    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
     for tokens in (100_000, 512, 96, 1):  # a row has 32 + 64
         monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda *_, limit=tokens: limit)
         bench_arms.trl("P4G8T64V2048", 0.0, 4)
@@ -235,9 +229,7 @@ def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_upd
 
 
 @pytest.mark.usefixtures("fake_trl")
-def test_trl_does_not_load_a_vllm_that_it_leaves_unused(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
-    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
+def test_trl_does_not_load_a_vllm_that_it_leaves_unused():
     bench_arms.trl("P4G8T64V2048", 0.0, 4)
     assert sys.modules["trl"].import_utils.is_vllm_available(min_version="0.26.0") is False
 

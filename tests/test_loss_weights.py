@@ -365,18 +365,24 @@ def test_maxrl_is_the_mean_score_of_the_right_rows_with_a_baseline():
     assert (loss.group_advantages(torch.tensor([[0.0, 0.0], [-1.0, -0.5]]), "mean") == 0).all()
 
 
+LOGITS = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)  # of a bandit's three answers
+
+
+def samples_of_a_bandit(G: int) -> tuple:
+    """(every sample of G answers (3^G, G), its chance (3^G,), dlogp / dlogits (3^G, G, 3))"""
+    p = LOGITS.softmax(0)
+    samples = torch.tensor(list(itertools.product(range(3), repeat=G)))
+    return samples, p[samples].prod(1), torch.eye(3, dtype=torch.float64)[samples] - p
+
+
 def test_maxrl_is_the_gradient_of_the_first_terms_of_log_p_by_enumeration_on_a_bandit():
     """Three answers, one right, every sample of G of them: G - 1 terms of -sum_k (1 - p)^k / k."""
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
-    p = logits.softmax(0)
     right = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     for G in (2, 3, 5):
-        samples = torch.tensor(list(itertools.product(range(3), repeat=G)))  # (3^G, G)
-        chance = p[samples].prod(1)
-        score = torch.eye(3, dtype=torch.float64)[samples] - p  # dlogp / dlogits, (3^G, G, 3)
+        samples, chance, score = samples_of_a_bandit(G)
         A = loss.group_advantages(right[samples], "mean")
         found = (chance[:, None] * (A[:, :, None] * score).sum(1)).sum(0) / G
-        leaf = logits.clone().requires_grad_()
+        leaf = LOGITS.clone().requires_grad_()
         wrong = 1 - leaf.softmax(0)[0]
         series = -sum(wrong**k / k for k in range(1, G))
         close(found, torch.autograd.grad(series, leaf)[0], 1e-12)
@@ -393,16 +399,12 @@ def test_maxrl_stays_bounded_where_rewards_cancel():
 def test_the_pass_at_k_gradient_is_unbiased_by_enumeration_on_a_bandit():
     """Three answers, every sample of G of them: E[sum_i A_i dlogp_i / G] is the gradient of the
     expected best of k, in float64."""
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
-    p = logits.softmax(0)
     for values in ([1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.4, -0.5]):
         values = torch.tensor(values, dtype=torch.float64)
         for G in (2, 3, 4):
-            samples = torch.tensor(list(itertools.product(range(3), repeat=G)))  # (3^G, G)
-            chance = p[samples].prod(1)
-            score = torch.eye(3, dtype=torch.float64)[samples] - p  # dlogp / dlogits, (3^G, G, 3)
+            samples, chance, score = samples_of_a_bandit(G)
             for k in range(1, G + 1):
-                leaf = logits.clone().requires_grad_()
+                leaf = LOGITS.clone().requires_grad_()
                 sets = torch.tensor(list(itertools.product(range(3), repeat=k)))
                 best = values[sets].amax(1)
                 pass_at_k = (leaf.softmax(0)[sets].prod(1) * best).sum()

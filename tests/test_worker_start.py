@@ -153,9 +153,10 @@ def test_a_reward_that_crashes_leaves_no_core_file(reward_folder):
     before = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as much as is allowed
     pool = Pool(1, SLACK, 1.0)
-    assert pool.answers({1: job("core:f", "1")}) == {1: 0.0}
+    answers = pool.answers({1: job("core:f", "1")})
     pool.close()
     resource.setrlimit(resource.RLIMIT_CORE, before)
+    assert answers == {1: 0.0}
 
 
 WAITS_FOR_MEMORY = """
