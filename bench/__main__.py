@@ -37,18 +37,11 @@ import sys
 import time
 from pathlib import Path
 
-from bench.arms import (
-    REAL,
-    limits,
-    memory_so_far,
-    ours,
-    ours_compiled,
-    ours_hf,
-    prepare,
-    trl,
-    trl_vllm,
-)
+from bench.arms import memory_so_far, ours, ours_compiled, ours_hf
+from bench.limits import limits
 from bench.processes import run_for
+from bench.scenarios import REAL, prepare
+from bench.trl_arms import trl, trl_vllm
 from common import ROOT, RunStopped, UserError, own_flags, script
 
 STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it

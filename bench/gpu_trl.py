@@ -7,10 +7,11 @@ import tempfile
 
 import torch
 
-from bench.arms import PLAIN_TRL, make_clock, tokenizer_of
 from bench.gpu import SHAPES, Finding
 from bench.gpu_learner import Case
+from bench.scenarios import tokenizer_of
 from bench.shapes import GIB, PROMPT, batch_of, model_folder, seconds_of
+from bench.trl_arms import PLAIN_TRL, make_clock
 
 REPEATS = 5  # steps that count
 WARM = 3  # steps before these

@@ -2,11 +2,9 @@
 nothing is left of what they wrote."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +13,14 @@ from exact_matrix import ROOT
 
 from bench import __main__ as bench
 from bench import arms as bench_arms
-from bench import gpu, gpu_trl
+from bench.scenarios import ends, has_tail, parts
 from common import RunStopped, UserError
 
 
 def test_a_scenario_is_read_from_its_name():
-    assert bench_arms.parts("P4G8T512V2048tail") == {"P": 4, "G": 8, "T": 512, "V": 2048}
+    assert parts("P4G8T512V2048tail") == {"P": 4, "G": 8, "T": 512, "V": 2048}
     for scenario, *_ in bench.COMPARISONS:
-        assert list(bench_arms.parts(scenario)) == ["P", "G", "T", "V"]
+        assert list(parts(scenario)) == ["P", "G", "T", "V"]
 
 
 def test_the_real_model_is_a_scenario_in_every_comparison():
@@ -35,8 +33,8 @@ def test_the_real_model_is_a_scenario_in_every_comparison():
     ]
     flags, scenarios = bench.read_flags(["smollm2", "--against=trl_hf"])
     assert bench.asked_for(flags, scenarios) == [("smollm2", "trl_hf", 0.0)]
-    assert bench_arms.parts("smollm2") == {"P": 4, "G": 8, "T": 64, "V": 49152}
-    assert not bench_arms.has_tail("smollm2")
+    assert parts("smollm2") == {"P": 4, "G": 8, "T": 64, "V": 49152}
+    assert not has_tail("smollm2")
 
 
 def test_beside_trl_with_vllm_ours_has_a_cache_as_large(monkeypatch):
@@ -48,10 +46,10 @@ def test_beside_trl_with_vllm_ours_has_a_cache_as_large(monkeypatch):
 
 
 def test_one_token_in_64_ends_a_completion_of_a_heavy_tail():
-    ends = bench_arms.ends("P4G8T512V2048tail")
-    assert len(ends) == len(set(ends)) == 2048 // 64
-    assert max(ends) < 2048
-    assert bench_arms.ends("P4G8T64V2048") == [0]
+    found = ends("P4G8T512V2048tail")
+    assert len(found) == len(set(found)) == 2048 // 64
+    assert max(found) < 2048
+    assert ends("P4G8T64V2048") == [0]
 
 
 def test_work_is_weighed_by_what_it_holds_at_once():
@@ -162,94 +160,6 @@ def test_nothing_is_left_of_the_run_of_an_arm_of_ours(tmp_path, monkeypatch):
     # what is no rollout is learning, as in TRL's
     wanted = {"step": 2.0, "learn": 1.25, "rollout": 0.75}
     assert (first, len(times), times[0]) == (7.0, 4, wanted)
-    assert list(tmp_path.iterdir()) == []
-
-
-class Trainer:
-    """Of TRL, which writes something into its folder."""
-
-    def __init__(self, args, callbacks, **more):
-        self.folder = Path(args.output_dir)
-        (self.clock,) = callbacks
-
-    def _generate(self):
-        pass
-
-    def train(self):
-        (self.folder / "README.md").write_text("trained")
-        for _ in range(8):
-            self.clock.on_step_begin()
-            self._generate()
-            self.clock.on_step_end()
-
-
-@pytest.fixture
-def fake_trl(tmp_path, monkeypatch):
-    trl = SimpleNamespace(GRPOConfig=SimpleNamespace, GRPOTrainer=Trainer)
-    trl.import_utils = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "trl", trl)
-    monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda scenario, lm: 512)
-    monkeypatch.setattr(bench_arms, "prepare", lambda scenario: tmp_path)
-    monkeypatch.setattr(bench_arms, "read_rows", lambda folder: [{"prompt": "a"}])
-    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *args, **more: None)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
-@pytest.mark.usefixtures("fake_trl")
-def test_nothing_is_left_of_the_run_of_an_arm_of_trls(tmp_path):
-    first, times = bench_arms.trl("P4G8T64V2048", 0.0, 8)
-    assert first > 0 and len(times) == 8
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("fake_trl")
-def test_trls_model_is_of_float32_as_ours_whatever_the_folder_holds(monkeypatch):
-    given = {}
-    model = "transformers.AutoModelForCausalLM.from_pretrained"
-    monkeypatch.setattr(model, lambda folder, **more: given.update(more))
-    bench_arms.trl("smollm2", 0.0, 4)
-    assert given == {"dtype": torch.float32}
-
-
-@pytest.mark.usefixtures("fake_trl")
-def test_trls_micro_batches_have_the_tokens_of_ours_and_all_of_them_make_one_update(monkeypatch):
-    given = []
-
-    class Noted(Trainer):
-        def __init__(self, args, **more):
-            given.append((args.per_device_train_batch_size, args.gradient_accumulation_steps))
-            super().__init__(args, **more)
-
-    monkeypatch.setattr(sys.modules["trl"], "GRPOTrainer", Noted)
-    for tokens in (100_000, 512, 96, 1):  # a row has 32 + 64
-        monkeypatch.setattr(bench_arms, "tokens_of_ours", lambda *_, limit=tokens: limit)
-        bench_arms.trl("P4G8T64V2048", 0.0, 4)
-    assert given == [(32, 1), (4, 8), (1, 32), (1, 32)]
-
-
-@pytest.mark.usefixtures("fake_trl")
-def test_trl_does_not_load_a_vllm_that_it_leaves_unused():
-    bench_arms.trl("P4G8T64V2048", 0.0, 4)
-    assert sys.modules["trl"].import_utils.is_vllm_available(min_version="0.26.0") is False
-
-
-def test_trls_vllm_is_of_float32_as_ours(monkeypatch):
-    """Left alone it samples from float32 weights in bfloat16."""
-    theirs = SimpleNamespace(VLLMGeneration=SimpleNamespace(), LLM=dict)
-    generation = SimpleNamespace(vllm_generation=theirs)
-    monkeypatch.setitem(sys.modules, "trl.generation", generation)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    bench_arms.prepare_vllm_of_trl()
-    assert theirs.LLM(model="a") == {"model": "a", "dtype": "float32"}
-
-
-@pytest.mark.usefixtures("fake_trl")
-def test_nothing_is_left_of_trls_step_on_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_trl, "model_folder", lambda shape, device: tmp_path)
-    setting = gpu.Setting("cpu", "tiny")
-    seconds, gib = gpu_trl.trl_step(setting, 1300, False, torch.float32)
-    assert seconds > 0 and gib == 0
     assert list(tmp_path.iterdir()) == []
 
 

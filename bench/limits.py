@@ -1,0 +1,135 @@
+"""The least that a step of ours could cost, beside what it costs: the arm "limits" of
+`python -m bench`."""
+
+import time
+
+from bench.arms import checked_config, never_end
+from bench.scenarios import END, LONGEST_PROMPT, parts, prepare, read_rows
+from bench.trl_arms import tokens_of_ours
+
+
+def limits(scenario: str, beta: float, steps: int) -> tuple:
+    """What a step's two halves cost beside the least that they could: the learning phase beside a
+    bare forward and backward of the same tokens, rollouts beside vLLM's own generate. In turns, in
+    one process; beta is not looked at. There is no first step: 0."""
+    import torch
+
+    import rollout
+    from ranks import start_distributed
+
+    device = start_distributed().device
+    folder = prepare(scenario)
+    # what the engine and the learner read of a config
+    settings = {
+        "model": folder,
+        "objective": "dr_grpo",
+        "importance_sampling": "none",
+        "beta": 0.0,
+        "max_prompt_length": LONGEST_PROMPT,
+        "max_completion_length": parts(scenario)["T"],
+    }
+    config = checked_config(settings)
+    sampler = rollout.VllmEngine(str(folder), config, torch.float32, device)
+    never_end(sampler)
+    roll, vllm = rollouts_and_limit(sampler, scenario)
+    batch = rollout.to_batch(roll(), device)
+    learn, bare, forget = learning_and_limit(batch, scenario, config)
+
+    found = []
+    for i in range(steps):
+        # the order alternates: what the first leaves in the caches helps neither
+        order = (learn, bare, roll, vllm) if i % 2 else (bare, learn, vllm, roll)
+        times = {}
+        for work in order:
+            sampler.llm.reset_prefix_cache()  # or the second to generate would have its prompts
+            begin = time.perf_counter()
+            work()
+            times[work.__name__] = time.perf_counter() - begin
+        forget()
+        times["learn / bare"] = times["learn"] / times["bare"]
+        times["vllm / rollout"] = times["vllm"] / times["roll"]
+        found.append(times)
+    return 0.0, found
+
+
+def rollouts_and_limit(sampler, scenario: str) -> tuple:
+    """(rollouts as train.py asks for them, the same completions from vLLM's own generate), as
+    functions."""
+    import rollout
+    from preflight import load_model_files
+
+    size = parts(scenario)
+    folder = prepare(scenario)
+    tokenizer = load_model_files(str(folder)).tokenizer
+    prompts = []
+    for row in read_rows(folder)[: size["P"]]:
+        prompts.append(tokenizer(row["prompt"])["input_ids"])
+    # one a prompt, the same for both: they sample the same tokens
+    seeds = list(range(size["P"]))
+
+    def roll():
+        sampling = rollout.Sampling(
+            temperature=1.0,
+            max_tokens=size["T"],
+            stop_token_ids=[END],
+            seeds=seeds,
+        )
+        return rollout.generate(sampler, tokenizer, prompts, size["G"], sampling)
+
+    def vllm():
+        params = []
+        for seed in seeds:
+            one = sampler.vllm.SamplingParams(
+                n=size["G"],
+                temperature=1.0,
+                max_tokens=size["T"],
+                seed=seed,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            params.append(one)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        sampler.llm.generate(requests, params, use_tqdm=False)
+
+    return roll, vllm
+
+
+def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
+    """(the learning phase, a bare forward and backward on the same tokens with logits for the
+    completions only, what makes both forget their gradients), as functions."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import learner
+    import train
+
+    size = parts(scenario)
+    engine = train.load_policy(config, torch.device("cpu"))
+    lm = AutoModelForCausalLM.from_pretrained(prepare(scenario), dtype=torch.float32).train()
+    config = config | {"max_tokens_per_micro_batch": tokens_of_ours(scenario, lm)}
+    # (P, G), all different: every row has an advantage, so every row is learned from
+    rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
+    lengths = batch["lengths"].view(size["P"], size["G"])
+    measured = learner.GroupMeasures(rewards, rewards, lengths)
+    targets = learner.group_targets(measured, 0.0, 0.0, config)
+    counts = learner.step_counts(targets, lengths)
+    begins = int(batch["prompt_lengths"][0])  # prompts are of one length
+
+    def learn():
+        batch.pop("old_logps", None)  # each time is the first update of its batch
+        learner.accumulate_gradients(engine, batch, targets, 0.0, config, counts)
+
+    def bare():
+        output = lm.base_model(input_ids=batch["ids"], use_cache=False)
+        hidden = output.last_hidden_state[:, begins - 1 : -1]  # (N, T, width)
+        logits = lm.lm_head(hidden).flatten(0, 1)  # (N * T, V)
+        sampled = batch["ids"][:, begins:].flatten()  # (N * T,)
+        torch.nn.functional.cross_entropy(logits, sampled).backward()
+
+    def forget():
+        # kept as zeros: no work finds its gradients to be allocated
+        engine.optimizer.zero_grad(set_to_none=False)
+        lm.zero_grad(set_to_none=False)
+
+    return learn, bare, forget
