@@ -660,9 +660,14 @@ def settings_of(path: Path) -> dict:
     have has its default, one that no longer exists is left out. UserError if a value is of another
     type."""
     file = path / "train_config.json"
+    return todays_settings(read_table(file), file)
+
+
+def todays_settings(table: dict, file: Path) -> dict:
+    """The settings in `table`, which `file` holds, as settings_of() has them."""
     config = default_config()
     known = {}
-    for name, value in read_table(file).items():
+    for name, value in table.items():
         today = RENAMED.get(name, name)  # or a sentence, which is no key
         if today.partition(".")[0] in config:
             known[today] = value

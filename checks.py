@@ -787,10 +787,6 @@ def data_claims(c: dict):
                 "1e30",
             )
     yield (
-        c["push_to_hub"].lower() not in ("true", "false"),
-        f"push_to_hub={c['push_to_hub']!r} must name a repository, such as me/model; '' is none",
-    )
-    yield (
         not c["push_to_hub"] or c["save_steps"] >= 0,
         f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
     )

@@ -408,11 +408,14 @@ def read_flag(argument: str, defaults: dict) -> dict:
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
+    # of an unknown key too, which merge() refuses, and of one that takes text: --push_to_hub=False
+    # does not mean a repository of that name. Where there are choices, they are what to answer with
+    if text.lower() in ("true", "false") and not (
+        isinstance(default, str) and key in checks.CHOICES
+    ):
+        return {name: text.lower() == "true"}
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
         return {name: text}
-    # None: an unknown key, which merge() refuses
-    if (default is None or isinstance(default, bool)) and text.lower() in ("true", "false"):
-        return {name: text.lower() == "true"}
     try:
         value = parse(ast.literal_eval, text, f"command line: {name}")
         if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
@@ -525,6 +528,8 @@ def load_config(argv) -> dict:
     flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
     for path in files:
+        if "=" in str(path) and not os.path.exists(path):  # key=value, as Hydra has it
+            raise UserError(f"{path}: a flag begins with two dashes: --{path}")
         if str(path).endswith(".json"):
             values = read_settings(Path(path))
         else:

@@ -34,7 +34,7 @@ from statistics import fmean
 import rewards
 import rollout
 import scoring
-from checkpoint import settings_of
+from checkpoint import damaged, read_table, settings_of, todays_settings
 from common import UserError, check_writable, say_on_rank_0
 from data import has_no_splits
 from journal import is_evaluation, read_metrics
@@ -214,15 +214,29 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def training_settings(model: Path) -> dict | None:
+    """The config of the train.py or sft.py that made this folder. None: neither did."""
+    if (model / "train_config.json").exists():
+        return settings_of(model)
+    record = model / "sft.json"
+    if not record.exists():
+        return None
+    table = read_table(record).get("config")
+    if not isinstance(table, dict):
+        raise damaged(record)
+    return todays_settings(table, record)
+
+
 def leakage_warning(count: int, c: dict) -> str:
-    """A warning if the run that made this checkpoint may have learnt from some of the `count` rows;
-    "" otherwise. A file has no splits: what a run evaluates are its first rows, which it then
+    """A warning if the run that made this model may have learnt from some of the `count` rows; ""
+    otherwise. A file has no splits: what a run evaluates are its first rows, which it then
     leaves out of training."""
     source = eval_source(c)
-    is_ours = (Path(c["model"]) / "train_config.json").exists()
-    if not (is_ours and has_no_splits(Path(source["name"]))):
+    if not has_no_splits(Path(source["name"])):
         return ""
-    run = settings_of(Path(c["model"]))
+    run = training_settings(Path(c["model"]))
+    if run is None:
+        return ""
 
     def is_this(other: dict) -> bool:
         return os.path.realpath(other["name"]) == os.path.realpath(source["name"])

@@ -586,6 +586,8 @@ def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(
     run = load_config([*flags, *(f"--{flag}" for flag in trained.split())])
     c = load_config([*flags, *(f"--{flag}" for flag in asked.split())])
     assert evaluate.leakage_warning(3, c) == ""  # the model of no run
-    (tmp_path / "train_config.json").write_text(json.dumps(run))
-    assert bool(words) == bool(evaluate.leakage_warning(3, c))
-    assert re.search(words, evaluate.leakage_warning(3, c))
+    for name, table in {"sft.json": {"config": run}, "train_config.json": run}.items():
+        (tmp_path / name).write_text(json.dumps(table))
+        assert bool(words) == bool(evaluate.leakage_warning(3, c))
+        assert re.search(words, evaluate.leakage_warning(3, c))
+        (tmp_path / name).unlink()
