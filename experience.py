@@ -99,26 +99,26 @@ class Experience:
         )
 
     def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
-        """(what sample() returns of this rank's places, rewards (P, G + S) and metrics of the whole
-        step). With resample_equal_groups, prompts whose completions are all equally good are
-        replaced in `rows` by others, again and again."""
+        """({place: (completions, values)} of this rank, see sample(); rewards (P, G + S) and
+        metrics of the whole step). With resample_equal_groups, prompts whose completions are all
+        equally good are replaced in `rows` by others, again and again."""
         c = self.config
         sampled, failed = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.step_rewards(sampled, timer)
         worst = metrics  # of the attempt with the most failed rewards
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
-            stale = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
-            if not stale.any():
+            equal = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
+            if not equal.any():
                 break
-            places = self.replace_rows(rows, stale, rewards, step, attempt)
+            places = self.replace_rows(rows, equal, rewards, step, attempt)
             # even with no places: ranks that share an engine sample together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
             sampled |= replacements
             failed += new_failed
             rewards, metrics = self.step_rewards(sampled, timer)
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
-            resampled += int(stale.sum())
+            resampled += int(equal.sum())
         if c["resample_equal_groups"]:
             metrics = metrics | {"resampled_groups": resampled}
         self.sampler.sleep()  # its memory is the learner's until the next rollout
@@ -183,15 +183,15 @@ class Experience:
         """(p, G + S, F): the rewards of this rank's places, in their order."""
         return torch.stack([sampled[place][1] for place in self.places])
 
-    def replace_rows(self, rows: list[dict], stale, rewards, step: int, attempt: int) -> list[int]:
-        """Replaces, in place, the rows of the groups that taught nothing, stale (P,) bool. Returns
+    def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
+        """Replaces, in place, the rows of the groups that taught nothing, equal (P,) bool. Returns
         this rank's places that have to be sampled again."""
         G = self.config["num_generations"]
-        replaced = stale.nonzero().flatten().tolist()  # places of all ranks
+        replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
             # otherwise a remembered prompt with nothing left to teach would be chosen again and
             # again
-            self.replay.update([rows[place] for place in replaced], rewards[stale, :G])
+            self.replay.update([rows[place] for place in replaced], rewards[equal, :G])
         fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
         for place in replaced:
             rows[place] = fresh[place]
@@ -276,7 +276,7 @@ def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[in
 
 def deal(collected: Collected, world: World, c: dict) -> Collected:
     """The same step with its groups moved between ranks, so that no rank waits long for another.
-    Groups are then in rank order, and so is `rewards` (P, G + S). All ranks together."""
+    `rewards` (P, G + S) gets the new order: the groups of rank 0 first. All ranks together."""
     if world.size == 1:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.rows))
@@ -291,11 +291,11 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     learns = learner.may_teach(collected.rewards, c["beta"], c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
-    stays = dealt[world.rank]
-    leaving = {place: parts for place, parts in held.items() if place not in stays}
+    mine = dealt[world.rank]
+    leaving = {place: parts for place, parts in held.items() if place not in mine}
     for arrived in gather_objects(leaving):
         held |= arrived
-    rows, groups, per_func, right = zip(*[held[place] for place in stays])
+    rows, groups, per_func, right = zip(*[held[place] for place in mine])
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
         rows=list(rows),

@@ -11,6 +11,10 @@ A row is a completion with its prompt (but collected.rows are the dataset's). P 
 p = P / world of this rank; G rows of a group, InfoSeed's S seeded ones among them; N = p*G rows of
 this rank (in loss.py: of the step), n of a micro-batch; T tokens of the longest completion. What
 tells the objectives apart stands in checks.OBJECTIVES.
+
+batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
+"old_logps" (accumulate_gradients), each (N, T). part: the n rows of a micro-batch, plus "row" (its
+index in batch), "advantages", "split" and "score_grads" (accumulate_gradients), each (n,).
 """
 
 import math
@@ -50,7 +54,7 @@ class GroupMeasures(NamedTuple):
     """What was measured of a step's groups, on all ranks; None is what this config does not use."""
 
     rewards: torch.Tensor  # (P, G) to be maximised: the task's, plus what InfoSeed adds to them
-    task_rewards: torch.Tensor  # (P, G) these decide which rows are best or right
+    task_rewards: torch.Tensor  # (P, G) of the task alone: these decide which rows are best
     lengths: torch.Tensor  # (P, G) tokens
     ref_scores: torch.Tensor | None = None  # (P, G) of the reference, which tilt weights or goals
     seq_logps: torch.Tensor | None = None  # (P, G)
@@ -64,7 +68,7 @@ class GroupTargets(NamedTuple):
     """What the groups of a step, or of one rank, ask of the policy; None is what this objective
     does not use."""
 
-    task_rewards: torch.Tensor  # (P, G) these decide which rows are best or right
+    task_rewards: torch.Tensor  # (P, G) of the task alone: these decide which rows are best
     active: torch.Tensor  # (P,) bool: groups that are not left out
     advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
     utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
@@ -130,8 +134,8 @@ def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
 
 
 def maxent_scores(logps, batch: dict, c: dict):
-    """Sequence scores (N,) by maxent_score_norm and maxent_score_scale: the reference's tilt the
-    weights, the policy's are what the meta-controller reads."""
+    """Sequence scores (N,), by maxent_score_norm and maxent_score_scale. Those of the reference
+    tilt the weights; those of the policy are what the meta-controller reads."""
     return L.sequence_scores(
         logps,
         batch["lengths"],
@@ -158,7 +162,8 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     if objective.term == "answer_entropy":
         entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    active = ~L.equal_groups(shaped_rewards(measured, c))  # unlikeliness makes equal rewards differ
+    # of the shaped rewards, as the advantages are; only the metrics of the weights use it
+    active = ~L.equal_groups(shaped_rewards(measured, c))
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
@@ -178,7 +183,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
         task_rewards=measured.task_rewards,
-        # from the rewards before shaping: unlikeliness_coef would make equal rewards differ
+        # of the rewards before shaping: unlikeliness_coef alone must not wake an equal group
         active=L.active_groups(rewards, skipped_groups(c)),
         utilities=utilities,
         weights=weights,
@@ -287,7 +292,7 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
         if c["maxent_loss"] == "floored":
             floored = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
         return L.listwise_loss(*given, floored)
-    # sums of log-probs are divided by L; scores of the other norms are per token already
+    # summed log-probs are divided by the longest length; the other scores are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
     return c["mode_entropy_coef"] * loss
@@ -346,7 +351,7 @@ def acts_on_all(beta: float, c: dict) -> bool:
 
 
 def may_teach(rewards, beta: float, c: dict):
-    """(P,) bool: groups that may get a gradient, judged by their rewards (P, G + S) alone.
+    """(P,) bool: groups that may get a gradient, judged by their rewards (P, G) alone.
     resting_rows() is exact, but needs forwards that come later."""
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
@@ -389,7 +394,7 @@ def idle_forwards(model, batch: dict, forwards: int) -> None:
 def forward_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False):
     """Log-probs (N, T) of all rows under `model`; with `entropy` the entropies of its next-token
     distributions instead. 0 outside completions."""
-    scores = torch.zeros_like(batch["sampler_logps"])  # (N, T)
+    table = torch.zeros_like(batch["sampler_logps"])  # (N, T)
     idle_forwards(model, batch, plan.missing)
     for rows in plan.micro_batches:
         part = rollout.take(batch, rows)
@@ -397,8 +402,8 @@ def forward_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False
             part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
         )
         values = entropies if entropy else logps  # (n, T of the micro-batch)
-        scores[rows, : values.shape[1]] = values
-    return scores
+        table[rows, : values.shape[1]] = values
+    return table
 
 
 def score_gradients(
@@ -411,7 +416,8 @@ def score_gradients(
     parts = [rows[plan.split[rows]] for rows in plan.learning]  # resting rows have no gradient
     parts = [rows for rows in parts if len(rows)]
     most = int(across_ranks(torch.tensor(len(parts)), dist.ReduceOp.MAX))
-    logps = forward_rows(engine, batch, MicroBatchPlan(parts, [], most - len(parts)))  # (N, T)
+    forwards = MicroBatchPlan(resting=parts, learning=[], missing=most - len(parts))
+    logps = forward_rows(engine, batch, forwards)  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     split = plan.split.view(-1, G)[:, 0]  # (p,)
     loss = group_loss(scores.view(-1, G)[split], targets.taken(split), c, counts)
@@ -434,7 +440,8 @@ def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict
         of_split = (part["score_grads"][split] * scores[split]).sum()
         rows, scores = rows[~split], scores[~split]
     G = targets.task_rewards.shape[1]
-    loss = group_loss(scores.view(-1, G), targets.taken(rows[::G] // G), c, counts)
+    groups = rows[::G] // G  # whole ones follow one another: every G-th row begins one
+    loss = group_loss(scores.view(-1, G), targets.taken(groups), c, counts)
     return of_split + loss, loss.detach()
 
 

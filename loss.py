@@ -62,11 +62,11 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
 
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
     rows and -1 on wrong ones. It estimates the gradient of the first G - 1 terms of log p's series,
-    -sum_k (1 - p)^k / k; without the baseline it would be G terms (Tajwar et al. 2026,
-    arXiv:2602.02710), but the baseline is left out where K = 0. The right rows of a group add up to
-    G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A is 0 where no reward is
-    above 0. Negative rewards could bring the mean to nearly 0, so the divisor is at least
-    max_group(r) / G; the mean of rewards >= 0 is never below that."""
+    -sum_k (1 - p)^k / k. Without the baseline it would be G terms (Tajwar et al. 2026,
+    arXiv:2602.02710); the last one is lost because groups with K = 0 have no baseline. The right
+    rows of a group add up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A
+    is 0 where no reward is above 0. Negative rewards could bring the mean to nearly 0, so the
+    divisor is at least max_group(r) / G; the mean of rewards >= 0 is never below that."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
@@ -337,9 +337,10 @@ def listwise_loss(
     1/G, pull() measures.
 
     floored (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the loss's value
-    stays. p is the share in a softmax of mean log-probs and not how often a row is sampled: a long
-    row of improbable tokens has a p near 0 even if every third row is such a one, and p - w lets it
-    be. Floored, wrong rows are pushed down at least as hard as by a policy gradient."""
+    stays. p is a share in a softmax of mean log-probs, not how often a row is sampled. Long rows of
+    improbable tokens have a p near 0 even if a third of all samples are such rows, so p - w hardly
+    pushes them down. Floored, wrong rows are pushed down at least as hard as by a policy gradient.
+    """
     G = scores.shape[1]
     log_p = scores.log_softmax(1)  # (P, G)
     losses = -(weights * log_p).sum(1)  # (P,)
@@ -631,7 +632,8 @@ def cpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept
     """Works in place, so that a chunk's buffers stay in the cache."""
     logits = logits if temperature == 1 else logits.div_(temperature)
     top = logits.amax(1)  # (c,)
-    p = logits.sub_(top[:, None]).exp()  # (c, V), not yet divided by its sum
+    logits = logits.sub_(top[:, None])  # from here on relative to the largest
+    p = logits.exp()  # (c, V), not yet divided by its sum
     z = p.sum(1)  # (c,)
     logps = logits.gather(1, targets[:, None])[:, 0] - z.log()
     entropy = logps  # a placeholder of the right shape

@@ -5,7 +5,7 @@ weights by name, its adapters.
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
 n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,
-M of all rows; H hidden size, V vocabulary.
+M of the packed row, in which a shared prompt counts once; H hidden size, V vocabulary.
 """
 
 import inspect
@@ -247,8 +247,8 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
 
 
 def skip_by_norm(optimizer, c: dict) -> None:
-    """Takes from DeepSpeed's bfloat16 optimizers of stages 0 to 2 the search of each gradient for
-    NaN and infinity. Both show in the gradient's norm too, by which these optimizers then skip the
+    """Turns off the search of each gradient for NaN and infinity in DeepSpeed's bfloat16 optimizers
+    of stages 0 to 2. Both show in the gradient's norm too, by which these optimizers then skip the
     step, as stage 3 does anyway. The search is a dozen kernels for each parameter: of 290
     tiny ones it took a third or more of the optimizer's time on a CPU (LOG.md, 2026-11-26).
 

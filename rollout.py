@@ -2,7 +2,7 @@
 
     sampler = start_engine(config, device)
     sampler.sync(named_weights(lm, zero_stage))      # after every update of the policy
-    sampling = Sampling(temperature=1.0, max_tokens=L, stop_token_ids=ids, seeds=[one a prompt])
+    sampling = Sampling(temperature=1.0, max_tokens=L, stop_token_ids=ids, seeds=[one per prompt])
     rollouts = generate(sampler, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
@@ -15,7 +15,8 @@ latter only):
     wait()                  returns when nothing is being sampled in the background
     sync(named_parameters)  copies the weights from an iterator of (name, tensor)
     sleep(), wake()         lend the engine's GPU memory to the learner and take it back; the
-                            attribute `sleeps` says whether the engine has any to lend
+                            attribute `sleeps` says whether the engine has any to lend. A sync()
+                            must follow wake(): it brings back weights and cache
     take_metrics()          the engine's own metrics since the last call
     close()                 shuts down; call it before the process group is destroyed
 
@@ -23,7 +24,7 @@ If finished is given, the engine calls finished(i, group) with the n rollouts of
 they are complete. Token ids go in, and token ids come out with the log-prob that the sampler itself
 gave to every token. Text is decoded for the rewards only and never encoded again. A rollout is
 {"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the
-EOS.
+EOS. infoseed.py adds "seed_id" to its own.
 """
 
 import gc
@@ -192,8 +193,8 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     # the user's options override those above; checks.py refuses options that must stay as they are
     settings |= entries(config, "vllm_options")
     settings["enforce_eager"] = enforce_eager(config, on_gpu)
-    keep_logits_whole(settings, dtype, on_gpu)
-    leave_sums_to_nccl(settings, on_gpu)
+    use_float32_logits(settings, dtype, on_gpu)
+    use_nccl_all_reduce(settings, on_gpu)
     if not on_gpu:  # there is no GPU memory to share or to give back
         settings["enable_sleep_mode"] = False
         engines = launched_ranks() // settings["tensor_parallel_size"]
@@ -207,7 +208,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
     return settings
 
 
-def keep_logits_whole(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
+def use_float32_logits(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
     """Adds to vLLM's options that logits of a 16-bit model on a GPU are made in float32, as loss.py
     makes them: vLLM would round them to 16 bits, which alone is .02 to .05 nats a token. The user's
     own hf_overrides take precedence."""
@@ -215,7 +216,7 @@ def keep_logits_whole(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
         options["hf_overrides"] = {"head_dtype": "float32"} | options.get("hf_overrides", {})
 
 
-def leave_sums_to_nccl(options: dict, on_gpu: bool) -> None:
+def use_nccl_all_reduce(options: dict, on_gpu: bool) -> None:
     """Adds to vLLM's options, for an engine on several GPUs, not to use its own all-reduce. That
     one shares the memory of CUDA graphs between processes, which with the expandable segments of
     common.set_up_libraries() ends the process without a Python error. The user's own option takes
@@ -347,8 +348,8 @@ class VllmEngine:
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers requests by a counter: next() takes number n here, the pooled requests become
-        # n + 1, n + 2, ..., and this rank's begin `first` after that
+        # vLLM numbers requests by a counter: next() takes number x here, the pooled requests become
+        # x + 1, x + 2, ..., and this rank's begin `first` after that
         start = next(self.llm.request_counter) + 1 + first
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}
@@ -625,8 +626,8 @@ def generate(
     sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
-    RuntimeError unless each prompt has n rollouts and each token has a log-prob: a missing log-prob
-    must not pass for 0. RunStopped if one is not finite.
+    RuntimeError if they are fewer or more, or if a token has no log-prob: a missing one must not
+    pass for 0. RunStopped if one is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
@@ -662,7 +663,7 @@ def begin(
 
 
 def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
-    """The rollouts, prompt-major, of each of so many prompts."""
+    """The rollouts, prompt-major, as one list for each of the prompts."""
     n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
     return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
 

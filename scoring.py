@@ -81,7 +81,7 @@ def pool_of(c: dict) -> workers.Pool | None:
 
 
 def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
-    """{key: number, text, None or Failure} for jobs {key: (function, text, row)}. Once more than
+    """{key: number, text, None or Failure} of these jobs, see jobs_of(). Once more than
     `most_timeouts` have timed out, the workers give up the others."""
     if pool := pool_of(c):
         return pool.answers(jobs, most_timeouts)
@@ -93,6 +93,7 @@ def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
     """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
     # the number of tokens is part of it: the same text may be tokenised in two ways, and some
     # rewards count tokens
+    # id(row): begin() and measure() must get the same dict, a copy would be scored again
     return function.path, id(row), r["text"], len(r["completion_ids"])
 
 

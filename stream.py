@@ -16,7 +16,7 @@ from common import scheduled
 from data import BLOCK
 from prompts import prompt_key
 
-# of a replayed prompt's visits so many count alike; older ones fade
+# up to this many visits to a prompt count alike; after that, older ones fade
 LASTING = 4
 
 # --- a step

@@ -109,10 +109,10 @@ from ranks import (
 # prove_sync(): changing the weights moves log-probs by some distance; after a sync at most this
 # share of it may remain between sampler and policy, for rounding
 TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
-TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each,
-TRIAL_TOKENS = 16  # of at most so many tokens
-MAX_SKIPPED_STEPS = 5  # a run stops after so many steps in a row with a non-finite update
-EQUAL_STEPS = 5  # a run warns after so many steps in a row in which no group could teach
+TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each
+TRIAL_TOKENS = 16  # the most in one of these completions
+MAX_SKIPPED_STEPS = 5  # a run stops after this many steps in a row with a non-finite update
+EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group could teach
 
 
 @dataclass
@@ -254,7 +254,7 @@ def start(c: dict) -> Run:
     inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model_config.vocab_size)
     hub = None
-    # early: who may not write there is told so before weights load
+    # early: a user who may not write there hears of it before weights load
     if c["push_to_hub"] and launched_rank() == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
     if c["report_to"] == "wandb" and launched_rank() == 0:
@@ -284,7 +284,8 @@ def start(c: dict) -> Run:
             say_on_rank_0(changes)
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
-    # the last checkpoint is a model, even if it was a shallow one in the middle of a longer run
+    # The run ends where this checkpoint was made, and it holds no model: it is a "shallow" one of a
+    # longer run. catch_up() saves the step again, as a model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -378,7 +379,7 @@ def update(
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate
-    local_targets = learner.own_targets(targets, run.world)  # this rank's (p, G) of (P, G)
+    local_targets = learner.own_targets(targets, run.world)  # (p, G + S) of (P, G + S)
     updates, applied = [], True
     for i in range(c["num_iterations"]):
         new = learner.accumulate_gradients(
@@ -539,7 +540,7 @@ def evaluate_now(run: Run) -> None:
 
 
 def evaluation_due(step: int, c: dict) -> bool:
-    """Whether a run evaluates after so many steps."""
+    """Whether a run evaluates when this many steps are done."""
     return c["eval_steps"] > 0 and (step == c["max_steps"] or step % c["eval_steps"] == 0)
 
 
@@ -558,7 +559,7 @@ def catch_up(run: Run) -> None:
         evaluate_now(run)
     if run.step < run.config["max_steps"]:
         return
-    if run.saved_step < run.step:  # its checkpoint is no model
+    if run.saved_step < run.step:  # its checkpoint holds no model, see start()
         save_now(run)
     elif run.hub:
         newest = checkpoint.latest(run.folder)
@@ -574,9 +575,9 @@ def evaluate_and_save(run: Run) -> None:
     last = run.step == c["max_steps"]
     # a stop in the last step changes nothing: the run is finished, and waits for its upload
     run.stopping = any_rank(run.stop.asked()) and not last
-    # who asks a run to stop may kill it soon: it saves, and the next start evaluates
-    leaves_it = run.stopping and c["save_steps"] >= 0
-    if evaluation_due(run.step, c) and not leaves_it:
+    # whoever asks a run to stop may kill it soon: it saves, and the next start evaluates
+    postponed = run.stopping and c["save_steps"] >= 0
+    if evaluation_due(run.step, c) and not postponed:
         evaluate_now(run)
     if run.stopping or last or (c["save_steps"] > 0 and run.step % c["save_steps"] == 0):
         save_now(run)
@@ -719,7 +720,7 @@ def train(run: Run) -> None:
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
-            measured = learner.measure_groups(
+            measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}

@@ -69,8 +69,8 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     for name, value in c["vllm_options"].items():
         if name not in SET_HERE:  # the user's options override those above
             options[name] = value
-    rollout.keep_logits_whole(options, dtype_of(c), on_gpu)
-    rollout.leave_sums_to_nccl(options, on_gpu)
+    rollout.use_float32_logits(options, dtype_of(c), on_gpu)
+    rollout.use_nccl_all_reduce(options, on_gpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options)]
     return argv, environment_additions(on_gpu, eager, own["tp"])
 
