@@ -33,6 +33,8 @@ maxent_40 = {"objective": "maxent", "maxent_tau": 0.4}
 maxent_double = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 4e-4}
 maxent_half = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 1e-4}
 maxent_slow = {"objective": "maxent", "maxent_tau": 0.2, "learning_rate": 5e-5}
+maxent_scale2 = {"objective": "maxent", "maxent_score_scale": 2.0, "maxent_tau": 0.1}
+maxent_scale4 = {"objective": "maxent", "maxent_score_scale": 4.0, "maxent_tau": 0.05}
 maxent_scale8 = {"objective": "maxent", "maxent_score_scale": 8.0, "maxent_tau": 0.025}
 maxent_soft_half = {
     "objective": "maxent",

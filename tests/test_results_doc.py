@@ -52,6 +52,8 @@ COUNTDOWN_LEFT_OUT = {
     "token_entropy_01",
     "maxent_pg_half",
     "maxent_soft_half",
+    "maxent_scale2",
+    "maxent_scale4",
     "maxent_scale8",
     "maxent_spread",
     "flow_50",
