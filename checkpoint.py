@@ -60,7 +60,7 @@ from common import (
     script,
     tell,
 )
-from journal import CONVERTED, delete, open_no_link
+from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 
 # Settings of which a change at a resume need not be told: where, how long, and what follows from
 # memory.
@@ -433,7 +433,7 @@ def free_gib(folder: Path) -> float:
 
 def trial_seconds(folder: Path) -> float:
     """Seconds that it takes to write and hash TRIAL_BYTES."""
-    trial = folder / "trial.tmp"
+    trial = folder / TRIAL_SAVE
     start = time.perf_counter()
     try:
         with open(trial, "wb", opener=open_no_link) as file:

@@ -164,8 +164,8 @@ def script(work, *arguments):
         write_stderr("error: whoever read the output (| head?) has gone")
         os._exit(1)  # at its end Python would fail to flush, and say so
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            # neither a full disk nor a quota: unexpected, so the user sees the traceback
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # no full disk, no quota, no limit of a file: unexpected, so the user sees the traceback
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
@@ -650,9 +650,11 @@ def read_settings(path: Path) -> dict:
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         settings = None
     if not isinstance(settings, dict) or "reward_funcs" not in settings:  # every one of ours has it
+        beside = path.parent / "train_config.json"  # the other config.json there is the model's
+        saved = f"; the settings of this checkpoint are {beside}" if beside.exists() else ""
         raise UserError(
             f"{str(path)!r} is somebody else's: it holds no settings that this program wrote; a "
-            f"config of your own is a .py file, and output needs another place"
+            f"config of your own is a .py file, and output needs another place{saved}"
         )
     return settings
 
@@ -835,6 +837,11 @@ class Stop:
             self.heard = self.heard or number
         elif self.heard in (0, signal.SIGHUP):
             self.heard = number
+            if self.file is not None:  # rank 0: a step can take minutes
+                write_stderr(
+                    f"\n{signal.Signals(number).name}: the run saves and ends after this step; a "
+                    f"second signal ends it at once, unsaved"
+                )
         else:
             # asked twice, so end now. There is nothing to tidy up: a checkpoint gets its name only
             # when it is whole

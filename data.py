@@ -70,7 +70,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     try:
         made = list(rows(source["split"], -1, seed, **variant))  # -1: all of them
     except ValueError as error:  # no such split or variant
-        raise UserError(f"dataset.name={name!r}: {error}") from None
+        raise UserError(f"dataset {name!r}: {error}") from None
     except Exception as error:
         called = f"rows({source['split']!r}, n=-1, seed={seed})"
         raise UserError(f"{file}: {called} failed: {describe_error(error)}") from None
@@ -112,9 +112,19 @@ def check_single(source: dict) -> None:
     checked: it may be left over from another source."""
     if source["split"] not in ("train", "test"):
         raise UserError(
-            f"dataset.name={source['name']!r} has no splits, so split={source['split']!r} can't be "
+            f"dataset {source['name']!r} has no splits, so split={source['split']!r} can't be "
             "taken of it: make files of the parts"
         )
+
+
+def inner_columns(row: dict, *columns: str) -> list[str]:
+    """What a row has instead of "outer.inner": the columns in its "outer"."""
+    found = []
+    for column in columns:
+        outer, dot, _ = column.partition(".")
+        if dot and isinstance(row.get(outer), dict):
+            found += [f"{outer}.{key}" for key in row[outer]]
+    return found
 
 
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
@@ -154,10 +164,11 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     name = source["name"]
     if not rows:
         first = next(iter(found.values()), {})
+        columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
         raise UserError(
             f"{name!r} split {source['split']!r}: none of its {len(found)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
-            f"columns are: {', '.join(first) or 'none'}. Set dataset.prompt and dataset.answer, "
+            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer, "
             f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's where "
             f"eval_dataset has a name"
         )
@@ -273,7 +284,7 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     where = f"{path}:{number}"
                     rows[where] = read_row(text, where)
     except OSError as error:
-        raise UserError(f"dataset.name={path!r} can't be read: {error.strerror}") from None
+        raise UserError(f"dataset {path!r} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
@@ -307,7 +318,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         if split not in dataset:
             splits = ", ".join(dataset)
-            raise UserError(f"dataset.name={name!r} has no split {split!r}; it has {splits}")
+            raise UserError(f"dataset {name!r} has no split {split!r}; it has {splits}")
         dataset = dataset[split]
     elif is_saved_to_disk(Path(name)):
         check_single(source)
@@ -317,7 +328,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
         whole = whole_column(dataset.features, column)
         if whole is None:
             raise UserError(
-                f"dataset.name={name!r} has no column {column!r}; "
+                f"dataset {name!r} has no column {column!r}; "
                 f"its columns are {', '.join(dataset.column_names)}"
             )
         wanted.append(whole)
@@ -330,8 +341,8 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     try:
         rows = dataset.to_list()
     except UnicodeDecodeError as error:
-        raise UserError(f"dataset.name={name!r} holds text that is not UTF-8: {error}") from None
-    return {f"dataset.name={name!r}, row {i}": row for i, row in enumerate(rows)}
+        raise UserError(f"dataset {name!r} holds text that is not UTF-8: {error}") from None
+    return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
 
 
 def whole_column(features: dict, name: str) -> str | None:
@@ -373,7 +384,7 @@ def open_dataset(source: dict):
         return datasets.load_dataset(name, source["config"] or None, split=source["split"])
     except ConnectionError as error:
         raise UserError(
-            f"dataset.name={name!r} {unknown}the Hugging Face hub can't be reached (no network, or "
+            f"dataset {name!r} {unknown}the Hugging Face hub can't be reached (no network, or "
             f"HF_HUB_OFFLINE is set) and has left no copy of it in the cache: {quoted(error)}"
         ) from None
     # datasets, huggingface_hub, its HTTP library and pyarrow raise dozens of kinds
@@ -381,8 +392,8 @@ def open_dataset(source: dict):
         reason = error.__cause__ or error  # the cause says more than the library's wrapper
         words = quoted(" ".join(str(reason).split()), 300)
         raise UserError(
-            f"dataset.name={name!r} (dataset.config={source['config']!r}, "
-            f"dataset.split={source['split']!r}) {unknown}can't be loaded as a dataset: "
+            f"dataset {name!r} (config={source['config']!r}, "
+            f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "
             f"{type(reason).__name__}: {words}"
         ) from None
 

@@ -142,10 +142,16 @@ def start_command(command: str, checkpoint: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    """Prints the first and the last evaluation of a run side by side, and draws curves.png."""
+    """Prints the first and the last evaluation of a run side by side, or the only one, and draws
+    curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)]
-    if evals:
+    if len(evals) == 1:
+        print(f"\n{'held-out problems':<18} {'step ' + str(evals[0]['step']):>10}")
+        for key, value in evals[0].items():
+            if key.startswith("eval/"):
+                print(f"{key[5:]:<18} {value:>10.3f}")
+    elif evals:
         first, last = evals[0], evals[-1]
         print(
             f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} "

@@ -35,6 +35,9 @@ LOCK = ".lock"  # this file is in the folder while a run holds it
 CONVERTED = "universal.tmp"
 # Files that don't make a folder count as used. logs: a batch script makes it before the run starts
 NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
+# What a run writes before its first step. The trial of the disk is deleted, unless it is killed
+TRIAL_SAVE = "trial.tmp"
+OF_A_START = ("config.json", "launches.jsonl", "stop", TRIAL_SAVE)
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -200,6 +203,15 @@ def is_empty(folder: Path) -> bool:
     return True
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a folder holds more than a start leaves that failed or was ended before its run took
+    a step."""
+    for path in folder.iterdir():
+        if path.name not in (*NOT_OF_A_RUN, *OF_A_START) and not path.name.startswith(".nfs"):
+            return True
+    return not (folder / "launches.jsonl").exists()
+
+
 def check_run_folder(config: dict, resuming: bool) -> None:
     """UserError if output_dir holds something that this run may not touch."""
     folder = Path(config["output_dir"])
@@ -208,17 +220,20 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         check_writable("weight_sync", config["weight_sync"], folder=True)
     if resuming or is_empty(folder):  # resuming: the files there are this run's own
         return
-    # a run that failed early has launches.jsonl only
+    if not has_begun(folder):
+        return
     if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
         raise UserError(
             f"output_dir={str(folder)!r} holds files but no metrics.jsonl and no launches.jsonl, "
             f"so it is not a run of this program and is left alone: choose another --output_dir"
         )
     if not config["overwrite_output_dir"]:
+        resume = "continue it with --resume_from_checkpoint=latest, "
+        if not any(folder.glob("step_*")):
+            resume = ""
         raise UserError(
-            f"output_dir={str(folder)!r} is not empty: continue it with "
-            f"--resume_from_checkpoint=latest, replace it with --overwrite_output_dir=True, or "
-            f"choose another --output_dir"
+            f"output_dir={str(folder)!r} is not empty: {resume}replace it with "
+            f"--overwrite_output_dir=True, or choose another --output_dir"
         )
     for key, path in paths_that_are_read(config):
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
@@ -248,10 +263,11 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         of_the_end = path.name in ("stop", "done")
         if path.name not in kept and (of_the_end or not resuming):
             delete(path)
-    with open_own(folder / "config.json", "w") as file:
-        file.write(json.dumps(config, indent=1))
+    # first: by this file a start that broke off is known
     with open_own(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
         file.write(json.dumps(header) + "\n")
+    with open_own(folder / "config.json", "w") as file:
+        file.write(json.dumps(config, indent=1))
 
 
 def asked_to_stop(folder: Path) -> bool:

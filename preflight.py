@@ -27,6 +27,7 @@ import scoring
 import tasks
 from checks import (
     OBJECTIVES,
+    USED,
     completions_per_prompt,
     entries,
     eval_source,
@@ -157,6 +158,8 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
+        if checkpoints := sorted(Path(model).glob("step_*")):
+            error = f"this is the folder of a run, name a checkpoint in it: {checkpoints[-1]}"
     if isinstance(error, str):
         reason = error
     elif "trust_remote_code" in str(error):  # transformers' own advice
@@ -575,7 +578,7 @@ def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
     show_memory(c, inputs.model_config, count_parameters(lm), ranks)
     vocabulary = inputs.model_config.vocab_size
     known = with_tau(c, vocabulary)
-    if known != c:
+    if known != c and USED["maxent_tau"](OBJECTIVES[c["objective"]], c):
         print(f"maxent_tau = {known['maxent_tau']:.3g}, for {vocabulary} tokens")
     for warning in warn_config(known, vocabulary, default_config()):
         print(f"warning: {warning}")

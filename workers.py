@@ -553,7 +553,14 @@ def imported(name: str):
     except SystemExit as error:
         raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
     except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"can't be imported: {type(error).__name__}: {error}") from None
+        reason = f"can't be imported: {type(error).__name__}: {error}"
+        # of the module itself, not of one that it imports
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            reason += (
+                "; it is looked for beside train.py and in the folders of PYTHONPATH, by its name "
+                "without .py and without a folder"
+            )
+        raise ValueError(reason) from None
     if not os.path.samestat(here, os.stat(".")):
         folder = os.getcwd()
         raise ValueError(f"its module changes the working folder when it is imported: {folder}")

@@ -16,6 +16,7 @@ import common
 import evaluate
 import generate
 import journal
+import preflight
 import ranks
 import sft
 import train
@@ -61,12 +62,12 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
     "flags, words",
     [
         (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
-        (["--dataset.name=nobody/nothing"], ["dataset.name='nobody/nothing'"]),
-        (["--dataset.name=tasks/countdown.py"], ["dataset.name='tasks/countdown.py'"]),
-        (["--dataset.name=nowhere.jsonl"], ["dataset.name='nowhere.jsonl'"]),
+        (["--dataset.name=nobody/nothing"], ["dataset 'nobody/nothing'"]),
+        (["--dataset.name=tasks/countdown.py"], ["dataset 'tasks/countdown.py'"]),
+        (["--dataset.name=nowhere.jsonl"], ["dataset 'nowhere.jsonl'"]),
         (["--dataset.name="], ["dataset.name"]),
-        (["--dataset.config=5"], ["dataset.name='countdown'", "'5'"]),
-        (["--dataset.split=dev"], ["dataset.name='countdown'", "'dev'"]),
+        (["--dataset.config=5"], ["dataset 'countdown'", "'5'"]),
+        (["--dataset.split=dev"], ["dataset 'countdown'", "'dev'"]),
         (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),
         (["--model=no/such/folder"], ["model='no/such/folder'"]),
         (["--model=/no/such/folder"], ["model='/no/such/folder'"]),
@@ -155,12 +156,7 @@ def run_folder(tmp_path):
 def test_a_run_folder_that_is_not_empty_is_left_alone(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}")
     assert all(
-        word in message
-        for word in (
-            f"output_dir={str(run_folder)!r}",
-            "overwrite_output_dir",
-            "resume_from_checkpoint",
-        )
+        word in message for word in (f"output_dir={str(run_folder)!r}", "overwrite_output_dir")
     )
     assert (run_folder / "metrics.jsonl").read_text() == "{}\n"
 
@@ -210,6 +206,31 @@ def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):
     journal.check_run_folder(c, resuming=False)
     (tmp_path / "launches.jsonl").unlink()
     with pytest.raises(UserError, match="not a run of this program"):
+        journal.check_run_folder(c, resuming=False)
+
+
+def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
+    c = load_config([TINY, f"--output_dir={tmp_path}"])
+    journal.make_run_folder(c, {"command": "train.py"}, resuming=False)
+    (tmp_path / journal.TRIAL_SAVE).touch()
+    journal.check_run_folder(c, resuming=False)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=r"is not empty: replace it") as caught:
+        journal.check_run_folder(c, resuming=False)
+    assert "resume_from_checkpoint" not in str(caught.value)  # there is none
+    (tmp_path / "step_000001").mkdir()
+    with pytest.raises(UserError, match=r"is not empty: continue it with --resume_from_checkpoint"):
+        journal.check_run_folder(c, resuming=False)
+
+
+def test_what_somebody_else_keeps_in_a_folder_is_not_taken_for_a_start(tmp_path):
+    c = load_config([TINY, f"--output_dir={tmp_path}"])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(UserError, match="not a run of this program"):
+        journal.check_run_folder(c, resuming=False)
+    journal.make_run_folder(c, {"command": "train.py"}, resuming=False)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError, match="is not empty"):
         journal.check_run_folder(c, resuming=False)
 
 
@@ -382,8 +403,19 @@ def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, 
         assert "is somebody else's" in message and str(beside) in message
         assert beside.read_text() == text
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match="is somebody else's"):
+    with pytest.raises(UserError, match=r"is somebody else's[^;]*;[^;]*$"):
         compare.state_of({"folder": tmp_path, "config": {}})
+    (tmp_path / "train_config.json").touch()  # then it is the model's, in a checkpoint
+    with pytest.raises(UserError, match=r"settings of this checkpoint are .*train_config\.json"):
+        load_config([str(tmp_path / "config.json")])
+
+
+def test_the_folder_of_a_run_is_no_model_and_its_last_checkpoint_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"reward_funcs": []}')
+    (tmp_path / "step_000002").mkdir()
+    (tmp_path / "step_000004").mkdir()
+    with pytest.raises(UserError, match=r"the folder of a run.*: .*step_000004$"):
+        preflight.load_model_files(str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_told_its_neighbour(refusal, tmp_path):

@@ -254,15 +254,15 @@ def test_one_task_twice_is_two_sources():
         ({"name": "crossword", "more": "level"}, ["more", "list", "'level'"]),
         ({"name": "crossword", "more": [5]}, ["more=[5]", "list of names"]),
         ({"name": "crossword", "prompt": ["q"]}, ["prompt", "str", "['q']"]),
-        ({"name": "crossword", "split": "dev"}, ["dataset.name=", "'dev'"]),
-        ({"name": "no/such"}, ["dataset.name=", "'no/such'"]),
+        ({"name": "crossword", "split": "dev"}, ["dataset 'crossword'", "'dev'"]),
+        ({"name": "no/such"}, ["dataset 'no/such'"]),
     ],
 )
 def test_a_bad_entry_of_a_mixture_is_named_by_its_place(entry, words):
     message = refusal(mixture, {"name": "crossword"}, entry)
     check_words(message, *words)
     # the latter from the source itself
-    assert any(place in message for place in ("source 1", "dataset.name=", "dataset.more="))
+    assert any(place in message for place in ("source 1", "dataset '", "dataset.more="))
 
 
 def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():

@@ -234,8 +234,8 @@ def test_a_dataset_of_the_hub_is_asked_for_again_when_the_hub_is_busy(hub):
     assert fake.asked[:4] == [card] * 4
     assert 0 < pauses[0] < pauses[1]
     assert [row["prompt"] for row in of_hub(split="test")] == ["2+2"]
-    check_words(refusal(of_hub, split="dev"), "'some/sums'", "dataset.split='dev'", "train")
-    check_words(refusal(of_hub, "products"), "'some/sums'", "dataset.config='products'", "sums")
+    check_words(refusal(of_hub, split="dev"), "'some/sums'", "split='dev'", "train")
+    check_words(refusal(of_hub, "products"), "'some/sums'", "config='products'", "sums")
 
 
 def test_a_dataset_of_the_hub_that_was_read_once_is_there_without_a_network(hub, monkeypatch):

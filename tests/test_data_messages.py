@@ -219,7 +219,7 @@ def test_a_dotted_column_that_is_not_there_is_named(tmp_path):
         check_words(refusal(load, path, answer=name), f"no column {name!r}", "reward_model")
         assert name in refusal(load, path, **ENTRIES | {"more": [name]})
     message = refusal(load, jsonl(tmp_path, VERL), answer="reward_model.truth")
-    check_words(message, "none of its 1 rows", "'reward_model.truth'")
+    check_words(message, "none of its 1 rows", "'reward_model.truth'", "reward_model.ground_truth")
 
 
 def test_the_other_sources_bring_dotted_columns_where_they_have_them(tmp_path):

@@ -131,6 +131,18 @@ def test_what_is_printed_between_the_end_of_a_terminal_and_its_signal_is_dropped
     assert process.wait(PATIENCE) == 0 and (tmp_path / "saved").exists()
 
 
+def test_the_first_signal_is_answered_at_once_by_rank_0_alone(tmp_path, capfd):
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        Stop(tmp_path, 1).hear(signal.SIGINT, None)
+        assert capfd.readouterr().err == ""
+        Stop(tmp_path, 0).hear(signal.SIGINT, None)
+        assert "SIGINT: the run saves and ends after this step" in capfd.readouterr().err
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def listen(folder: Path) -> None:
     for number in SIGNALS:  # whoever started pytest may have made it deaf to some
         signal.signal(number, signal.SIG_DFL)

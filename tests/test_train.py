@@ -514,6 +514,14 @@ def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     assert (tmp_path / "curves.png").exists()
 
 
+def test_one_evaluation_is_not_compared_with_itself(tmp_path, capsys):
+    lines = [{"step": 0, "eval/mean@8": 0.25}, {"step": 1, "reward": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluate.report(tmp_path)
+    table = capsys.readouterr().out
+    assert "mean@8                  0.250\n" in table and "change" not in table
+
+
 def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(
     tmp_path, capsys, monkeypatch
 ):

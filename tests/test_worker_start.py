@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BROKEN_MODULES = {
     "broken": "def f(:",
     "raising": "raise ZeroDivisionError('no\\nnews')",
+    "needing": "import need",
     "leaving": "import sys; sys.exit(0)",
     "moving": "import os; os.chdir('/'); f = float",
 }
@@ -45,7 +46,9 @@ BROKEN_MODULES = {
 @pytest.mark.parametrize(
     "name, word",
     [
-        ("no_such_module:f", "no_such_module"),
+        ("no_such_module:f", "looked for beside train.py and in the folders of PYTHONPATH"),
+        ("/tmp/no_such.py:f", "without .py and without a folder"),
+        ("needing:f", "No module named 'need'\""),
         ("hostile:no_such_function", "no_such_function"),
         ("hostile:not_a_function", "not a function"),
         ("hostile:", "''"),
