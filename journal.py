@@ -192,24 +192,24 @@ def is_at(path: Path, file) -> bool:
         return False
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether a folder holds nothing that a run has written."""
-    if not folder.exists():
-        return True
+def holds_others(folder: Path, known: tuple) -> bool:
+    """Whether a folder holds anything but files of these names, and of those that come and go."""
     for path in folder.iterdir():
         # .nfs: what NFS calls a deleted file that is still open, such as another rank's trial
-        if path.name not in NOT_OF_A_RUN and not path.name.startswith((TRIAL_FILE, ".nfs")):
-            return False
-    return True
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a folder holds more than a start leaves that failed or was ended before its run took
-    a step."""
-    for path in folder.iterdir():
-        if path.name not in (*NOT_OF_A_RUN, *OF_A_START) and not path.name.startswith(".nfs"):
+        if path.name not in known and not path.name.startswith((TRIAL_FILE, ".nfs")):
             return True
-    return not (folder / "launches.jsonl").exists()
+    return False
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds nothing that a run has written."""
+    return not folder.exists() or not holds_others(folder, NOT_OF_A_RUN)
+
+
+def was_only_started(folder: Path) -> bool:
+    """Whether all that a folder holds is of a run that ended before its first step."""
+    left = (*NOT_OF_A_RUN, *OF_A_START)
+    return (folder / "launches.jsonl").exists() and not holds_others(folder, left)
 
 
 def check_run_folder(config: dict, resuming: bool) -> None:
@@ -218,9 +218,8 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     check_writable("output_dir", folder, folder=True)
     if "/" in config["weight_sync"]:  # a folder, not "disk" or "nccl"
         check_writable("weight_sync", config["weight_sync"], folder=True)
-    if resuming or is_empty(folder):  # resuming: the files there are this run's own
-        return
-    if not has_begun(folder):
+    # resuming: the files there are this run's own
+    if resuming or is_empty(folder) or was_only_started(folder):
         return
     if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
         raise UserError(
