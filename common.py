@@ -410,9 +410,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
         default = checks.ENTRIES.get(key, {}).get(entry)
     # of an unknown key too, which merge() refuses, and of one that takes text: --push_to_hub=False
     # does not mean a repository of that name. Where there are choices, they are what to answer with
-    if text.lower() in ("true", "false") and not (
-        isinstance(default, str) and key in checks.CHOICES
-    ):
+    if text.lower() in ("true", "false") and key not in checks.CHOICES:
         return {name: text.lower() == "true"}
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
         return {name: text}

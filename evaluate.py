@@ -141,29 +141,25 @@ def start_command(command: str, checkpoint: Path) -> None:
         print(f"warning: eval_command {words} could not be started: {error}", flush=True)
 
 
+def print_row(name: str, cells: list[str]) -> None:
+    print(" ".join([f"{name:<18}", *(f"{cell:>10}" for cell in cells)]))
+
+
 def report(folder: Path) -> None:
     """Prints the first and the last evaluation of a run side by side, or the only one, and draws
     curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)]
-    if len(evals) == 1:
-        print(f"\n{'held-out problems':<18} {'step ' + str(evals[0]['step']):>10}")
-        for key, value in evals[0].items():
-            if key.startswith("eval/"):
-                print(f"{key[5:]:<18} {value:>10.3f}")
-    elif evals:
+    if evals:
         first, last = evals[0], evals[-1]
-        print(
-            f"\n{'held-out problems':<18} {'step ' + str(first['step']):>10} "
-            f"{'step ' + str(last['step']):>10} {'change':>10}"
-        )
+        shown = [first, last] if len(evals) > 1 else [first]
+        change = ["change"] if len(evals) > 1 else []
+        print()
+        print_row("held-out problems", [f"step {line['step']}" for line in shown] + change)
         # reward_failures may be in one of them only
-        shared = [key for key in first if key.startswith("eval/") and key in last]
-        for key in shared:
-            print(
-                f"{key[5:]:<18} {first[key]:>10.3f} {last[key]:>10.3f} "
-                f"{last[key] - first[key]:>+10.3f}"
-            )
+        for key in [key for key in first if key.startswith("eval/") and key in last]:
+            change = [f"{last[key] - first[key]:+.3f}"] if len(evals) > 1 else []
+            print_row(key[5:], [f"{line[key]:.3f}" for line in shown] + change)
     print(f"\nmetrics: {folder / 'metrics.jsonl'}")
     if lines:  # somebody may have deleted them
         draw_curves(lines, folder / "curves.png")

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file, logging
 
+import checkpoint
 import data
 import packing
 import rewards
@@ -158,7 +159,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-        if checkpoints := sorted(Path(model).glob("step_*")):
+        if checkpoints := checkpoint.steps_of(Path(model)):
             error = f"this is the folder of a run, name a checkpoint in it: {checkpoints[-1]}"
     if isinstance(error, str):
         reason = error

@@ -135,6 +135,16 @@ def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
     return settings
 
 
+def tokens_of_ours(scenario: str, lm) -> int:
+    """max_tokens_per_micro_batch, as train.py chooses it where the config leaves it open."""
+    from policy import count_parameters
+    from preflight import fitting_tokens
+
+    settings = settings_of_ours(scenario, beta=0.0, steps=1)
+    config = checked_config(settings)
+    return fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
+
+
 def watch(steps: int) -> tuple[list[float], dict]:
     """(when each step of the run that follows began, peaks in GiB: "memory" of the process in
     `steps` steps, "learner" of the tensors of a learning phase). Both fill while it runs."""

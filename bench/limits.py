@@ -3,9 +3,8 @@
 
 import time
 
-from bench.arms import checked_config, never_end
+from bench.arms import checked_config, never_end, tokens_of_ours
 from bench.scenarios import END, LONGEST_PROMPT, parts, prepare, read_rows
-from bench.trl_arms import tokens_of_ours
 
 
 def limits(scenario: str, beta: float, steps: int) -> tuple:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from functools import partial
 
-from bench.arms import CACHE, checked_config, settings_of_ours
+from bench.arms import CACHE, tokens_of_ours
 from bench.scenarios import LONGEST_PROMPT, ends, has_tail, parts, prepare, read_rows, reward
 
 
@@ -63,16 +63,6 @@ def hide_vllm_from_trl() -> None:
     from trl import import_utils
 
     import_utils.is_vllm_available = lambda min_version=None: False
-
-
-def tokens_of_ours(scenario: str, lm) -> int:
-    """max_tokens_per_micro_batch, as train.py chooses it where the config leaves it open."""
-    from policy import count_parameters
-    from preflight import fitting_tokens
-
-    settings = settings_of_ours(scenario, beta=0.0, steps=1)
-    config = checked_config(settings)
-    return fitting_tokens(config, lm.config, count_parameters(lm), ranks=1)
 
 
 def rows_of_trl(scenario: str, lm) -> int:

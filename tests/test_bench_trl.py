@@ -121,7 +121,7 @@ def test_both_arms_mean_the_same(against, monkeypatch):
     assert not (args.bf16 or args.fp16)
     assert given.model.dtype == torch.float32 and c["dtype"] == "auto"
     # micro-batches: TRL's rows are padded to the longest
-    tokens = trl_arms.tokens_of_ours(SMALL, given.model)
+    tokens = arms.tokens_of_ours(SMALL, given.model)
     longest = LONGEST_PROMPT + parts(SMALL)["T"]
     rows = args.per_device_train_batch_size
     assert rows == parts(SMALL)["P"] * parts(SMALL)["G"] or 2 * rows * longest > tokens

@@ -131,16 +131,21 @@ def test_what_is_printed_between_the_end_of_a_terminal_and_its_signal_is_dropped
     assert process.wait(PATIENCE) == 0 and (tmp_path / "saved").exists()
 
 
-def test_the_first_signal_is_answered_at_once_by_rank_0_alone(tmp_path, capfd):
+@pytest.fixture
+def own_handlers():
+    """pytest's handlers of signals come back afterwards."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        Stop(tmp_path, 1).hear(signal.SIGINT, None)
-        assert capfd.readouterr().err == ""
-        Stop(tmp_path, 0).hear(signal.SIGINT, None)
-        assert "SIGINT: the run saves and ends after this step" in capfd.readouterr().err
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_the_first_signal_is_answered_at_once_by_rank_0_alone(tmp_path, capfd):
+    Stop(tmp_path, 1).hear(signal.SIGINT, None)
+    assert capfd.readouterr().err == ""
+    Stop(tmp_path, 0).hear(signal.SIGINT, None)
+    assert "SIGINT: the run saves and ends after this step" in capfd.readouterr().err
 
 
 def listen(folder: Path) -> None:
@@ -164,16 +169,12 @@ def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp
     assert child.status(process) == 128 + number
 
 
+@pytest.mark.usefixtures("own_handlers")
 def test_only_rank_0_looks_for_the_file(tmp_path):
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        (tmp_path / "stop").touch()
-        assert Stop(tmp_path, 0).asked()
-        assert not Stop(tmp_path, 1).asked()
-        assert not Stop(tmp_path / "other", 0).asked()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    (tmp_path / "stop").touch()
+    assert Stop(tmp_path, 0).asked()
+    assert not Stop(tmp_path, 1).asked()
+    assert not Stop(tmp_path / "other", 0).asked()
 
 
 # --- torchrun
