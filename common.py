@@ -38,8 +38,9 @@ ROOT = Path(__file__).resolve().parent
 DEADLINE = timedelta(hours=3)
 # characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
 LONGEST_CONFIG = 1_000_000
-# an item in a flag's list: math, tasks.reverse:reward, my-module:Class.score
-NAME = re.compile(r"[A-Za-z_][\w.-]*(:[\w.]+)?")
+# an item in a flag's list: math, tasks.reverse:reward, my-module:Class.score; also a path, which
+# workers.imported() refuses with a better sentence
+NAME = re.compile(r"[A-Za-z_./~][\w./~-]*(:[\w.]+)?")
 DEEPEST = 10  # levels of nested lists and dicts
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
 TRIAL_FILE = ".writable-"  # beginning of a name, see check_writable()

@@ -228,7 +228,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         )
     if not config["overwrite_output_dir"]:
         resume = "continue it with --resume_from_checkpoint=latest, "
-        if not any(folder.glob("step_*")):
+        if not any(folder.glob("step_*[0-9]")):  # not step_000100.tmp, which a kill has left
             resume = ""
         raise UserError(
             f"output_dir={str(folder)!r} is not empty: {resume}replace it with "

@@ -59,6 +59,10 @@ LONGEST_TEXT = 1000  # characters that a function may answer
 LONGEST_REASON = 200  # characters of an error message, without its file and line
 LONGEST_REFUSAL = 300  # characters of the reason why a function can't be imported
 LONGEST_LINE = 20_000  # bytes without a newline after which a worker is given up
+SOUGHT = (  # where a user's function comes from
+    "it is looked for beside train.py and in the folders of PYTHONPATH, by its name without .py "
+    "and without a folder"
+)
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
 LINES_SHOWN = 1000  # lines of a worker's output that are printed
@@ -547,6 +551,8 @@ def limit(memory_gib: float) -> None:
 def imported(name: str):
     """The function named "module:function"; ValueError with the reason if it can't be imported."""
     module, _, function = name.partition(":")
+    if "/" in module:
+        raise ValueError(f"can't be imported by its path: {SOUGHT}")
     here = os.stat(".")
     try:
         target = attrgetter(function)(importlib.import_module(module))
@@ -556,10 +562,7 @@ def imported(name: str):
         reason = f"can't be imported: {type(error).__name__}: {error}"
         # of the module itself, not of one that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            reason += (
-                "; it is looked for beside train.py and in the folders of PYTHONPATH, by its name "
-                "without .py and without a folder"
-            )
+            reason += f"; {SOUGHT}"
         raise ValueError(reason) from None
     if not os.path.samestat(here, os.stat(".")):
         folder = os.getcwd()

@@ -47,6 +47,7 @@ def test_merging_keeps_every_key_its_order_and_its_type(tmp_path):
         ("--reward_funcs=my-mod:Class.f", "reward_funcs", ["my-mod:Class.f"]),
         # what a shell makes of ['a.b:c'] without quotes around it
         ("--reward_funcs=[a.b:c]", "reward_funcs", ["a.b:c"]),
+        ("--reward_funcs=~/mine.py:f", "reward_funcs", ["~/mine.py:f"]),
         ("--dataset.config=3", "dataset", {"config": "3"}),
     ],
 )

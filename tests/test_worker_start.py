@@ -48,6 +48,7 @@ BROKEN_MODULES = {
     [
         ("no_such_module:f", "looked for beside train.py and in the folders of PYTHONPATH"),
         ("/tmp/no_such.py:f", "without .py and without a folder"),
+        ("./no_such.py:f", "without .py and without a folder"),
         ("needing:f", "No module named 'need'\""),
         ("hostile:no_such_function", "no_such_function"),
         ("hostile:not_a_function", "not a function"),
