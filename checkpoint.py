@@ -94,8 +94,9 @@ WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a save will take
-# Seconds that the end of a run waits for its last upload. The other ranks wait for rank 0 in a
-# collective meanwhile, so this must stay below common.DEADLINE.
+# Seconds that the end of a run waits for an upload: for the one that is under way when the last
+# checkpoint is pushed, then for that. During the first the other ranks wait for rank 0 in a
+# collective, so this must stay below common.DEADLINE.
 UPLOAD_SECONDS = 3600.0
 
 

@@ -392,6 +392,7 @@ CHOICES = {
     "report_to": ("", "wandb"),  # "" metrics.jsonl only
 }
 # Every number of default.py, in its order: (lower bound, upper bound). None: the bound in MOST.
+# dataset.weight is not here: a dataset may be a list, see data_claims().
 RANGES = {
     # run
     "seed": (">= 0", "< 4294967296"),  # 2**32
@@ -530,9 +531,10 @@ def wants_a_shell(command: str) -> bool:
     words = shlex.split(command)
     if not words or "-c" in words:
         return False
-    signs = {">", ">>", "<", "2>&1", "|", "||", "&", "&&", ";"}
+    # not inside of a word: in http://host/?a=1&b=2 the & is a character
+    signs = any(re.fullmatch(r"\|\|?|&&?|[0-9&]?[<>].*|.*;", word) for word in words)
     variables = any(re.search(r"\$[A-Za-z_{(]", word) for word in words)
-    return variables or bool(signs & set(words)) or re.match(r"\w+=", words[0]) is not None
+    return variables or signs or re.match(r"\w+=", words[0]) is not None
 
 
 def in_range(key: str, value) -> tuple[bool, str]:
@@ -957,8 +959,8 @@ def tau_limit(c: dict, vocabulary: int) -> float:
 
 
 def default_tau(c: dict, vocabulary: int) -> float:
-    """What maxent_tau=-1 stands for: the largest tau without a warning. If a controller steers tau,
-    clamped to its bounds."""
+    """What maxent_tau=-1 stands for: the largest tau that the plain loss is safe at. If a
+    controller steers tau, clamped to its bounds."""
     tau = 1 / math.log(vocabulary)  # xdr compares advantages, not scores
     if OBJECTIVES[c["objective"]].group_loss:
         tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
@@ -1029,8 +1031,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
-    """Sentences about the changed settings that nothing reads: one for each switch that is off, and
-    one for the objective."""
+    """Sentences about the changed settings of SWITCHES and USED that nothing reads: one for each
+    switch that is off, and one for the objective."""
     changed = [key for key in c if key in defaults and c[key] != defaults[key]]
     sentences = []
     for beginnings, is_read, switch in SWITCHES:
@@ -1131,9 +1133,8 @@ def reward_warnings(c: dict) -> list[str]:
             "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0 or "
             f"maxent_skip_equal_groups={c['maxent_skip_equal_groups']!r} would learn from them"
         )
-    if is_on(c["maxent_target_weight_entropy"]) and (
-        c["maxent_skip_equal_groups"] != "all" or seed_reward
-    ):
+    learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
+    if is_on(c["maxent_target_weight_entropy"]) and (learns_equal or seed_reward):
         if seed_reward:
             cure = ""
         elif c["controller_meta_method"]:  # which knows no other target

@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).resolve().parent
 # Timeout of a collective, in which ranks wait for each other. It is longer than anything that one
 # rank may do alone while the others wait: start rollout servers, wait for rewards that hang, hash a
-# large checkpoint, finish the last upload (an hour). It is not needed to notice a rank that dies:
+# large checkpoint, finish an upload (an hour). It is not needed to notice a rank that dies:
 # connections, torchrun and ranks.Heartbeat do that at once.
 DEADLINE = timedelta(hours=3)
 # characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
@@ -70,9 +70,9 @@ class RolloutsLost(RunStopped):
 
 
 def quoted(value, limit: int = 200) -> str:
-    """A value, or text from a server, reward, dataset or model, made fit for an error message: as
-    Python's repr() and at most `limit` characters. So no text can control the terminal or pass for
-    a line of ours."""
+    """A value, or text from a server, reward, dataset or model, made fit for an error message: the
+    repr() of at most `limit` of its characters. So no text can control the terminal or pass for a
+    line of ours."""
     if isinstance(value, (str, Exception)):
         text = str(value)
         return repr(text[:limit]) + ("..." if len(text) > limit else "")
@@ -150,8 +150,10 @@ def script(work, *arguments):
     try:
         # before the config is read: --help must work even if the other arguments are wrong
         if {"-h", "--help"} & set(sys.argv[1:]):
-            print(sys.modules["__main__"].__doc__)
-            print("config/default.py lists every key with its meaning; --key=value sets one.")
+            doc = sys.modules["__main__"].__doc__
+            print(doc)
+            if "config/" in doc:  # the command reads one
+                print("config/default.py lists every key with its meaning; --key=value sets one.")
             sys.exit()
         if arguments:
             return work(*arguments)
@@ -303,7 +305,6 @@ def merge(config: dict, values: dict, source: str) -> dict:
             if type(merged[key]) is not dict:
                 raise UserError(f"{where}: {key}={quoted(merged[key])} has no entries by name")
             value = {**merged[key], entry: value}
-        # config[key] has the right type: its values were coerced to the types of default.py
         merged[key] = coerce_key(key, value, config[key], where)
     return merged
 
@@ -323,21 +324,28 @@ def nearest(name: str, known) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"
 
 
-def coerce_key(key: str, value, default, where: str):
-    """`value` in the type of the key's default. Keys of checks.STEPS may be {step: value} as well,
-    and "dataset" may be a list of sources."""
-    if key in checks.STEPS and type(value) is dict:
-        return coerce_points(value, default, where)
-    if key == "dataset" and type(value) is list:
-        return [
-            coerce_entries(key, coerce(source, {}, f"{where}, source {i}"), f"{where}, source {i}")
-            for i, source in enumerate(value)
-        ]
+def coerce_key(key: str, value, before, where: str):
+    """`value` in the type of the key. before: its default, or what a file or flag has set before,
+    which is of that type too. Keys of checks.STEPS may be {step: value} as well, and "dataset" may
+    be a list of sources: these two take either, whatever stood there before."""
+    default = before
+    if key in checks.STEPS:
+        default = checks.values_of(before)[0]
+        if type(value) is dict:
+            return coerce_points(value, default, where)
+    if key == "dataset":
+        default = {}
+        if type(value) is list:
+            return [coerce_source(source, f"{where}, source {i}") for i, source in enumerate(value)]
     if key.endswith(".config") and type(value) is dict:  # a task takes its settings as text
         check_literal(value, where)
         value = repr(value)
     value = coerce(value, default, where)
     return coerce_entries(key, value, where) if key in checks.ENTRIES else value
+
+
+def coerce_source(source, where: str) -> dict:
+    return coerce_entries("dataset", coerce(source, {}, where), where)
 
 
 def coerce_entries(key: str, value: dict, where: str) -> dict:
@@ -453,7 +461,8 @@ def tell_repeats(argv) -> None:
     append flags to the user's."""
     last = {}
     for word in argv:
-        key, equals, _ = word.partition("=")
+        name, equals, _ = word.removeprefix("--").partition("=")
+        key = RENAMED.get(name, name)  # an older name means the same key
         if key in last and equals:
             say_on_rank_0(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
         last[key] = word
@@ -658,12 +667,6 @@ def read_settings(path: Path) -> dict:
     return settings
 
 
-def say_on_rank_0(text: str, file=None) -> None:
-    """Prints on rank 0 only, even before the process group exists."""
-    if launched_rank() == 0:
-        print(text, file=file, flush=True)
-
-
 def refuse_missing_folder(model: str) -> None:
     """UserError if `model` is clearly a path, not a hub id, and there is no such folder: the hub
     need not be asked."""
@@ -677,6 +680,28 @@ def refuse_missing_folder(model: str) -> None:
         near = difflib.get_close_matches(name, os.listdir(folder), n=1)
         hint = f"; did you mean {os.path.join(folder, near[0])!r}?" if near else hint
     raise UserError(f"model={model!r} is not a folder{hint}")
+
+
+def scheduled(value, step: int) -> float:
+    """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
+    these points, flat before the first and after the last."""
+    if not isinstance(value, dict):
+        return value
+    before = max((s for s in value if s <= step), default=min(value))
+    after = min((s for s in value if s >= step), default=max(value))
+    if before >= after:  # on a point, or before the first or after the last
+        return value[before]
+    done = (step - before) / (after - before)
+    return (1 - done) * value[before] + done * value[after]
+
+
+# --- what a command prints
+
+
+def say_on_rank_0(text: str, file=None) -> None:
+    """Prints on rank 0 only, even before the process group exists."""
+    if launched_rank() == 0:
+        print(text, file=file, flush=True)
 
 
 def progress(**settings):
@@ -702,19 +727,6 @@ def tell(sentence: str, file=None) -> None:
         print(sentence, file=file, flush=True)
 
 
-def scheduled(value, step: int) -> float:
-    """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
-    these points, flat before the first and after the last."""
-    if not isinstance(value, dict):
-        return value
-    before = max((s for s in value if s <= step), default=min(value))
-    after = min((s for s in value if s >= step), default=max(value))
-    if before >= after:  # on a point, or before the first or after the last
-        return value[before]
-    done = (step - before) / (after - before)
-    return (1 - done) * value[before] + done * value[after]
-
-
 # --- memory
 
 
@@ -724,7 +736,7 @@ def rank_memory() -> int:
     now, so that the same command always gets the same answer."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = min([machine, *memory_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-    return limit // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return limit // from_launcher("LOCAL_WORLD_SIZE", 1)
 
 
 def memory_limits(membership: Path, root: Path) -> list[int]:

@@ -22,7 +22,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import UserError, quoted, say_on_rank_0
+from common import ROOT, UserError, quoted, say_on_rank_0
 from prompts import encode_prompts, messages_of, prompt_fault, prompt_identity
 
 # columns with a meaning in this program, read if a dataset has them
@@ -62,7 +62,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     try:
         rows = tasks.module(name).rows
     except Exception as error:  # it may be somebody's first task, with any mistake in it
-        raise UserError(f"{file} can't be imported: {describe_error(error)}") from None
+        raise UserError(f"{file} can't be imported: {describe_error(error, file)}") from None
     # a task without variants need not have the argument
     variant = {"config": source["config"]} if source["config"] else {}
     if variant and "config" not in inspect.signature(rows).parameters:
@@ -73,7 +73,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         raise UserError(f"dataset {name!r}: {error}") from None
     except Exception as error:
         called = f"rows({source['split']!r}, n=-1, seed={seed})"
-        raise UserError(f"{file}: {called} failed: {describe_error(error)}") from None
+        raise UserError(f"{file}: {called} failed: {describe_error(error, file)}") from None
     if not made:
         raise UserError(f"{file}: its split {source['split']!r} has no rows")
     for i, row in enumerate(made):
@@ -83,11 +83,14 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     return made
 
 
-def describe_error(error: Exception) -> str:
-    """Kind, words and line of an error in somebody's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    words = quoted(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {words}, line {frames[-1].lineno} of {frames[-1].filename}"
+def describe_error(error: Exception, file: str) -> str:
+    """Kind and words of an error, and the line of this file of ours in which it came up, if it did:
+    where Python can't read the file, the words say where."""
+    words = f"{type(error).__name__}: {quoted(' '.join(str(error).split()))}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == str(ROOT / file):
+            return f"{words}, line {frame.lineno} of {file}"
+    return words
 
 
 def check_task_row(row, where: str) -> None:
@@ -168,9 +171,8 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         raise UserError(
             f"{name!r} split {source['split']!r}: none of its {len(found)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
-            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer, "
-            f"or eval_dataset.prompt and eval_dataset.answer, which do not follow dataset's where "
-            f"eval_dataset has a name"
+            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer; "
+            f"an eval_dataset with a name of its own needs eval_dataset.prompt and .answer"
         )
     make_ids_unique(rows, name)
     if len(rows) < len(found):
@@ -418,6 +420,8 @@ def use_cache_without_hub(endpoint: str) -> bool:
         return hub.HF_HUB_OFFLINE
     try:
         address = urlsplit(endpoint)
+        if not address.hostname:
+            raise ValueError("it must begin with https:// or http://")
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname, port), timeout=10).close()
     except ValueError as error:  # a port that is no number, a host like a..b
@@ -450,7 +454,7 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     if least * BLOCK < sum(weights):
         raise UserError(
             f"dataset: source {weights.index(least)}: weight={least} is less than one in {BLOCK} "
-            f"of all weights together: it would never be drawn"
+            f"of all weights together: it may never be drawn"
         )
     return loaded, weights
 

@@ -1,5 +1,6 @@
 """Writes a model's completions of every training prompt, with log-probs and rewards, to a .jsonl
-file, to distil from or to look at.
+file, to distil from or to look at. It takes every row that it is given: evaluation prompts too, where
+they are among the training rows.
 
     python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
         --output=out.jsonl
@@ -37,8 +38,8 @@ from common import (
     UserError,
     as_read_back,
     check_writable,
+    default_config,
     launched_rank,
-    load_config,
     progress,
     quoted,
     read_settings,
@@ -61,8 +62,8 @@ FREE = (
 
 
 def check_settings(path: Path, config: dict) -> dict:
-    """The settings that the lines of `path` depend on, as OUT.config.json has them. UserError if
-    the file was made with other settings, or one of the two is another program's."""
+    """All settings but those of FREE, as OUT.config.json has them. UserError if `path` was made
+    with others, or one of the two files is another program's."""
     beside = Path(f"{path}.config.json")
     settings = as_read_back({key: value for key, value in config.items() if key not in FREE})
     # lexists: a broken link must not be overwritten either
@@ -74,8 +75,8 @@ def check_settings(path: Path, config: dict) -> dict:
             f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines "
             "were made: name another file or remove it"
         )
-    # load_config([]): keys that are newer than the file had their defaults
-    made_with = as_read_back(load_config([]) | saved)
+    # keys that are newer than the file had their defaults
+    made_with = as_read_back(default_config() | saved)
     for key in settings:
         if made_with.get(key) != settings[key]:
             raise UserError(
@@ -181,7 +182,8 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
         raise UserError("--output is empty: name a .jsonl file to write to")
     path = Path(own["output"])
     check_writable("--output", path, folder=False)
-    # no second process may write lines there; the lock's folder is gone when this one ends
+    # no second process may write lines there. The lock's folder goes when this one ends, unless it
+    # is killed
     rank = launched_rank()
     with hold_folder(f"{path}.lock", rank, key="output"):
         write(c, own, path)

@@ -61,9 +61,9 @@ def add_completions(
         if c["info_seed_reward"] == 0:
             r["prompt_ids"] = rows[i // S]["prompt_ids"]
 
-    P = len(rows)
+    p = len(rows)
     joined = []
-    for group, own in zip(rollout.groups_of(rollouts, P), rollout.groups_of(seeded, P)):
+    for group, own in zip(rollout.groups_of(rollouts, p), rollout.groups_of(seeded, p)):
         joined += group + own
     return joined
 

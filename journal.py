@@ -35,9 +35,10 @@ LOCK = ".lock"  # this file is in the folder while a run holds it
 CONVERTED = "universal.tmp"
 # Files that don't make a folder count as used. logs: a batch script makes it before the run starts
 NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
-# What a run writes before its first step. The trial of the disk is deleted, unless it is killed
+# What a run writes before its first step, beside an empty metrics.jsonl. The trial of the disk is
+# deleted, unless the run is killed
 TRIAL_SAVE = "trial.tmp"
-OF_A_START = ("config.json", "launches.jsonl", "stop", TRIAL_SAVE)
+OF_A_START = ("config.json", "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -192,7 +193,7 @@ def is_at(path: Path, file) -> bool:
         return False
 
 
-def holds_others(folder: Path, known: tuple) -> bool:
+def holds_others(folder: Path, known) -> bool:
     """Whether a folder holds anything but files of these names, and of those that come and go."""
     for path in folder.iterdir():
         # .nfs: what NFS calls a deleted file that is still open, such as another rank's trial
@@ -208,7 +209,10 @@ def is_empty(folder: Path) -> bool:
 
 def was_only_started(folder: Path) -> bool:
     """Whether all that a folder holds is of a run that ended before its first step."""
-    left = (*NOT_OF_A_RUN, *OF_A_START)
+    left = [*NOT_OF_A_RUN, *OF_A_START]
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and not metrics.stat().st_size:
+        left.append(metrics.name)
     return (folder / "launches.jsonl").exists() and not holds_others(folder, left)
 
 

@@ -43,6 +43,7 @@ from common import (
     check_tensor_parallel,
     check_writable,
     default_config,
+    from_launcher,
     in_one_line,
     memory_text,
     quoted,
@@ -140,7 +141,7 @@ def quiet():
     """Silences transformers' reports and progress bars: this file reports what matters in them."""
     verbosity = logging.get_verbosity()  # global, so it must be restored
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # for good: where weights load, a bar for one shard is noise
     try:
         yield
     finally:
@@ -442,7 +443,7 @@ def check_context(model_config, c: dict) -> None:
         raise UserError(
             f"model={c['model']!r} turns positions by the longest row of a batch "
             f"({rope['rope_type']!r}) beyond {original} tokens, so log-probs would depend on what "
-            f"is computed together: keep max_prompt_length + max_completion_length below that"
+            f"is computed together: keep max_prompt_length + max_completion_length within that"
         )
     stretched = rope.get("rope_type", "default") != "default"
     # limit None: the model has no limit
@@ -482,8 +483,9 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         )
     check_ranks(c, ranks)
     check_tensor_parallel(c, ranks)
-    if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":  # known at a job's start
-        from server.http import addresses  # a wing of its own, for who wants it
+    # "auto" stands for what a job's launcher sets, and a dry run on a login node has none
+    if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":
+        from server.http import addresses  # here: only who asks for servers imports server/
 
         addresses(c["rollout_server"])
     # model and tokenizer
@@ -636,7 +638,7 @@ def device_memory() -> int:
     """Bytes of a rank's GPU memory; without a GPU, of its share of the main memory."""
     if not torch.cuda.is_available():
         return rank_memory()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = from_launcher("LOCAL_RANK", 0)
     return torch.cuda.get_device_properties(local_rank).total_memory
 
 

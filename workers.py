@@ -1,11 +1,11 @@
 """Processes for work that may hang, crash or eat the memory, because a model wrote its input.
 
     pool = Pool(count=2, timeout=5.0, memory_gib=2.0)
-    pool.ask({key: (function, text, row)})        # starts the work, doesn't wait
-    pool.answers({key: (function, text, row)})    # {key: number, text, None or Failure}
+    pool.ask({key: (function, text, arguments)})        # starts the work, doesn't wait
+    pool.answers({key: (function, text, arguments)})    # {key: number, text, None or Failure}
 
-A job calls function(text, **row). A function is given as "module:function"; a worker imports it
-before its first job of that function. Every job ends within `timeout`, not counting the import;
+A job calls function(text, **arguments). A function is given as "module:function"; a worker imports
+it before its first job of that function. Every job ends within `timeout`, not counting the import;
 all that are waited for together within WAIT_SECONDS.
 `python workers.py <socket> <parent>` becomes two processes:
 
@@ -188,7 +188,7 @@ class Pool:
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
 
     def ask(self, jobs: dict) -> None:
-        """Queues those of the jobs {key: (function, text, row)} that were not asked before, then
+        """Queues the jobs {key: (function, text, arguments)} that were not asked before, then
         calls attend() without waiting."""
         with self.lock:
             new = {key: job for key, job in jobs.items() if key not in self.asked}
@@ -572,11 +572,11 @@ def imported(name: str):
     return target
 
 
-def answer(function: str, text: str, row: dict):
-    """What function(text, **row) returns, as a JSON value: a finite number, a text or None.
+def answer(function: str, text: str, arguments: dict):
+    """What function(text, **arguments) returns, as a JSON value: a finite number, a text or None.
     {"error": sentence} if it returns anything else or raises."""
     try:
-        value = imported(function)(text, **row)
+        value = imported(function)(text, **arguments)
         if isinstance(value, str) and len(value) > LONGEST_TEXT:
             return {"error": f"gave a text of {len(value)} characters"}
         if value is None or isinstance(value, str):

@@ -18,7 +18,7 @@ A scenario is P prompts a step, G completions of each, T tokens in each and V to
 vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
 a Qwen2 of 4 layers and width 128 with random weights; smollm2 is SmolLM2-135M-Instruct with P4, G8,
 T64 and its V of 49,152, beside TRL's in every way. Own flags: --against (trl, trl_vllm or trl_hf),
---beta, --repeats, --steps (of a run; the first 3 do not count), and of one run --arm.
+--beta, --repeats, --steps (of a run; the first WARM do not count), and of one run --arm.
 
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
 ours compiles too (vllm_options.enforce_eager=False), and has TRL's importance sampling, for which
@@ -347,6 +347,8 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
         raise UserError(f"--against={flags['against']} must be one of {', '.join(PAIRS)}")
     if flags["arm"] and len(scenarios) != 1:
         raise UserError(f"--arm={flags['arm']} needs one scenario, such as {GROWS_FROM}")
+    if (flags["against"] or flags["beta"]) and not scenarios:
+        raise UserError(f"--against and --beta need a scenario, such as {GROWS_FROM}")
     if flags["repeats"] < 1:
         raise UserError(f"--repeats={flags['repeats']} must be at least 1")
     if flags["steps"] <= WARM:

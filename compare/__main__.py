@@ -39,6 +39,7 @@ from common import (
     check_ranks,
     check_writable,
     default_config,
+    end_now,
     listen,
     load_config,
     merge,
@@ -353,6 +354,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
         for _, process in live:
             process.wait()
     bar.close()
+    listen(end_now)  # what follows, table and picture, can be repeated
     if stop:
         raise RunStopped(
             f"stopped by {stop[0]}: the same command goes on from the last checkpoints"

@@ -13,7 +13,7 @@ each). A folder knows these two; of a file they are 256 and 8 unless given.
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
-figures is biased upwards; the other columns, means over the last three evaluations, are not.
+figures is biased upwards; the other columns, means over the last evaluations (LAST), are not.
 """
 
 import json
@@ -154,7 +154,7 @@ def of_arms(evaluations: pd.DataFrame, arms: str) -> pd.DataFrame:
     """The evaluations of these arms, in their order. arms: "a,b"; "" all."""
     if not arms:
         return evaluations
-    wanted = [arm.strip() for arm in arms.split(",")]
+    wanted = list(dict.fromkeys(arm.strip() for arm in arms.split(",")))  # each once
     there = list(dict.fromkeys(evaluations["arm"]))
     missing = [arm for arm in wanted if arm not in there]
     if missing:

@@ -73,7 +73,7 @@ def read_runs(source: Path) -> list[Counts]:
     if not runs:
         raise UserError(f"{source} has no <arm>/seed_<n>/eval.jsonl, and is no file of counts")
     check_comparable(runs, source)
-    check_same_problems(asked)
+    check_equal_ids(asked)
     return runs
 
 
@@ -108,7 +108,7 @@ def check_comparable(runs: list[Counts], source: Path) -> None:
         raise UserError(f"{source} has arm {twice[0][0]}, seed {twice[0][1]} twice")
 
 
-def check_same_problems(asked: dict[Path, set]) -> None:
+def check_equal_ids(asked: dict[Path, set]) -> None:
     first = next(iter(asked), None)
     for file, ids in asked.items():
         if ids != asked[first]:

@@ -22,7 +22,8 @@ from common import UserError, check_writable, in_one_line
 from journal import read_metrics
 
 METRICS = ("pass", "mean", "coverage", "distinct")  # eval/<metric>@k, in the order of the table
-# keys that `python -m compare` sets itself; an arm that sets one is refused
+# keys that `python -m compare` sets itself; an arm that sets one is refused. (save_steps too, but
+# only where it is off.)
 SET_HERE = ("seed", "output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 PICTURES = (".png", ".pdf", ".svg")
 # what is read of a line of eval.jsonl, which evaluate.evaluate_problems makes
@@ -283,7 +284,7 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
     """The arm's `metric` at its end, minus the baseline's when the baseline last had the same
     mean@k: how far the arm's end lies above the baseline's path in the plane of mean@k and
-    `metric`. Both are averaged over three neighbouring evaluations of each run. NaN if the baseline
+    `metric`. Both are averaged over LAST neighbouring evaluations of each run. NaN if the baseline
     never had that mean@k; 0 for the baseline itself."""
     path = path_of(curves, baseline, metric, LAST)
     end = path_of(curves, arm, metric, LAST).iloc[-1]
@@ -377,7 +378,7 @@ Not finished, so not in here: {missing}.
 {arms}
 
 At equal mean@{k}: the end of each arm against {baseline} at the last moment of its training when
-its mean@{k} was the same, both averaged over three evaluations; empty where it never was.
+its mean@{k} was the same, both averaged over {last} evaluations; empty where it never was.
 
 {effects}
 
@@ -405,6 +406,7 @@ def write_results(runs: list[dict], baseline: str, output: Path, missing: list[d
         problems=outcomes["problem"].nunique(),
         k=k,
         seeds=evaluation_seeds(runs[0]["folder"]),
+        last=LAST,
         missing=", ".join(absent) or "none",
         arms=table_of_arms(outcomes, curves, baseline, k),
         baseline=baseline,

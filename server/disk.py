@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class DiskTransfer:
     def __init__(self, engine, folder: Path):
         self.engine = engine
         self.folder = folder.resolve()
+        self.made = not self.folder.exists()  # else it is the user's
         engine.on_rank_0(self.remove_leftovers)
 
     def remove_leftovers(self) -> None:
@@ -74,11 +76,13 @@ class DiskTransfer:
         return missing
 
     def close(self) -> None:
-        """Removes what a failed sync has left. Runs on rank 0."""
+        """Removes what a failed sync has left, and the folder if it is ours and empty. Runs on
+        rank 0."""
         for folder in self.folder.glob(f"{self.engine.name}-*"):
             shutil.rmtree(folder, ignore_errors=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        if self.made:
+            with suppress(OSError):  # other runs use it too, or nothing was ever written
+                self.folder.rmdir()
 
 
 def write_shards(named_parameters, folder: Path | None) -> str:

@@ -214,7 +214,11 @@ def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
     journal.make_run_folder(c, {"command": "train.py"}, resuming=False)
     (tmp_path / journal.TRIAL_SAVE).touch()
     journal.check_run_folder(c, resuming=False)
+    # what the log of metrics has made when the first step fails
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "wandb_id").write_text("12345678")
+    journal.check_run_folder(c, resuming=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"is not empty: replace it") as caught:
         journal.check_run_folder(c, resuming=False)
     assert "resume_from_checkpoint" not in str(caught.value)  # there is none

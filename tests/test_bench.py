@@ -105,6 +105,7 @@ def test_a_row_has_the_median_ratio_of_neighbours_whatever_their_order(
         (["P4G8T64V2048", "--arm=our"], ["--arm=our", "ours_compiled"]),
         (["--arm=ours"], ["needs one scenario"]),
         (["--against=ours"], ["--against=ours", "trl_vllm"]),
+        (["--against=trl_vllm", "--beta=0.1"], ["need a scenario, such as P4G8T64V2048"]),
         (["--repeats=0"], ["--repeats=0", "at least 1"]),
         (["--repeats=few"], ["repeats", "int"]),
         (["--steps=3"], ["--steps=3", "above 3"]),

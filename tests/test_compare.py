@@ -24,7 +24,7 @@ from compare_runs import (
 from deadlines import PATIENCE
 
 import journal
-from common import ROOT, SIGNALS, RunStopped, UserError
+from common import ROOT, SIGNALS, RunStopped, UserError, end_now
 from compare import __main__ as compare
 from compare.results import settled_at
 
@@ -371,6 +371,22 @@ def test_a_signal_stops_what_was_started(tmp_path, launched, number):
     command = ["ps", "--ppid", str(os.getpid()), "-o", "args"]
     children = subprocess.run(command, capture_output=True, text=True).stdout
     assert "sleep 100" not in children
+
+
+def test_a_signal_after_the_runs_ends_the_command(tmp_path, launched, monkeypatch):
+    """While the table is made nobody asks any more whether one has come."""
+    runs, argv = plan(tmp_path, "a = {}")
+    write_run(runs[0])
+    handlers = []
+
+    def write(*args) -> str:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        return "table"
+
+    monkeypatch.setattr(compare, "write_results", write)
+    monkeypatch.setattr(compare, "draw", lambda *args: "picture")
+    compare.main(argv)
+    assert handlers == [end_now]
 
 
 def test_two_at_once_in_one_folder_is_refused_but_looking_is_not(tmp_path, launched):

@@ -167,7 +167,7 @@ def test_some_of_the_arms_can_be_shown(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     lines = [line(0, 0.2, 0.5) | {"arm": arm} for arm in ("a", "b", "c")]
     write_lines(file, lines)
-    frontier.main([str(file), "--arms=c, a"])
+    frontier.main([str(file), "--arms=c, a,c"])
     shown = capsys.readouterr().out
     assert "| a |" in shown
     assert "| c |" in shown

@@ -62,6 +62,23 @@ def test_a_list_needs_no_brackets():
     assert found["reward_weights"] == [1.0, 0.1]
 
 
+@pytest.mark.parametrize(
+    "line, flag, value",
+    [
+        ("temperature = {0: 1.2, 100: 1}", "--temperature=1", 1.0),
+        ("temperature = {0: 1.2, 100: 1}", "--temperature={50: 1}", {50: 1.0}),
+        ("maxent_target_excess_entropy = {0: 0.2}", "--maxent_target_excess_entropy=-1", -1.0),
+        ("dataset = [{'name': 'countdown'}]", "--dataset={'name': 'math'}", {"name": "math"}),
+        ("dataset = [{'name': 'countdown'}]", "--dataset=[{'name': 'a'}]", [{"name": "a"}]),
+    ],
+)
+def test_a_flag_takes_the_place_of_a_schedule_or_a_mixture(tmp_path, line, flag, value):
+    key = line.partition(" ")[0]
+    found = load_config([write(tmp_path, line), flag])[key]
+    assert found == value and type(found) is type(value)
+    assert load_config([f"--{key}={line.partition(' = ')[2]}", flag])[key] == value
+
+
 def test_tau_takes_inf_and_nothing_else_does(tmp_path):
     assert load_config(["--maxent_tau=inf"])["maxent_tau"] == math.inf
     assert load_config([write(tmp_path, "maxent_tau = 'inf'")])["maxent_tau"] == math.inf

@@ -466,6 +466,11 @@ def test_settings_that_work_against_each_other_are_warned_about():
         assert ("use maxent_target_excess_entropy" in said) == (flags != seeds)
         assert warnings_of(100, *flags) == ""
     assert warnings_of(100, excess, "--maxent_skip_equal_groups=wrong") == ""
+    # these leave equal groups out whatever that key says
+    for flags in (["--maxent_group_weight=spread"], ["--objective=xdr"]):
+        weight = "--maxent_target_weight_entropy=1.0"
+        said = warnings_of(100, weight, "--maxent_skip_equal_groups=none", *flags)
+        assert "not used" in said and "out of reach" not in said
     assert "takes the excess entropy below 0" in warnings_of(100, excess, *seeds)
     again = "--resample_equal_groups=2"
     assert "would learn from them" in warnings_of(100, again, "--maxent_skip_equal_groups=none")

@@ -9,6 +9,7 @@ from reward_tools import config, rollouts_of
 from row_files import check_words, jsonl, load, parquet, refusal
 
 import checks
+import common
 import data
 import preflight
 import rewards
@@ -137,15 +138,15 @@ def own_task(monkeypatch, rows) -> None:
 
 
 def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_name_their_line(monkeypatch):
-    def rows(split, n, seed):
-        return [{"id": "0", "task": "countdown", "prompt": "a", "answer": split + None * 1}]
-
-    own_task(monkeypatch, rows)
+    own = {}
+    text = "import random\ndef rows(split, n, seed):\n    return random.choice([])\n"
+    exec(compile(text, common.ROOT / "tasks" / "countdown.py", "exec"), own)
+    own_task(monkeypatch, own["rows"])
     check_words(refusal(load, "countdown", config="5"), "dataset.config='5'", "no variants")
-    line = rows.__code__.co_firstlineno + 1
     message = refusal(load, "countdown")
-    check_words(message, "tasks/countdown.py: rows('train', n=-1, seed=0) failed: TypeError")
-    check_words(message, f"line {line} of {__file__}")
+    check_words(message, "tasks/countdown.py: rows('train', n=-1, seed=0) failed: IndexError")
+    # not of random.py, where it was raised
+    check_words(message, "line 3 of tasks/countdown.py")
 
 
 GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
@@ -182,10 +183,13 @@ def test_the_ids_of_a_task_are_texts_and_no_two_are_alike(monkeypatch):
 
 def test_a_task_that_can_not_be_imported_is_one_sentence(monkeypatch):
     def module(name):
-        raise ModuleNotFoundError("No module named 'nowhere'")
+        compile("x = [1\n", "countdown.py", "exec")
 
     monkeypatch.setattr(data.tasks, "module", module)
-    check_words(refusal(load, "countdown"), "tasks/countdown.py can't be imported", "'nowhere'")
+    message = refusal(load, "countdown")
+    check_words(message, "tasks/countdown.py can't be imported: SyntaxError")
+    check_words(message, "countdown.py, line 1")
+    assert message.count("line") == 1  # of no other file
 
 
 def test_tasks_name_a_variant_or_split_they_do_not_have():
@@ -248,7 +252,7 @@ def test_one_task_twice_is_two_sources():
         ({"name": "crossword", "weight": -1.5}, ["weight=-1.5"]),
         ({"name": "crossword", "weight": "2"}, ["weight", "'2'"]),
         ({"name": "crossword", "weight": True}, ["weight", "True"]),
-        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "never be drawn"]),
+        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "may never be drawn"]),
         ({"name": "crossword", "columns": ["prompt"]}, ["'columns'", "prompt, answer, more"]),
         ({"name": "crossword", "question": "q"}, ["'question'", "prompt, answer, more"]),
         ({"name": "crossword", "more": "level"}, ["more", "list", "'level'"]),

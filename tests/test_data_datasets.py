@@ -279,7 +279,9 @@ def test_a_dataset_without_a_network_is_one_sentence_and_nobody_waits(no_network
     assert capsys.readouterr().out.count("can't be reached") == 1
 
 
-@pytest.mark.parametrize("endpoint", ["http://x:abc", "http://x:99999", "http://a..b", "http://[x"])
+@pytest.mark.parametrize(
+    "endpoint", ["http://x:abc", "http://x:99999", "http://a..b", "http://[x", "x.y"]
+)
 def test_an_address_of_the_hub_that_is_none_is_one_sentence(no_network, monkeypatch, endpoint):
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)

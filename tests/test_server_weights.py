@@ -67,6 +67,9 @@ def test_weights_are_written_once_read_by_every_server_and_then_removed(
         assert each.version == engine.version == folders[2].name
     engine.close()
     assert not place.exists()
+    place.mkdir()  # by the user, for the next run
+    make(one, two, weight_sync=str(place)).close()
+    assert place.exists()
 
 
 def test_large_weights_come_in_several_files(monkeypatch, tmp_path):

@@ -548,7 +548,9 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
         ("sbatch slurm/evaluate.sh", "must hold"),
         ("sh -c 'echo {checkpoint}", "not closed"),
         ("python evaluate.py --model={checkpoint} > eval.log", "without a shell"),
+        ("python evaluate.py --model={checkpoint} 2>eval.log", "without a shell"),
         ("cd /tmp && ls {checkpoint}", "without a shell"),
+        ("cd /tmp; ls {checkpoint}", "without a shell"),
         ("ls $HOME {checkpoint}", "without a shell"),
         ("X=1 ls {checkpoint}", "without a shell"),
     ],
@@ -561,6 +563,7 @@ def test_an_eval_command_that_could_not_run_is_refused(command, words):
 def test_an_eval_command_may_start_a_shell_and_name_keys():
     for command in (
         "sh -c 'ls {checkpoint} > $HOME/log'",
+        "curl http://host/?a=1&b={checkpoint}",
         "python e.py --model={checkpoint} --a=b",
     ):
         assert load_config([f"--eval_command={command}"])["eval_command"] == command
