@@ -1,6 +1,6 @@
 """Writes a model's completions of every training prompt, with log-probs and rewards, to a .jsonl
-file, to distil from or to look at. It takes every row that it is given: evaluation prompts too, where
-they are among the training rows.
+file, to distil from or to look at. It takes every row that it is given: evaluation prompts too,
+where they are among the training rows.
 
     python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
         --output=out.jsonl
