@@ -603,6 +603,11 @@ def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
                 f"checkpoint (step_*)"
             )
         return path
+    if checkpoints := steps_of(Path(resume_from)):
+        raise UserError(
+            f"resume_from_checkpoint={resume_from!r} is the folder of a run: name a checkpoint in "
+            f"it, such as {checkpoints[-1]}"
+        )
     problem = check(resume_from)
     if problem:
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")

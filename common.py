@@ -333,12 +333,14 @@ def coerce_key(key: str, value, before, where: str):
         default = checks.values_of(before)[0]
         if type(value) is dict:
             return coerce_points(value, default, where)
+    check_literal(value, where)
+    if type(value) is str and key.endswith("dataset"):
+        raise UserError(f"{where} has entries: write {key}.name={quoted(value)}")
     if key == "dataset":
         default = {}
         if type(value) is list:
             return [coerce_source(source, f"{where}, source {i}") for i, source in enumerate(value)]
     if key.endswith(".config") and type(value) is dict:  # a task takes its settings as text
-        check_literal(value, where)
         value = repr(value)
     value = coerce(value, default, where)
     return coerce_entries(key, value, where) if key in checks.ENTRIES else value

@@ -168,8 +168,9 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     if not rows:
         first = next(iter(found.values()), {})
         columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
+        split = "" if has_no_splits(Path(name)) else f" split {source['split']!r}"
         raise UserError(
-            f"{name!r} split {source['split']!r}: none of its {len(found)} rows has both a prompt "
+            f"{name!r}{split}: none of its {len(found)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
             f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer; "
             f"an eval_dataset with a name of its own needs eval_dataset.prompt and .answer"
@@ -368,6 +369,11 @@ def open_dataset(source: dict):
     import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
 
     name = source["name"]
+    if os.path.isfile(name) and not name.endswith(".parquet"):
+        raise UserError(
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "
+            f"datasets library reads, such as .csv, goes into a folder of its own: name the folder"
+        )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (name.endswith(".parquet") or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):

@@ -251,11 +251,11 @@ def leakage_warning(count: int, c: dict) -> str:
         held_out = run["eval_max_prompts"]
     if count <= held_out:
         return ""
+    kept = f"the first {held_out} rows" if held_out else "no row"
     return (
-        f"warning: {c['model']} was trained on {source['name']!r}, of which its run held out the "
-        f"first {held_out} rows (eval_steps={run['eval_steps']}, "
-        f"eval_max_prompts={run['eval_max_prompts']}): it may have learnt the answers to the "
-        f"other {count - held_out} of these {count}"
+        f"warning: {c['model']} was trained on {source['name']!r}, of which its run held out "
+        f"{kept} (eval_steps={run['eval_steps']}, eval_max_prompts={run['eval_max_prompts']}): it "
+        f"may have learnt the answers to {count - held_out} of these {count}"
     )
 
 

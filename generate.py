@@ -205,7 +205,8 @@ def write(c: dict, own: dict, path: Path) -> None:
     shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     (done,) = shared  # may exceed len(rows): --max_prompts may have been larger before
-    sampler = rollout.start_sampler(c, world.device)
+    # a file that is whole needs no engine
+    sampler = rollout.start_sampler(c, world.device) if done < len(rows) else None
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, functions)
     P = c["prompts_per_step"]
     bar = progress(

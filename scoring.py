@@ -37,6 +37,7 @@ ERROR = math.inf
 # a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
 SAVED_CHARACTERS = 100_000  # per completion
+ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
 CHECKED_TASKS = 20  # at most: a user's column "task" may hold as many values as there are rows
 
 
@@ -99,9 +100,8 @@ def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
 
 def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
-    # without what encode_prompts() adds: no reward needs it, and every job pickles its arguments
-    added = ("prompt_ids", "uncut_prompt")
-    shared = {name: value for name, value in row.items() if name not in added}
+    # without what no reward needs: every job pickles its arguments
+    shared = {name: value for name, value in row.items() if name not in ADDED}
     shared["max_completion_length"] = c["max_completion_length"]
     shared["soft_overlong_buffer"] = c["soft_overlong_buffer"]
     jobs = {}
@@ -263,9 +263,19 @@ def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: st
                 raise UserError(
                     f"reward_funcs: {quoted(function.name)} can't score row {quoted(row['id'])} of "
                     f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
-                    f"({failed[0]['reason']}): name a reward that reads such answers, or another "
-                    f"column as the answer; your own is called as f(completion, answer, **row)"
+                    f"({failed[0]['reason']}): {cure_for(function, row)}"
                 )
+
+
+def cure_for(function: RewardFunction, row: dict) -> str:
+    if ":" not in function.name:
+        return "name a reward that reads such answers, or another column as the answer"
+    # what a function of the user's own may expect in vain, as one written for TRL does
+    columns = ", ".join(sorted(row.keys() - set(ADDED)))
+    return (
+        f"it is called with one completion, a text, as f(completion, answer, **row), and this row "
+        f'has {quoted(columns)}; the entry "more" of dataset adds columns'
+    )
 
 
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:

@@ -119,7 +119,10 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             )
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
-        raise UserError('dataset: none of its rows has "solutions", a list of texts to learn from')
+        raise UserError(
+            'dataset: none of its rows has "solutions", a list of texts to learn from: a line of a '
+            'file with it is {"prompt": "1 + 1?", "answer": 2, "solutions": ["It is 2."]}'
+        )
     limit = c["max_completion_length"]
     # one call for all texts is faster; next(encoded) below takes them in the same order
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])

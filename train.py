@@ -282,7 +282,8 @@ def start(c: dict) -> Run:
         saved = checkpoint.load(resume_path, engine, Path(c["output_dir"]))
         if changes := checkpoint.changes(resume_path, c):
             say_on_rank_0(changes)
-        say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done")
+        rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
+        say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done{rest}")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
     # The run ends where this checkpoint was made, and it holds no model: it is a "shallow" one of a
     # longer run. catch_up() saves the step again, as a model.

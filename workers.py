@@ -28,6 +28,7 @@ read every file that you may read.
 import ctypes
 import functools
 import importlib
+import inspect
 import itertools
 import json
 import math
@@ -65,7 +66,7 @@ SOUGHT = (  # where a user's function comes from
 )
 CLOSED = "closed its socket"
 SAID_TOO_MUCH = "sent a malformed reply"
-LINES_SHOWN = 1000  # lines of a worker's output that are printed
+LINES_SHOWN = 100  # lines of a worker's output that are printed
 
 ENVIRONMENT = (
     "PATH",
@@ -303,9 +304,15 @@ class Pool:
                 self.failed_starts = 0
             case ["importing", str(name)]:
                 worker.loading = name
-                worker.doing = f"when the module of {quoted(name)} was imported"
+                worker.doing = (
+                    f"when the module of {quoted(name)} was imported, which must not do the work "
+                    f"of a call"
+                )
             case ["trying", name]:
-                worker.doing = f"when {quoted(name)} was called for the first time"
+                worker.doing = (
+                    f"when {quoted(name)} was called for the first time, which may load what it "
+                    f"needs but must return"
+                )
             case ["refused", name, reason]:
                 raise UserError(f"reward_funcs: {quoted(name)}: {quoted(reason, LONGEST_REFUSAL)}")
             case _:
@@ -357,10 +364,7 @@ class Pool:
         are started again: RunStopped after too many failed starts in a row."""
         self.failed_starts += 1
         if worker.loading and worker.loading not in self.loaded:
-            raise UserError(
-                f"reward_funcs: {reason} {worker.doing}; "
-                "a module must do its work when it is called"
-            )
+            raise UserError(f"reward_funcs: {reason} {worker.doing}")
         if self.failed_starts > 2 * len(self.workers):
             raise RunStopped(
                 f"reward workers don't start: {reason} {worker.doing}; their own words are above"
@@ -569,6 +573,10 @@ def imported(name: str):
         raise ValueError(f"its module changes the working folder when it is imported: {folder}")
     if not callable(target):
         raise ValueError("is not a function")
+    if inspect.isclass(target):
+        raise ValueError("is a class: name an instance of it, or a function")
+    if inspect.iscoroutinefunction(target):
+        raise ValueError("is async: write a plain function, as it has a process to itself")
     return target
 
 

@@ -66,6 +66,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
         (["--dataset.name=tasks/countdown.py"], ["dataset 'tasks/countdown.py'"]),
         (["--dataset.name=nowhere.jsonl"], ["dataset 'nowhere.jsonl'"]),
         (["--dataset.name="], ["dataset.name"]),
+        (["--dataset=countdown"], ["dataset has entries: write dataset.name='countdown'"]),
         (["--dataset.config=5"], ["dataset 'countdown'", "'5'"]),
         (["--dataset.split=dev"], ["dataset 'countdown'", "'dev'"]),
         (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),
@@ -469,6 +470,8 @@ def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     assert "manifest.json" in refusal(
         f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder / 'step_000001'}"
     )
+    message = refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder}")
+    assert f"is the folder of a run: name a checkpoint in it, such as {run_folder}/step" in message
 
 
 @pytest.mark.parametrize(
@@ -501,6 +504,15 @@ def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeyp
         ranks.refuse_idle_gpu()
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     ranks.refuse_idle_gpu()
+
+
+def test_no_process_joins_others_on_a_cpu_beside_such_a_gpu(monkeypatch):
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ranks, "be_alone", lambda: None)
+    monkeypatch.setattr(ranks, "check_environment", lambda: pytest.fail("it goes on"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=0 asks for a GPU"):
+        ranks.start_distributed()
 
 
 # --- the script

@@ -139,6 +139,10 @@ def one_step(c: dict, world: World) -> dict:
     """Places and metrics of a step, as train.train has them."""
     torch.manual_seed(0)
     collected = experience.deal(collected_by(world), world, c)
+    # what is known of each row moves with it
+    own = collected.rewards[collected.rank * len(collected.rows) :][: len(collected.rows)]
+    assert torch.equal(collected.right, own == 1)
+    assert torch.equal(collected.rewards_per_func, own[..., None])
     engine = train.load_policy(c, world.device)
     reference = train.load_reference(c, engine, world.device)
     batch = rollout.to_batch(collected.rollouts, "cpu")

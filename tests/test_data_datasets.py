@@ -88,6 +88,15 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     check_words(refusal(load, two, split="dev"), two, "'dev'", "train, test")
 
 
+def test_a_csv_is_told_how_it_is_read(tmp_path):
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    file = folder / "sums.csv"
+    file.write_text("prompt,answer\n1+1?,2\n")
+    check_words(refusal(load, str(file)), "sums.csv", "name the folder")
+    assert [row["prompt"] for row in load(str(folder))] == ["1+1?"]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "folder"])
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, kind):
     columns = {"problem": ["1+1"], "gold": ["2"]}

@@ -263,6 +263,12 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
         ("", {"controller_state.json": {"step": 1, "controllers": []}}, "is damaged"),
         ("", {"config.json": []}, "config.json is damaged"),
         ("", {"config.json": model | {"num_hidden_layers": 9}}, "num_hidden_layers=9"),
+        # the last: the second rank's file stays
+        (
+            "--optimizer=sgd --zero_stage=2",
+            {"train_config.json": saved | {"optimizer": "sgd", "zero_stage": 2}, "rng_1.pt": ""},
+            "saved by 2 ranks and this run has 1: .*only as many can go on",
+        ),
     ]:
         save_files(path, files | changes)
         with pytest.raises(UserError, match=words):

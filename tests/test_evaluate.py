@@ -1,10 +1,13 @@
 """evaluate.evaluate_problems with an engine that needs no model: what it asks for, what it counts,
 and that any number of ranks finds the same."""
 
+from types import SimpleNamespace
+
 import torch
 from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
 
 import evaluate
+import rollout
 import scoring
 from common import load_config
 from ranks import World
@@ -42,6 +45,21 @@ def test_an_evaluation_samples_at_its_own_temperature_and_counts_what_is_right(m
         name: (by_id[name]["correct"], by_id[name]["failures"]) for name in ("q0", "q2", "q3")
     }
     assert counts == {"q0": (2, 0), "q2": (4, 0), "q3": (0, 4)}
+
+
+def test_a_run_evaluates_its_held_out_rows_and_always_with_the_same_seeds(monkeypatch):
+    engine = FakeEngine()
+    monkeypatch.setattr(evaluate, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(evaluate, "deciding_functions", lambda rows, c: [FAKE_REWARD])
+    inputs = SimpleNamespace(
+        eval_rows=ROWS[:2], pools=[ROWS[2:]], easy=ROWS[2:], tokenizer=TOKENIZER, stop_ids=[0]
+    )
+    c = load_config([*FLAGS, "--seed=7"])
+    metrics = evaluate.evaluate(engine, inputs, c, World(0, 1, torch.device("cpu")))
+    (call,) = engine.calls
+    assert call["prompts_ids"] == [row["prompt_ids"] for row in ROWS[:2]]
+    assert call["seeds"] == [rollout.prompt_seed("eval", 0, i) for i in range(2)]
+    assert metrics["eval/mean@4"] == metrics["eval/pass@1"]
 
 
 def test_two_ranks_share_the_problems_and_both_know_all_records(monkeypatch):

@@ -134,7 +134,7 @@ def test_the_same_command_again_leaves_a_finished_file_as_it_is(
     """In this process, which costs no start."""
     monkeypatch.setattr(generate, "leave_together", lambda sampler: None)
     asked = []
-    monkeypatch.setattr(rollout.HfEngine, "generate", lambda *args: asked.append(args))
+    monkeypatch.setattr(rollout, "start_sampler", lambda *args: asked.append(args))
     before = whole.read_bytes()
     argv = words(tiny_model_dir, whole, "--reward_workers=0")
     own, c = load_with_flags(argv, checks.FLAGS["generate"])

@@ -1,6 +1,7 @@
 """What train.py itself decides: which metric steers, which model follows a schedule, what an
 evaluation that fails costs; what a run is made of, and what it takes over where it goes on."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from controlled import setting
 from exact_matrix import steps_in
+from transformers import AutoConfig
 
 import common
 import controllers
@@ -123,3 +125,46 @@ def test_a_policy_is_padded_and_recomputed_as_the_config_says(tiny_model_dir):
         policy = train.load_lm(c, trains=True, device="cpu")
         assert policy.pack == value
         assert policy.lm.is_gradient_checkpointing == value
+
+
+def test_a_rank_without_a_log_owes_the_evaluation_that_rank_0_owes(monkeypatch):
+    c = {"eval_steps": 2, "max_steps": 9}
+    asked = []
+    monkeypatch.setattr(train, "any_rank", lambda own: asked.append(own) or True)
+    assert train.owes_evaluation(SimpleNamespace(step=4, config=c, log=None, folder=None))
+    assert asked == [False]
+    assert not train.owes_evaluation(SimpleNamespace(step=5, config=c, log=None, folder=None))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
+    started = []
+    monkeypatch.setattr(train.checkpoint, "save", lambda *args: "step_000004")
+    monkeypatch.setattr(evaluate, "start_command", lambda *args: started.append(args))
+    run = SimpleNamespace(step=4, saved_step=0, skipped_steps=0, equal_steps=0, timer=Timer())
+    run.config = {"save_steps": 1, "eval_command": "ls {checkpoint}", "max_steps": 9}
+    run.experience = SimpleNamespace(replay_state={})
+    run.inputs = SimpleNamespace(tokenizer=None)
+    run.world = SimpleNamespace(rank=rank)
+    run.controllers = run.engine = run.hub = None
+    run.say = lambda sentence: None
+    train.save_now(run)
+    assert started == ([("ls {checkpoint}", "step_000004")] if rank == 0 else [])
+
+
+def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    path = tmp_path / "step_000001"
+    path.mkdir()
+    wider = {"model_type": "qwen2", "hidden_size": 999, "vocab_size": 101}
+    (path / "config.json").write_text(json.dumps(wider))
+    model_config = AutoConfig.from_pretrained(tiny_model_dir)
+    monkeypatch.setattr(
+        train, "load_inputs", lambda c, ranks: SimpleNamespace(model_config=model_config)
+    )
+    monkeypatch.setattr(train.checkpoint, "find", lambda c: path)
+    monkeypatch.setattr(train.rollout, "start_engine", lambda *args: pytest.fail("it goes on"))
+    c = common.load_config([f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}"])
+    with pytest.raises(common.UserError, match="hidden_size=999"):
+        train.start(c)

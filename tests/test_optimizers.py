@@ -9,7 +9,7 @@ from checkpoint import checkpoint_bytes
 from checks import OPTIMIZERS
 from common import UserError, load_config
 from policy import ParameterCounts, make_optimizer, try_optimizer
-from preflight import memory_estimate
+from preflight import load_inputs, memory_estimate
 
 CPU = torch.device("cpu")
 
@@ -86,6 +86,12 @@ def test_options_that_fail_at_once_or_in_the_first_step_are_one_sentence(flags):
     with pytest.raises(UserError, match=r"optimizer_options=.* refuses them: "):
         try_optimizer(load_config(flags))
     try_optimizer(load_config(["--optimizer_options.amsgrad=True"]))
+
+
+def test_a_run_tries_its_optimizer_before_weights_load(tiny_model_dir):
+    flags = [f"--model={tiny_model_dir}", "--dataset.name=countdown", "--reward_workers=0"]
+    with pytest.raises(UserError, match=r"optimizer_options=.* refuses them: "):
+        load_inputs(load_config([*flags, "--optimizer_options.betas=[0.9]"]), 1)
 
 
 def test_an_optimizer_is_refused_at_a_stage_where_it_is_shown_no_matrices():

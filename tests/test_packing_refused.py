@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from packed_rows import MIXED, batch_of, both, model
 
 import packing
 import policy
-from common import UserError
+from common import UserError, load_config
 from policy import Policy
+from preflight import load_inputs
 
 
 def states(lm, rows=MIXED, pack=True):
@@ -103,6 +105,17 @@ def test_a_window_that_is_narrower_than_a_row_may_be_is_refused_from_the_config_
     with pytest.raises(UserError, match=sentence):
         packing.check_window(config, window + 1)
     packing.check_window(SimpleNamespace(model_type="m", **{name: None}), 10**6)
+
+
+def test_a_run_with_such_a_window_is_refused_before_weights_load(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    flags = [f"--model={folder}", "--dataset.name=countdown", "--reward_workers=0"]
+    with pytest.raises(UserError, match=r"sliding_window=16 and rows may have"):
+        load_inputs(load_config(flags), 1)
+    load_inputs(load_config([*flags, "--pack_sequences=False"]), 1)
 
 
 def test_a_packed_model_can_not_be_called_by_itself_and_can_again_once_it_is_set_back():

@@ -562,21 +562,21 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
 @pytest.mark.parametrize(
     "trained, asked, words",
     [
-        ("eval_steps=0", "eval_max_prompts=3", "held out the first 0 rows .*the other 3 of these"),
-        ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .*the other 2 of"),
+        ("eval_steps=0", "eval_max_prompts=3", "held out no row .* answers to 3 of these 3"),
+        ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .* to 2 of"),
         ("eval_steps=1 eval_max_prompts=3", "eval_max_prompts=3", ""),
         (
             "eval_steps=1 eval_max_prompts=3 allow_leakage=True",
             "eval_max_prompts=3",
-            "first 0 rows .*the other 3 of",
+            "no row .* to 3 of",
         ),
         (
             "dataset.name=a.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
             "eval_max_prompts=3",
-            "first 0 rows .*the other 3 of",
+            "no row .* to 3 of",
         ),
         ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
-        ("dataset.name=./rows.jsonl eval_steps=0", "eval_max_prompts=3", "first 0 rows"),
+        ("dataset.name=./rows.jsonl eval_steps=0", "eval_max_prompts=3", "no row"),
     ],
 )
 def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(

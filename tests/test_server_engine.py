@@ -181,6 +181,12 @@ def test_a_server_that_fails_three_times_in_a_row_is_left_out_while_there_is_ano
         "rollout/servers": 1,
     }
     assert engine.take_metrics()["rollout/failed"] == 0
+    # after a sync it begins anew: once is not three times
+    engine.sync(any_weights())
+    bad.plan = [BAD["500"]]
+    bad.completion = usual
+    engine.generate(some_prompts(12), 2, request(12))
+    assert engine.take_metrics()["rollout/servers"] == 2
 
 
 @pytest.mark.parametrize(

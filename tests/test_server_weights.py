@@ -20,10 +20,11 @@ import torch
 from deadlines import PATIENCE
 from engine_worker import PROMPTS
 from safetensors.torch import load_file
-from servers import any_weights, bare, expected, request
+from servers import CONFIG, any_weights, bare, expected, request
 from stand_ins import usual
 from transformers import AutoModelForCausalLM
 
+import rollout
 from common import RolloutsLost, RunStopped
 from policy import named_weights
 from server import disk, nccl
@@ -70,6 +71,27 @@ def test_weights_are_written_once_read_by_every_server_and_then_removed(
     place.mkdir()  # by the user, for the next run
     make(one, two, weight_sync=str(place)).close()
     assert place.exists()
+
+
+def test_a_script_that_does_not_train_gives_the_servers_its_model(
+    world, stand_in, tiny_model_dir, tmp_path, lm, monkeypatch
+):
+    """They may hold another: what is evaluated would be that one."""
+    seen = {}
+
+    def reload(request):
+        for file in Path(request.body["kwargs"]["weights_path"]).glob("*.safetensors"):
+            seen.update(load_file(file))
+        return 200, {}, {}
+
+    server = stand_in(other={"/collective_rpc": reload})
+    c = CONFIG | {"model": str(tiny_model_dir), "dtype": "float32", "rollout_engine": "server"}
+    c |= {"rollout_server": server.url, "output_dir": str(tmp_path / "run")}
+    monkeypatch.setattr(rollout, "dist", world)
+    sampler = rollout.start_sampler(c, torch.device("cpu"))
+    for name, weight in named_weights(lm, 0):
+        assert torch.equal(seen[name], weight), name
+    sampler.close()
 
 
 def test_large_weights_come_in_several_files(monkeypatch, tmp_path):

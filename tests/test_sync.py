@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import learner
 import policy
 import rollout
 import train
@@ -173,3 +174,16 @@ def test_over_nccl_the_gpu_is_waited_for_before_a_weight_is_made_and_before_it_i
         events.append(f"send {name}")
     one, two = (["wait", f"make {name}", "wait", f"send {name}"] for name in "ab")
     assert events == [*one, *two, "wait"]
+
+
+def test_the_proof_is_of_all_ranks_together(lively, device, monkeypatch):
+    """Else one of them would stop alone, and the others would wait for it."""
+    run = run_of(config(lively), device)
+    batch = train.trial_batch(run)
+    others = torch.tensor([30.0, 7.0])  # of another rank: nats apart, tokens
+    own = learner.sampler_distance(run.engine, batch, run.config)
+    tokens = batch["lengths"].sum().item()
+    # ranks agree on other numbers too, by an operation of their own
+    monkeypatch.setattr(learner, "across_ranks", lambda own, *op: own if op else own + others)
+    together = learner.sampler_distance(run.engine, batch, run.config)
+    assert together == pytest.approx((own * tokens + 30.0) / (tokens + 7.0), rel=1e-5)

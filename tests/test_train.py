@@ -352,8 +352,13 @@ def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path
     path.write_text(there)
     if not refused:
         return evaluate.check_output(path)
-    with pytest.raises(common.UserError, match="is there and no evaluation"):
-        evaluate.check_output(path)
+    for look in (
+        lambda: evaluate.check_output(path),
+        lambda: evaluate.main({}, {"seeds": 1, "output": str(path)}),  # before anything else
+    ):
+        with pytest.raises(common.UserError, match="is there and no evaluation"):
+            look()
+    assert path.read_text() == there
 
 
 def test_flags_of_training_that_another_script_does_not_read_are_warned_about(capsys):

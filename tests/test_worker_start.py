@@ -40,6 +40,7 @@ BROKEN_MODULES = {
     "needing": "import need",
     "leaving": "import sys; sys.exit(0)",
     "moving": "import os; os.chdir('/'); f = float",
+    "strange": "class Class: pass\nasync def later(completion, answer, **row): return 1.0",
 }
 
 
@@ -52,6 +53,8 @@ BROKEN_MODULES = {
         ("needing:f", "No module named 'need'\""),
         ("hostile:no_such_function", "no_such_function"),
         ("hostile:not_a_function", "not a function"),
+        ("strange:Class", "is a class: name an instance"),
+        ("strange:later", "is async: write a plain function"),
         ("hostile:", "''"),
         (":act", "can't be imported"),
         (".hostile:act", "can't be imported"),
@@ -73,6 +76,18 @@ def test_a_module_or_function_that_can_not_be_had_is_one_sentence_and_no_hang(
     said = refusal(scoring.check_answers, functions_for(c, [row]), [row], "data", c)
     close_pools()  # as the run that hears this is over
     assert "reward_funcs" in said and repr(name) in said and word in said
+
+
+def test_a_function_of_ones_own_that_fails_is_told_what_it_gets_and_not_to_change_the_data(
+    reward_folder,
+):
+    (reward_folder / "of_trl.py").write_text("def f(prompts, completions, **row): return 1.0\n")
+    c = config("of_trl:f", reward_workers=0)
+    row = row_of("math", "1")
+    said = refusal(scoring.check_answers, functions_for(c, [row]), [row], "data", c)
+    assert "missing 1 required positional argument: 'completions'" in said
+    assert "f(completion, answer, **row)" in said and "answer, id, prompt, task" in said
+    assert "another column" not in said
 
 
 SLEEPS = "import time\ntime.sleep(1000)\n"
@@ -107,7 +122,7 @@ def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_
         monkeypatch.setattr(workers, "START_SECONDS", 0.3)
     said = refusal(pool.answers, jobs)
     pool.close()
-    assert words in said and "when it is called" in said
+    assert words in said and ", which m" in said
 
 
 def test_the_time_that_an_import_takes_is_not_the_first_jobs(reward_folder, monkeypatch):
