@@ -345,6 +345,15 @@ def test_log_probs_that_are_not_finite_stop_a_run(bad):
         rollout.generate(engine, tokenizer, [[5]], 1, sampling)
 
 
+def test_transformers_sample_from_all_tokens(tiny_model_dir):
+    """By default they would leave out all but 50. At this temperature 101 are equally likely: among
+    900 drawn at least 99 differ in each of 20,000 seeds."""
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    sampling = rollout.Sampling(temperature=100.0, max_tokens=8, stop_token_ids=[0], seeds=[3])
+    group = engine.generate([[5, 6, 7]], 128, sampling)
+    assert len({token for r in group for token in r["completion_ids"]}) > 90
+
+
 def test_transformers_completions_end_with_their_first_stop_token(tiny_model_dir):
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
     stops = list(range(0, 101, 6))  # a sixth of all tokens
