@@ -39,6 +39,7 @@ COUNTDOWN = {
     "dr_grpo": "dr_grpo",
     "dapo, clip-higher .28, two updates a batch": "dapo_high",
     "token entropy .03": "token_entropy_03",
+    "token entropy .01": "token_entropy_01",
     "flow, τ = .2": "flow_20",
     "flow, τ = .05": "flow_05",
     "flow, summed scores, τ = .02": "flow_sum_02",
@@ -49,7 +50,6 @@ COUNTDOWN = {
 COUNTDOWN_LEFT_OUT = {
     "flow_10",
     "dr_grpo_rowmean",
-    "token_entropy_01",
     "maxent_pg_half",
     "maxent_soft_half",
     "maxent_scale2",
