@@ -603,15 +603,19 @@ def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
                 f"checkpoint (step_*)"
             )
         return path
-    if checkpoints := steps_of(Path(resume_from)):
-        raise UserError(
-            f"resume_from_checkpoint={resume_from!r} is the folder of a run: name a checkpoint in "
-            f"it, such as {checkpoints[-1]}"
-        )
     problem = check(resume_from)
     if problem:
+        problem = taken_for_checkpoint(Path(resume_from)) or problem
         raise UserError(f"resume_from_checkpoint={resume_from!r}: {problem}")
     return Path(resume_from)
+
+
+def taken_for_checkpoint(folder: Path) -> str:
+    """What to name instead of the folder of a run; "" if `folder` is none."""
+    checkpoints = steps_of(folder)
+    if not checkpoints:
+        return ""
+    return f"this is the folder of a run, name a checkpoint in it: {checkpoints[-1]}"
 
 
 def check_steps(path: Path, c: dict, least: int) -> None:

@@ -160,8 +160,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     what = "is not a folder, and can't be loaded from the hub"
     if os.path.isdir(model):
         what = "is a folder without a usable model"
-        if checkpoints := checkpoint.steps_of(Path(model)):
-            error = f"this is the folder of a run, name a checkpoint in it: {checkpoints[-1]}"
+        error = checkpoint.taken_for_checkpoint(Path(model)) or error
     if isinstance(error, str):
         reason = error
     elif "trust_remote_code" in str(error):  # transformers' own advice

@@ -34,6 +34,13 @@ pytest_plugins = ["server_fixtures"]
 # --- as files
 
 
+def weights_in(folder: Path) -> dict:
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
+
+
 def test_weights_are_written_once_read_by_every_server_and_then_removed(
     world, make, stand_in, tmp_path
 ):
@@ -41,10 +48,7 @@ def test_weights_are_written_once_read_by_every_server_and_then_removed(
 
     def reload(request):
         folder = Path(request.body["kwargs"]["weights_path"])
-        weights = {}
-        for file in folder.glob("*.safetensors"):
-            weights |= load_file(file)
-        seen.append((folder, weights))
+        seen.append((folder, weights_in(folder)))
         return 200, {}, {}
 
     other = {"/collective_rpc": reload}
@@ -80,8 +84,7 @@ def test_a_script_that_does_not_train_gives_the_servers_its_model(
     seen = {}
 
     def reload(request):
-        for file in Path(request.body["kwargs"]["weights_path"]).glob("*.safetensors"):
-            seen.update(load_file(file))
+        seen.update(weights_in(Path(request.body["kwargs"]["weights_path"])))
         return 200, {}, {}
 
     server = stand_in(other={"/collective_rpc": reload})
