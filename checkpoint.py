@@ -14,7 +14,8 @@
         manifest.json            size and SHA-256 of every file above
 
 A checkpoint is written to step_000100.tmp, flushed to the disk, then renamed. The next prompts and
-their sampling seeds are a function of (seed, step), so they need no saving.
+their sampling seeds are a function of (seed, step) and of the replay buffer, so they need no
+saving of their own.
 
 DeepSpeed's shards are pickles, which can run code when they are loaded. Here they can't, whoever
 made them: inside no_code() torch builds tensors, plain values and three of DeepSpeed's classes, and

@@ -31,7 +31,8 @@ class Objective(NamedTuple):
     # a loss over a group's scores, which learn weights w or flow's balance; "" none
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group
+    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group. adds_kl()
+    # has the keys that change it (xdr_ref_tilt, maxent_kl)
     beta_acts_on: Literal["loss", "weights"] = "loss"
     term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 

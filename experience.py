@@ -149,7 +149,10 @@ class Experience:
 
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
-        group_done is called with a prompt's completions as soon as they are there."""
+
+        The engine calls group_done with a prompt's completions as soon as they are there, and that
+        starts their rewards, while other prompts are still being sampled. scoring.measure() waits
+        for all of them."""
         c = self.config
         suffix = f"-r{attempt}" if attempt else ""
         seeds = []
@@ -168,7 +171,6 @@ class Experience:
         )
 
         def group_done(i: int, group: list[dict]) -> None:
-            # rewards are computed while other groups are still being sampled
             scoring.begin(group, rows[i], self.inputs.reward_functions, c)
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
@@ -288,7 +290,7 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
     # a guess: what it gets wrong costs time only
-    learns = learner.may_teach(collected.rewards, c["beta"], c)  # (P,)
+    learns = learner.may_have_gradient(collected.rewards, c["beta"], c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
     mine = dealt[world.rank]

@@ -8,9 +8,12 @@ and on many.
     engine.step()
 
 A row is a completion with its prompt (but collected.rows are the dataset's). P prompts of the step,
-p = P / world of this rank; G rows of a group, InfoSeed's S seeded ones among them; N = p*G rows of
-this rank (in loss.py: of the step), n of a micro-batch; T tokens of the longest completion. What
-tells the objectives apart stands in checks.OBJECTIVES.
+p = P / world of this rank; G rows of a group, here with InfoSeed's S seeded ones (experience.py
+writes G + S); N = p*G rows of this rank (in loss.py: of the step), n of a micro-batch; T tokens of
+the longest completion. What tells the objectives apart stands in checks.OBJECTIVES.
+
+Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
+it, and *resting* if it gets no gradient at all, so that a forward will do.
 
 batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
 "old_logps" (accumulate_gradients), each (N, T). part: the n rows of a micro-batch, plus "row" (its
@@ -53,8 +56,8 @@ class MicroBatchPlan(NamedTuple):
 class GroupMeasures(NamedTuple):
     """What was measured of a step's groups, on all ranks; None is what this config does not use."""
 
-    rewards: torch.Tensor  # (P, G) to be maximised: the task's, plus what InfoSeed adds to them
-    task_rewards: torch.Tensor  # (P, G) of the task alone: these decide which rows are best
+    rewards: torch.Tensor  # (P, G) to be maximised: the reward functions', plus InfoSeed's
+    task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
     lengths: torch.Tensor  # (P, G) tokens
     ref_scores: torch.Tensor | None = None  # (P, G) of the reference, which tilt weights or goals
     seq_logps: torch.Tensor | None = None  # (P, G)
@@ -68,8 +71,9 @@ class GroupTargets(NamedTuple):
     """What the groups of a step, or of one rank, ask of the policy; None is what this objective
     does not use."""
 
-    task_rewards: torch.Tensor  # (P, G) of the task alone: these decide which rows are best
-    active: torch.Tensor  # (P,) bool: groups that are not left out
+    task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
+    # (P,) bool: groups that maxent and flow learn from; for other objectives only metrics use it
+    active: torch.Tensor
     advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
     utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
     weights: torch.Tensor | None = None  # (P, G) w: maxent learns it, xdr scales advantages by it
@@ -350,7 +354,7 @@ def acts_on_all(beta: float, c: dict) -> bool:
     return OBJECTIVES[c["objective"]].term == "token_entropy" or (adds_kl(c) and beta > 0)
 
 
-def may_teach(rewards, beta: float, c: dict):
+def may_have_gradient(rewards, beta: float, c: dict):
     """(P,) bool: groups that may get a gradient, judged by their rewards (P, G) alone.
     resting_rows() is exact, but needs forwards that come later."""
     # a seed's reward will make equal rewards differ
@@ -451,8 +455,8 @@ def micro_batch_loss(
     """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
     Without "old_logps" in `part` this is the first update of a batch."""
     logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
-    # the first update is made by the policy of that moment: its log-probs are the old ones
-    part.setdefault("old_logps", logps.detach())
+    if "old_logps" not in part:  # the first update: the policy is still the one that sampled
+        part["old_logps"] = logps.detach()
     loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
     reported = loss.detach().double()
     if couples_rows(c):
@@ -504,7 +508,8 @@ def accumulate_gradients(
     if device.type == "cuda":
         torch.cuda.synchronize()  # so far the last backward is only queued
     seconds = time.perf_counter() - began
-    batch.setdefault("old_logps", old_logps)
+    if "old_logps" not in batch:  # the first update
+        batch["old_logps"] = old_logps
     metrics = update_metrics(sums, counts["tokens"], has_reference="ref_logps" in batch)
     return metrics | learning_seconds(seconds)
 

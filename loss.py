@@ -5,7 +5,13 @@ longest completion (T_i of row i), L max_completion_length, V vocabulary, H hidd
 (N, T) is 1 on completion tokens, their EOS included. Log-probs are taken at the sampling
 temperature. A loss is a sum over rows or tokens divided by a normaliser of the whole step, which
 the caller knows before the first backward. So any split into micro-batches or ranks gives the same
-loss and the same gradient.
+loss and the same gradient. The normalisers (checks.OBJECTIVES has `token_sum`):
+
+    mean over the active groups     maxent (listwise, floored, mle) and flow
+    N * L                           dr_grpo, maxrl, pkpo, xdr, seed_grpo, token_entropy, and maxent
+                                    as a policy gradient; N counts groups without a gradient too
+    T_i * N                         grpo, gspo
+    all completion tokens           dapo, cispo
 
     grpo      clipped surrogate, mean over tokens of a row, then over rows
               Shao et al. 2024, arXiv:2402.03300
@@ -270,11 +276,11 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     }
     top = r == r.amax(1, keepdim=True)  # (a, G) rows at the best reward
     n_top = top.sum(1)
-    spread = n_top < G  # if all rows are best, ln G - ln n_top is 0
-    if spread.any():
+    has_worse = n_top < G  # if all rows are best, ln G - ln n_top is 0
+    if has_worse.any():
         excess = (H - n_top.log()) / (math.log(G) - n_top.log())
-        metrics["weights/incorrect_mass"] = (w * ~top).sum(1)[spread].mean().item()
-        metrics["weights/excess_entropy"] = excess[spread].mean().item()
+        metrics["weights/incorrect_mass"] = (w * ~top).sum(1)[has_worse].mean().item()
+        metrics["weights/excess_entropy"] = excess[has_worse].mean().item()
     return metrics
 
 
@@ -389,7 +395,7 @@ def balance_loss(
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
     """loss = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax_C(s)_i: a pull towards
-    equally likely correct answers.
+    equal likelihood of the rows that are best.
 
     C: the n_c rows of group x with its best reward, empty if all its rewards are equal. seq_logps
     s, rewards (P, G). norm = P * L if s are summed log-probs, P if means. Gradient of a row in C:

@@ -365,8 +365,8 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
         keys = fold(k, b)
         values = fold(v, b)
     else:
-        keys = spread(k, b.keys)  # (b, kv heads, K, d)
-        values = spread(v, b.keys)
+        keys = gather_entries(k, b.keys)  # (b, kv heads, K, d)
+        values = gather_entries(v, b.keys)
     groups = queries.shape[1] // keys.shape[1]
     if b.seen is not None and groups > 1:  # no fast kernel takes both a mask and fewer key heads
         keys = keys.repeat_interleave(groups, 1)
@@ -384,7 +384,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
     return out if b.real is None else out.index_select(0, b.real)
 
 
-def spread(x: Tensor, places: Tensor) -> Tensor:
+def gather_entries(x: Tensor, places: Tensor) -> Tensor:
     """The entries of x (tokens, heads, d) at places (b, K), as (b, heads, K, d)."""
     return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
@@ -394,7 +394,7 @@ def fold(x: Tensor, b: Block) -> Tensor:
     part = x[b.tokens]  # (m, heads, d)
     if b.queries is None:
         return part.unflatten(0, (b.count, -1)).transpose(1, 2)
-    return spread(part, b.queries)
+    return gather_entries(part, b.queries)
 
 
 AttentionInterface.register(NAME, attention)

@@ -4,6 +4,12 @@ over NCCL on GPUs. A single process is a world of size 1.
     world = start_distributed()             # rank, size, device
     metrics = mean_over_ranks(metrics)      # this rank's metrics -> the run's
     leave_together(sampler)
+
+An error that one rank raises alone would leave the others waiting in the next collective. So what
+all ranks know (gathered rewards, reduced sums) is judged by all alike, and what one rank knows is
+shared first: by any_rank() and gather_objects(), for servers by all_or_none() and on_rank_0() of
+server/engine.py. For everything else (a full disk, a crash, a lost machine) there is the Heartbeat:
+the other ranks leave within a minute.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Rollouts: the engines that sample completions, and the way from sampled tokens to tensors.
 
     sampler = start_engine(config, device)
-    sampler.sync(named_weights(lm, zero_stage))      # after every update of the policy
+    sampler.sync(named_weights(lm, zero_stage))      # after every step
     sampling = Sampling(temperature=1.0, max_tokens=L, stop_token_ids=ids, seeds=[one per prompt])
     rollouts = generate(sampler, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)

@@ -14,7 +14,8 @@ Where this departs from the papers:
    DeepSpeed adds up the gradients of micro-batches in the model's type.
 2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
-   is plain REINFORCE. With more updates, the log-probs of the first one serve as the old ones.
+   of a clipped surrogate is that of REINFORCE. With more updates, the log-probs of the first one
+   serve as the old ones.
 4. Sampler and trainer compute slightly different log-probs. Their ratio is measured every step.
    Policy-gradient objectives correct for it, capped at 3; maxent's listwise loss does not need to,
    because its fixed point does not depend on the sampling distribution.
@@ -637,7 +638,7 @@ def warn_of_equal_rewards(run: Run, rewards) -> None:
     c = run.config
     # InfoSeed's rows have rewards and a loss of their own
     beta = run.controllers["beta"]
-    teach = c["info_seed_num_seeds"] > 0 or learner.may_teach(rewards, beta, c).any()
+    teach = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, beta, c).any()
     run.equal_steps = 0 if teach else run.equal_steps + 1
     if run.equal_steps == EQUAL_STEPS:
         run.say(

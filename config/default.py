@@ -76,7 +76,7 @@ seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group'
 unlikeliness_coef = 0.0  # rewards above 0 shrink the likelier the answer was in its group; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
 maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: the largest that
-#                    is safe: 1 / ln(vocabulary), less if scores are scaled or summed
+#                    is safe: 1 / (T_q * scale of scores * ln(vocabulary)); sums: also / L
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
 maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)
@@ -89,7 +89,7 @@ maxent_skip_equal_groups = "all"  # those of equal rewards; "wrong": at the step
 xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (favours length)
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers
-mode_entropy_coef = 0.0  # pull towards equally likely right answers, policy gradients only; 0 off
+mode_entropy_coef = 0.0  # pull towards equally likely best rows, policy gradients only; 0 off
 mode_entropy_score_norm = "sum"  # what becomes equal: "sum" log-probs, "length" or "constant" means
 
 # --- controllers

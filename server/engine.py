@@ -10,7 +10,7 @@ After each step the weights go to every server under a new name, which the serve
 weight version). An answer counts only if its server still holds the version that was synced last. A
 server that dies is left out, and the others take over its prompts; the next sync tries it again.
 
-Requests carry an X-Request-Id, such as <tag>-s<step>-p<prompt> (docs/servers.md has all forms),
+Requests carry an X-Request-Id, such as <tag>-s<step>-p<prompt> (all forms: docs/servers.md),
 which the server repeats in the header and the body of its answer. So an answer to somebody else's
 request, which a proxy that mixes clients might deliver, is noticed, dropped and counted. What a
 server sends is checked like any untrusted input.

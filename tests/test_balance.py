@@ -85,7 +85,7 @@ def test_tokens_of_a_group_count_a_shared_prompt_once():
 def test_which_groups_rest(flags, resting):
     rewards = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     c = load_config(flags)
-    teaching = learner.may_teach(rewards, c["beta"], c)
+    teaching = learner.may_have_gradient(rewards, c["beta"], c)
     assert (~teaching).tolist() == resting
 
 
