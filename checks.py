@@ -6,7 +6,8 @@ for sentence in warn_config(config, vocabulary, default_config()): ...
 
 A new key has its line in config/default.py. Here it is in RANGES (a number) or CHOICES (a word), in
 USED or SWITCHES if only some configs read it, in STEPS if it may change during a run, and in a
-claim if it excludes another.
+claim if it excludes another. tests/test_config_shipped.py and test_config_refused.py say what is
+missing.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.

@@ -79,6 +79,12 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     for i, row in enumerate(made):
         check_task_row(row, f"{file}, row {i}")
         row["id"] = id_of(row, i)
+    for column in source["more"]:
+        if all(column not in row for row in made):
+            raise UserError(
+                f'{name!r}: no row has the column {column!r} ("more", which a task does not need: '
+                f"a reward gets all of a row)"
+            )
     make_ids_unique(made, name)
     return made
 

@@ -196,7 +196,7 @@ def check_tasks(rows: list[dict]) -> None:
                 f"reward_funcs=['auto'] takes the reward from a row's task; row "
                 f"{quoted(row['id'])} has task {quoted(row['task'])}, and rewards.REWARDS has "
                 f"{', '.join(REWARDS)}: add a column `task` with one of these names to the data, "
-                "or name the reward in reward_funcs"
+                "or name the reward in reward_funcs (that of a file in tasks/ is tasks.FILE:reward)"
             )
 
 

@@ -6,25 +6,10 @@
     rollouts = generate(sampler, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
-Every engine has these methods, whether it runs in this process or talks to servers (begin: the
-latter only):
-
-    generate(prompts_ids, n, sampling, finished)  n rollouts of each prompt, prompt-major
-    begin(prompts_ids, n, sampling, finished)     starts sampling in the background; generate()
-                                                  with the same arguments collects it
-    wait()                  returns when nothing is being sampled in the background
-    sync(named_parameters)  copies the weights from an iterator of (name, tensor)
-    sleep(), wake()         lend the engine's GPU memory to the learner and take it back; the
-                            attribute `sleeps` says whether the engine has any to lend. A sync()
-                            must follow wake(): it brings back weights and cache
-    take_metrics()          the engine's own metrics since the last call
-    close()                 shuts down; call it before the process group is destroyed
-
-If finished is given, the engine calls finished(i, group) with the n rollouts of prompt i as soon as
-they are complete. Token ids go in, and token ids come out with the log-prob that the sampler itself
-gave to every token. Text is decoded for the rewards only and never encoded again. A rollout is
-{"prompt_ids", "completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the
-EOS. infoseed.py adds "seed_id" to its own.
+Token ids go in, and token ids come out with the log-prob that the sampler itself gave to every
+token. Text is decoded for the rewards only and never encoded again. A rollout is {"prompt_ids",
+"completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the EOS. infoseed.py
+adds "seed_id" to its own.
 """
 
 import gc
@@ -291,7 +276,43 @@ def stays_on_gpu(weights: int, memory: int) -> bool:
     return weights < SMALL * memory
 
 
-class VllmEngine:
+class Engine:
+    """What every engine can do: VllmEngine and HfEngine below, ServerEngine in server/engine.py."""
+
+    sleeps = False  # whether it has GPU memory to lend to the learner
+
+    def generate(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None):
+        """n rollouts of each prompt, prompt-major. If `finished` is given, finished(i, group) is
+        called with the n rollouts of prompt i as soon as they are complete."""
+        raise NotImplementedError
+
+    def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> None:
+        """Starts sampling in the background; generate() with the same arguments collects it. For
+        rollout_ahead, which only servers can do."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled in the background."""
+
+    def sync(self, named_parameters) -> None:
+        """Copies the weights from an iterator of (name, tensor)."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Lends the engine's GPU memory to the learner."""
+
+    def wake(self) -> None:
+        """Takes the memory back. A sync() must follow: it brings back weights and cache."""
+
+    def take_metrics(self) -> dict:
+        """The engine's own metrics since the last call."""
+        return {}
+
+    def close(self) -> None:
+        """Shuts down. Call it before the process group is destroyed."""
+
+
+class VllmEngine(Engine):
     """vLLM inside this process, under torchrun: one engine per rank, or one that
     tensor_parallel_size ranks share. sync() must be given lm_head.weight even if the model ties its
     embeddings: without it the reload is silently wrong."""
@@ -416,9 +437,6 @@ class VllmEngine:
         sizes = self.llm.apply_model(lambda lm: sum(p.nbytes for p in lm.parameters()))
         return sum(sizes)
 
-    def wait(self) -> None:
-        """Until no batch is being sampled ahead, which only servers do."""
-
     def sleep(self) -> None:
         """Frees the cache, and the weights unless stays_on_gpu(). On a CPU this does nothing."""
         if not self.sleeps:
@@ -443,11 +461,8 @@ class VllmEngine:
             if not self.keeps_weights:
                 self.llm.wake_up(tags=["weights"])
 
-    def take_metrics(self) -> dict:
-        return {}
-
     def close(self) -> None:
-        """Call before the process group is destroyed: vLLM destroys its own groups first."""
+        """Before the process group is destroyed, because vLLM destroys its own groups first."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -477,12 +492,10 @@ class SampledLogps(LogitsProcessor, StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class HfEngine:
+class HfEngine(Engine):
     """transformers' own generate() on a second copy of the model: slow and plain, the oracle for
     the fast engines. It takes one prompt at a time: nothing is padded, and a prompt's completions
     depend on that prompt's seed only. The n completions of a prompt share that seed."""
-
-    sleeps = False
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
@@ -548,21 +561,6 @@ class HfEngine:
         weights = self.model.state_dict()
         for name, tensor in named_parameters:
             weights[name].copy_(tensor)
-
-    def wait(self) -> None:
-        pass
-
-    def sleep(self) -> None:
-        pass  # too little memory to be worth moving
-
-    def wake(self) -> None:
-        pass
-
-    def take_metrics(self) -> dict:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 # --- which engine

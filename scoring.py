@@ -272,9 +272,12 @@ def cure_for(function: RewardFunction, row: dict) -> str:
         return "name a reward that reads such answers, or another column as the answer"
     # what a function of the user's own may expect in vain, as one written for TRL does
     columns = ", ".join(sorted(row.keys() - set(ADDED)))
+    more = '; the entry "more" of dataset adds columns'
+    if isinstance(row["answer"], dict):
+        more += f", and {quoted(', '.join(map(str, row['answer'])))} are inside of the answer"
     return (
         f"it is called with one completion, a text, as f(completion, answer, **row), and this row "
-        f'has {quoted(columns)}; the entry "more" of dataset adds columns'
+        f"has {quoted(columns)}{more}"
     )
 
 

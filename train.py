@@ -365,6 +365,8 @@ def learning_rate_at(step: int, c: dict) -> float:
         return peak * (1 - done)
     if c["lr_scheduler_type"] == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
+    if c["lr_scheduler_type"] != "constant":  # a name that was added to checks.CHOICES alone
+        raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
     return peak
 
 

@@ -589,13 +589,24 @@ def answer(function: str, text: str, arguments: dict):
             return {"error": f"gave a text of {len(value)} characters"}
         if value is None or isinstance(value, str):
             return value
-        number = float(value)
+        number = number_of(value)
+        if number is None:
+            kind = type(value).__name__
+            return {"error": f"gave a value of type {kind}, which is neither a number nor a text"}
     except (Exception, SystemExit) as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         return {"error": reason + place_of(error, function)}
     if abs(number) < BIGGEST:
         return number
     return {"error": f"gave {number}; a reward must be finite and below {BIGGEST:g}"}
+
+
+def number_of(value) -> float | None:
+    """The number that a function returned, which may be numpy's or torch's; None if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):  # a dict, a tuple, an array of several numbers
+        return None
 
 
 def place_of(error: BaseException, function: str) -> str:

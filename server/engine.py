@@ -33,7 +33,7 @@ from transformers import AutoConfig
 
 from checks import max_sequence_length
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
-from rollout import Sampling
+from rollout import Engine, Sampling
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
@@ -44,11 +44,9 @@ STRIKES = 3  # failures in a row after which a server is left out
 COUNTS = ("failed", "foreign", "refilled")
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """The servers of rollout_server as a rollout engine. Rank 0 waits for them, checks them and
     sends them the weights; every rank knows which of them hold the current weights."""
-
-    sleeps = False  # it has no GPU memory to give
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype):
         self.rank = dist.get_rank()
@@ -326,12 +324,6 @@ class ServerEngine:
         """Until the batch that is being sampled ahead is done, if there is one."""
         if self.ahead:
             futures.wait([self.ahead[1]])
-
-    def sleep(self) -> None:
-        pass  # the servers' memory is on other machines or GPUs
-
-    def wake(self) -> None:
-        pass
 
     # --- counts and the end
 

@@ -249,6 +249,7 @@ READERS = {
 
 @pytest.mark.parametrize("key", USED)
 def test_a_setting_that_the_objective_does_not_read_is_warned_about(key):
+    assert key in READERS, f"{key}: add it to READERS, with a value and the objectives that read it"
     value, readers = READERS[key]
     for objective in SHIPPED:
         flags = [f"--{key}={value}", f"--objective={objective}", "--num_iterations=2"]

@@ -306,6 +306,7 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         tmp_path, {"prompt": "a", "answer": "1", "level": 7}, {"prompt": "b", "answer": math.nan}
     )
     assert "no row has the column 'depth'" in refusal(load, lines, more=["depth"])
+    assert "no row has the column 'depth' (\"more\"" in refusal(load, "countdown", more=["depth"])
     (row,) = load(lines, more=["level"])  # NaN is no answer
     assert row["level"] == 7
     assert "must be a list of names" in refusal(load_config, ["--dataset.more=[1]"])

@@ -442,6 +442,8 @@ def test_learning_rate_warms_up_and_decays():
     linear = {**c, "lr_scheduler_type": "linear"}
     assert [train.learning_rate_at(step, linear) for step in (4, 8, 12)] == [1.0, 0.5, 0.0]
     assert train.learning_rate_at(11, {**c, "lr_scheduler_type": "constant"}) == 1.0
+    with pytest.raises(ValueError, match="no lr_scheduler_type='inverse_sqrt'"):  # not constant
+        train.learning_rate_at(11, {**c, "lr_scheduler_type": "inverse_sqrt"})
 
 
 # --- InfoSeed
