@@ -139,6 +139,37 @@ def test_what_takes_too_long_is_one_sentence_and_more_steps_have_more_time(monke
         bench.check_same_loss()
 
 
+def test_a_run_is_told_its_beta_its_steps_and_its_threads(monkeypatch):
+    given = {}
+
+    def run_for(command, limit, env=None):
+        given[env["ARM"]] = (command, env)
+        return subprocess.CompletedProcess(command, 0, 'result {"step": 1}\n', "")
+
+    monkeypatch.setattr(bench, "run_for", run_for)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    for arm in ("ours", "trl"):
+        monkeypatch.setenv("ARM", arm)
+        assert bench.measure(arm, "P4G8", 0.04, 9) == {"step": 1}
+    for command, env in given.values():
+        assert {"P4G8", "--beta=0.04", "--steps=9"} <= set(command)
+        assert env["OMP_NUM_THREADS"] == "2"
+    spins = {arm: env.get("GOMP_SPINCOUNT") for arm, (_, env) in given.items()}
+    assert spins == {"ours": None, "trl": "300000"}
+
+
+def test_steps_that_warm_up_do_not_count_and_the_start_is_counted_from_the_start(
+    monkeypatch, capsys
+):
+    # the median of all five would be 9
+    times = [{"step": 9.0}] * bench.WARM + [{"step": 1.0}] * (bench.WARM - 1)
+    monkeypatch.setitem(bench.ARMS, "ours", lambda *given: (bench.STARTED + 5, times))
+    bench.run_arm("ours", "P4G8", 0.0, 5)
+    result = json.loads(capsys.readouterr().out.split("result ")[1])
+    assert result["step"] == 1.0
+    assert result["start"] == pytest.approx(5)
+
+
 # --- folders of runs
 
 

@@ -130,6 +130,13 @@ def test_an_evaluation_that_was_made_twice_counts_once(tmp_path):
     assert list(evaluations_of(tmp_path, *lines)["mean"]) == [0.2, 0.4]
 
 
+def test_the_start_is_the_first_step_whatever_the_order_of_the_lines(tmp_path):
+    found = evaluations_of(tmp_path, line(50, 0.4, 0.1), line(0, 0.2, 0.5))
+    assert list(found["step"]) == [0, 50]
+    # at step 50 pass@8 is below the start's, so the start is the best point
+    assert frontier.best_point(found, problems=400)["step"] == 0
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -133,11 +133,17 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
     runs, _ = plan(tmp_path, "a = {}\nb = {}")
     for run in runs:
         write_run(run)
-    # step 2 was repeated after a resume; the evaluation of step 2 is no step of its own
-    lines = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 9.0}, {"step": 2, "reward": 0.5}]
-    write_lines(runs[1]["folder"] / "metrics.jsonl", [*lines, {"step": 2, "eval/pass@1": 0.7}])
+    # step 2 was repeated after a resume, and put before step 1; the evaluations of step 2 are no
+    # steps of their own
+    lines = [{"step": 2, "reward": 9.0}, {"step": 2, "reward": 0.5}, {"step": 1, "reward": 0.1}]
+    for value in (0.1, 0.7):
+        lines.append({"step": 2, "eval/pass@1": value, "eval/mean@8": value})
+    write_lines(runs[1]["folder"] / "metrics.jsonl", lines)
     rewards = results.load_rewards(runs)
     assert rewards["b", 1].tolist() == pytest.approx([0.1, 0.3])
+    curves = results.load_curves(runs)
+    of_b = curves[curves["arm"] == "b"]
+    assert of_b[of_b["step"] == 2]["mean"].tolist() == [0.7]
     assert rewards["a", 1].dropna().tolist() == [0.1]  # it has one step with a reward
 
 

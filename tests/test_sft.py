@@ -3,11 +3,13 @@
 import random
 
 import pytest
+import torch
 from row_files import check_words, refusal
 
 import sft
 from common import load_config
 from preflight import load_model_files
+from ranks import World
 
 TOKENIZER = sft.tiny_tokenizer()
 
@@ -52,6 +54,67 @@ def test_half_of_a_rows_demonstrations_show_a_seed_and_lean_to_its_own_solutions
         own = sum(i // 2 == z for i in shown) / len(shown)  # two solutions of six are its own
         assert own == pytest.approx(sft.SEEDED + (1 - sft.SEEDED) / 3, abs=0.06)
     assert all(len(demo["prompt_ids"]) == 1 for demo in group)  # the rows stay as they are
+
+
+def test_ranks_divide_the_batch_that_one_rank_would_have():
+    groups = []
+    for i in range(50):
+        demonstration = {"prompt_ids": [1], "completion_ids": [i], "logprobs": []}
+        groups.append(([demonstration], []))
+
+    def drawn(step: int, seed: int, rank: int, size: int) -> list[int]:
+        world = World(rank, size, torch.device("cpu"))
+        return sft.sft_batch(groups, step, 8, seed, world)["ids"][:, 1].tolist()
+
+    whole = drawn(0, 0, 0, 1)
+    assert len(whole) == 8
+    assert drawn(0, 0, 0, 2) == whole[::2]
+    assert drawn(0, 0, 1, 2) == whole[1::2]
+    assert drawn(1, 0, 0, 1) != whole
+    assert drawn(0, 1, 0, 1) != whole
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """sft.train without ranks around it. Returns the rates of its steps, and the temperature of its
+    Policy in a list."""
+    rates, temperatures = [], []
+    make_optimizer, Policy = sft.make_optimizer, sft.Policy
+
+    def optimizer_and_schedule(*given):
+        optimizer, schedule = make_optimizer(*given)
+
+        def note_rate(optimizer, args, kwargs) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        optimizer.register_step_pre_hook(note_rate)
+        return optimizer, schedule
+
+    def policy(lm, temperature, *given, **more):
+        temperatures.append(temperature)
+        return Policy(lm, temperature, *given, **more)
+
+    monkeypatch.setattr(sft, "start_distributed", lambda: World(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(sft, "DistributedDataParallel", lambda policy: policy)
+    monkeypatch.setattr(sft, "across_ranks", lambda sums: sums)
+    monkeypatch.setattr(sft, "leave_together", lambda: None)
+    monkeypatch.setattr(sft, "save", lambda *given: None)
+    monkeypatch.setattr(sft, "make_optimizer", optimizer_and_schedule)
+    monkeypatch.setattr(sft, "Policy", policy)
+    return rates, temperatures
+
+
+def test_the_rate_of_a_warm_start_rises_and_falls_and_its_temperature_is_1(alone, tmp_path):
+    c = load_config(["--model=tiny", "--temperature=0.7", f"--output_dir={tmp_path}"])
+    lm, tokenizer = sft.load_model(c)
+    demonstration = {"prompt_ids": [5, 6], "completion_ids": [7, 0], "logprobs": [0.0, 0.0]}
+    own = {"steps": 40, "batch_size": 2, "learning_rate": 1e-3}
+    sft.train(c, own, lm, tokenizer, [([demonstration], [])])
+    rates, temperatures = alone
+    assert len(rates) == 40
+    assert max(rates) == pytest.approx(1e-3)
+    assert rates[0] < 0.6 * max(rates) > rates[-1]
+    assert temperatures == [1.0]
 
 
 def test_a_tiny_model_is_not_trained_for_rows_that_are_longer_than_its_positions():

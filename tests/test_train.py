@@ -230,6 +230,20 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_as_if_never_stopped(two_ranks, 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def watched_evaluation(config, own) -> None:
+    """evaluate.py, which says how many lines its file has when it gets its name. Written in place,
+    a file of a run that was killed would pass for done."""
+    rename = Path.rename
+
+    def told(self, target):
+        assert not Path(target).exists()
+        print(f"renamed with {len(self.read_text().splitlines())} lines", flush=True)
+        return rename(self, target)
+
+    Path.rename = told  # in this process, a child's
+    common.script(evaluate.main, config, own)
+
+
 def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     output = tmp_path / "not there yet" / "problems.jsonl"
     model = two_ranks[0] / "step_000003"
@@ -239,8 +253,9 @@ def test_evaluate_scores_a_checkpoint(two_ranks, tmp_path):
     own["seeds"] = 2
     log = tmp_path / "log"
     # forked: it has imported all this already; test_slurm.py runs the script
-    evaluated = child.start(common.script, evaluate.main, config, own, log=log)
+    evaluated = child.start(watched_evaluation, config, own, log=log)
     assert child.status(evaluated) == 0, log.read_text()[-3000:]
+    assert "renamed with 12 lines" in log.read_text()
     (summary,) = [line for line in log.read_text().splitlines() if line.startswith("{")]
     summary = json.loads(summary)
     assert summary["problems"] == 6

@@ -160,6 +160,14 @@ def test_workers_that_never_start_end_the_run_after_a_few_tries(reward_folder, m
     pool.close()
 
 
+def test_a_worker_that_starts_clears_the_count_of_those_that_did_not(reward_folder):
+    pool = Pool(1, SLACK, 1.0)
+    pool.failed_starts = 2
+    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
+    assert pool.failed_starts == 0
+    pool.close()
+
+
 CORE = """
 import resource
 def f(completion, answer, **row):
