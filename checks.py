@@ -214,6 +214,7 @@ FLAGS = {
     "generate": {
         "output": "",  # the .jsonl file to write
         "max_prompts": 0,  # take only so many prompts; 0 all
+        "num_generations": 0,  # completions of each, which may be 1 here; 0: the config's
     },
 }
 # Keys that may be {step: value}, to change during a run: those marked (steps) in default.py.

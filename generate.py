@@ -176,8 +176,11 @@ def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[st
 
 
 def main(c: dict, own: dict = FLAGS["generate"]) -> None:
-    if own["max_prompts"] < 0:
-        raise UserError(f"--max_prompts={own['max_prompts']} must be at least 0")
+    for flag in ("max_prompts", "num_generations"):
+        if own[flag] < 0:
+            raise UserError(f"--{flag}={own[flag]} must be at least 0")
+    if own["num_generations"]:
+        c = c | {"num_generations": own["num_generations"]}
     if not own["output"]:
         raise UserError("--output is empty: name a .jsonl file to write to")
     path = Path(own["output"])

@@ -143,6 +143,21 @@ def test_the_same_command_again_leaves_a_finished_file_as_it_is(
     assert "5 prompts x 3" in capsys.readouterr().out
 
 
+def test_one_completion_of_each_prompt_may_be_asked_for(tiny_model_dir, tmp_path, monkeypatch):
+    """Training refuses a group of one."""
+    monkeypatch.setattr(generate, "leave_together", lambda sampler: None)
+    path = tmp_path / "out.jsonl"
+    argv = words(tiny_model_dir, path, "--num_generations=1", "--max_prompts=2")
+    own, c = load_with_flags([*argv, "--reward_workers=0"], checks.FLAGS["generate"])
+    generate.main(c, own)
+    lines = lines_of(path)
+    assert [line["sample"] for line in lines] == [0, 0]
+    assert lines[0]["id"] != lines[1]["id"]
+    assert json.loads(Path(f"{path}.config.json").read_text())["num_generations"] == 1
+    with pytest.raises(UserError, match="--num_generations=-1 must be at least 0"):
+        generate.main(c, own | {"num_generations": -1})
+
+
 @pytest.mark.slow
 def test_vllm_writes_the_same_kind_of_file_and_leaves_without_a_word(tiny_model_dir, tmp_path):
     done = run(tiny_model_dir, tmp_path / "out.jsonl", "--rollout_engine=vllm", "--max_prompts=2")
