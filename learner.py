@@ -455,7 +455,8 @@ def micro_batch_loss(
     """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
     Without "old_logps" in `part` this is the first update of a batch."""
     logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
-    if "old_logps" not in part:  # the first update: the policy is still the one that sampled
+    # the first update is made by the policy of that moment: its log-probs are the old ones
+    if "old_logps" not in part:
         part["old_logps"] = logps.detach()
     loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
     reported = loss.detach().double()

@@ -277,26 +277,26 @@ def stays_on_gpu(weights: int, memory: int) -> bool:
 
 
 class Engine:
-    """What every engine can do: VllmEngine and HfEngine below, ServerEngine in server/engine.py."""
+    """What every engine can do: VllmEngine and HfEngine below, ServerEngine in server/engine.py.
+    The last can also begin() to sample in the background, for rollout_ahead."""
 
     sleeps = False  # whether it has GPU memory to lend to the learner
 
-    def generate(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None):
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+    ) -> list:
         """n rollouts of each prompt, prompt-major. If `finished` is given, finished(i, group) is
         called with the n rollouts of prompt i as soon as they are complete."""
         raise NotImplementedError
 
-    def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> None:
-        """Starts sampling in the background; generate() with the same arguments collects it. For
-        rollout_ahead, which only servers can do."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Returns when nothing is being sampled in the background."""
-
     def sync(self, named_parameters) -> None:
         """Copies the weights from an iterator of (name, tensor)."""
         raise NotImplementedError
+
+    # what an engine has no use for does nothing
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled in the background."""
 
     def sleep(self) -> None:
         """Lends the engine's GPU memory to the learner."""

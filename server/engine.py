@@ -171,6 +171,7 @@ class ServerEngine(Engine):
         return all_or_none(work)
 
     def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> None:
+        """Starts generate() in the background; the same arguments to it collect what came."""
         request = (prompts_ids, n, sampling)
         self.ahead = (request, self.background.submit(self.ask, *request, finished))
 
