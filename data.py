@@ -69,7 +69,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         raise UserError(f"dataset.config={source['config']!r}: the task {name!r} has no variants")
     try:
         made = list(rows(source["split"], -1, seed, **variant))  # -1: all of them
-    except ValueError as error:  # no such split or variant
+    except tasks.NoSuchRows as error:
         raise UserError(f"dataset {name!r}: {error}") from None
     except Exception as error:
         called = f"rows({source['split']!r}, n=-1, seed={seed})"

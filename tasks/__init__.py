@@ -44,10 +44,15 @@ def with_modes(name: str):
     return task if hasattr(task, "mode") else None
 
 
+class NoSuchRows(ValueError):
+    """Rows were asked for that a task does not have. The user reads this sentence as it stands;
+    of any other error of rows() the line of code too."""
+
+
 def check_choice(what: str, value: str, choices) -> None:
-    """ValueError that lists the choices, unless `value` is one of them."""
+    """NoSuchRows that lists the choices, unless `value` is one of them."""
     if value not in choices:
-        raise ValueError(f"{what} {value!r} does not exist: choose one of {', '.join(choices)}")
+        raise NoSuchRows(f"{what} {value!r} does not exist: choose one of {', '.join(choices)}")
 
 
 def answer_block(text: str) -> tuple[int, int] | None:
@@ -93,7 +98,7 @@ def take(problems: list, n: int, seed: int) -> list:
     """The first n problems (-1: all) in an order that depends on `seed`."""
     size = len(problems)
     if not -1 <= n <= size:
-        raise ValueError(f"n={n} rows asked for, but this split has {size} (-1 means all)")
+        raise NoSuchRows(f"n={n} rows asked for, but this split has {size} (-1 means all)")
     # all are drawn, whatever n is: sample(problems, n) has another beginning for each n
     ordered = random.Random(f"rows/{seed}").sample(problems, size)
     return ordered if n == -1 else ordered[:n]

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import json
 
-from tasks import SPLITS, check_choice, last_answer, take
+from tasks import SPLITS, NoSuchRows, check_choice, last_answer, take
 
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
@@ -70,7 +70,7 @@ def rows(split: str, n: int, seed: int, config: str = "") -> list[dict]:
             chosen = entries_of(problem, settings | {"seed": SEEDS["train"]})
             chosen = {text: entry for text, entry in chosen.items() if text not in held_out}
         if not chosen:
-            raise ValueError(
+            raise NoSuchRows(
                 f"config {problem!r}: all of its training problems are among the {len(held_out)} "
                 f"held-out ones: a larger size, or settings with more variety, would help"
             )
@@ -91,7 +91,7 @@ def row_of(name: str, problem: str, settings: dict, entry: dict) -> dict:
 
 
 def read_config(config: str) -> dict[str, dict]:
-    """{task of the library: its settings}. ValueError if `config` is not that."""
+    """{task of the library: its settings}. NoSuchRows if `config` is not that."""
     wanted = {config: {}}
     if config.startswith("{"):
         try:
@@ -102,23 +102,23 @@ def read_config(config: str) -> dict[str, dict]:
     fits = isinstance(wanted, dict) and len(wanted) > 0
     if not fits or not all(isinstance(settings, dict) for settings in wanted.values()):
         form = '{"leg_counting": {settings}}'
-        raise ValueError(f"config {config[:60]!r} must be the name of a task or {form}")
+        raise NoSuchRows(f"config {config[:60]!r} must be the name of a task or {form}")
     for problem, settings in wanted.items():
         refuse(problem)
         size = settings.get("size", 1)
         if type(size) is not int or not 0 < size < SEEDS["test"]:
-            raise ValueError(f"config {problem!r}: size={size!r} must be a number of problems")
+            raise NoSuchRows(f"config {problem!r}: size={size!r} must be a number of problems")
         if "seed" in settings:
-            raise ValueError(f"config {problem!r}: seed is no setting of it: the split has its own")
+            raise NoSuchRows(f"config {problem!r}: seed is no setting of it: the split has its own")
     return wanted
 
 
 def refuse(problem: str) -> None:
-    """ValueError for a task that the library does not have, or that is refused here."""
+    """NoSuchRows for a task that the library does not have, or that is refused here."""
     from reasoning_gym.factory import DATASETS
 
     if problem in REFUSED:
-        raise ValueError(f"config {problem!r} is refused: {REFUSED[problem]}")
+        raise NoSuchRows(f"config {problem!r} is refused: {REFUSED[problem]}")
     check_choice("config", problem, sorted(set(DATASETS) - set(REFUSED)))
 
 
@@ -132,7 +132,7 @@ def generator_of(problem: str, settings: dict):
     except (TypeError, AssertionError, ValueError) as error:
         known = [field.name for field in dataclasses.fields(DATASETS[problem][1])]
         known.remove("seed")
-        raise ValueError(
+        raise NoSuchRows(
             f"config {problem!r}: {type(error).__name__}: {error}; its settings are "
             f"{', '.join(known)}"
         ) from None
@@ -146,7 +146,7 @@ def entries_of(problem: str, settings: dict) -> dict[str, dict]:
         try:
             entry = generator[i]
         except Exception as error:  # not all generators check their settings beforehand
-            raise ValueError(
+            raise NoSuchRows(
                 f"config {problem!r}: its problem {i} can't be made with {settings}: "
                 f"{type(error).__name__}: {error}"
             ) from None

@@ -137,14 +137,22 @@ def own_task(monkeypatch, rows) -> None:
     monkeypatch.setattr(data.tasks, "module", lambda name: SimpleNamespace(rows=rows))
 
 
-def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_name_their_line(monkeypatch):
+@pytest.mark.parametrize(
+    "bug, words",
+    [
+        ("random.choice([])", "IndexError"),
+        # not taken for a split that does not exist
+        ("random.sample([], 1)", "ValueError: 'Sample larger"),
+    ],
+)
+def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_name_their_line(monkeypatch, bug, words):
     own = {}
-    text = "import random\ndef rows(split, n, seed):\n    return random.choice([])\n"
+    text = f"import random\ndef rows(split, n, seed):\n    return {bug}\n"
     exec(compile(text, common.ROOT / "tasks" / "countdown.py", "exec"), own)
     own_task(monkeypatch, own["rows"])
     check_words(refusal(load, "countdown", config="5"), "dataset.config='5'", "no variants")
     message = refusal(load, "countdown")
-    check_words(message, "tasks/countdown.py: rows('train', n=-1, seed=0) failed: IndexError")
+    check_words(message, "tasks/countdown.py: rows('train', n=-1, seed=0) failed: " + words)
     # not of random.py, where it was raised
     check_words(message, "line 3 of tasks/countdown.py")
 
