@@ -146,6 +146,8 @@ def varlen(monkeypatch):
     calls = []
 
     def emulated(*arguments, **more):
+        # by default the kernel is not causal, and refuses fewer heads of keys
+        assert (more["window_size"], more["enable_gqa"]) == ((-1, 0), True)
         calls.append(arguments)
         return bottom_right_attention(*arguments, **more)
 
@@ -192,6 +194,7 @@ def test_varlen_attention_is_for_16_bits_on_a_gpu_that_has_it(monkeypatch):
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert packing.uses_varlen(lm("cuda", torch.bfloat16))
+    assert packing.uses_varlen(lm("cuda", torch.float16))
     assert not packing.uses_varlen(lm("cuda", torch.float32))
     assert not packing.uses_varlen(lm("cpu", torch.bfloat16))
     capability = (7, 5)
@@ -287,7 +290,9 @@ def test_waits_for_the_device_do_not_grow_with_layers_or_blocks(kind, monkeypatc
     assert waits(1, MIXED, kind, monkeypatch) == least  # also with more chunks of the head
 
 
-def test_a_plan_goes_to_the_device_in_one_copy(qwen):
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_plan_goes_to_the_device_in_one_copy(qwen, varlen, monkeypatch):
+    monkeypatch.setattr(packing, "uses_varlen", lambda lm: varlen)
     copies = []
 
     class Copies(TorchDispatchMode):
@@ -307,4 +312,17 @@ def test_a_plan_goes_to_the_device_in_one_copy(qwen):
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
     assert type(moved) is type(plan)
     assert type(moved.packed) is packing.Packed
-    assert moved.packed.blocks[0].tokens == plan.packed.blocks[0].tokens
+    assert [b.tokens for b in moved.packed.blocks] == [b.tokens for b in plan.packed.blocks]
+    assert (moved.packed.varlen is not None) == varlen
+
+
+class Away(torch.Tensor):
+    """On the CPU, but says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_rows_come_to_the_host_with_their_shapes_and_in_their_order():
+    rows = [torch.arange(6).view(2, 3), torch.tensor([7, 8]), torch.tensor([[9]])]
+    found = packing.on_host(*(x.as_subclass(Away) for x in rows))
+    assert [x.tolist() for x in found] == [x.tolist() for x in rows]

@@ -37,6 +37,13 @@ def test_a_sliding_window_is_refused_where_it_would_cut_and_only_there(name, cha
     states(narrow, pack=False)
 
 
+def test_a_window_is_compared_with_rows_without_their_padding():
+    """A micro-batch may be cut from a wider batch."""
+    batch = batch_of(MIXED, junk=3)
+    arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
+    assert packing.pack(*arguments).longest == LONGEST < batch["ids"].shape[1]
+
+
 GPT_OSS = {
     "num_local_experts": 2,
     "num_experts_per_tok": 1,
@@ -94,6 +101,29 @@ def test_a_model_that_is_more_than_causal_attention_is_refused_before_it_trains(
         Policy(lm, 1.0, 64)
     assert lm.config._attn_implementation == usual
     states(lm, pack=False)
+
+
+@pytest.mark.parametrize("distances", [(0.001, 0.0), (0.0, 0.01)], ids=["leak", "gap"])
+def test_a_leak_from_other_rows_alone_is_refused_and_so_is_a_gap_to_padded_ones(
+    distances, monkeypatch
+):
+    monkeypatch.setattr(packing, "try_packing", lambda lm: distances)
+    with pytest.raises(UserError, match="can't have its sequences packed"):
+        Policy(model(), 1.0, 64)
+
+
+def test_a_model_that_is_packed_already_goes_into_another_policy():
+    lm = model()
+    once = states(lm)
+    assert torch.equal(states(lm)[0], once[0])
+
+
+def test_no_keys_are_kept_for_tokens_that_never_come():
+    lm = model()
+    kept = []
+    lm.base_model.register_forward_hook(lambda m, given, out: kept.append(out.past_key_values))
+    states(lm)
+    assert kept and not any(kept)
 
 
 @pytest.mark.parametrize("name, window", [("sliding_window", 63), ("attention_chunk_size", 63)])

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import httpcore
 import pytest
 from bad_answers import BAD, FOREIGN, dripped_head, echo, no_http, raw
 from engine_worker import PROMPTS
@@ -95,6 +96,15 @@ def test_only_what_is_missing_is_asked_for_again_with_other_seeds(world, naps, m
     assert one.request_ids() == [name, f"{name}-a1", f"{name}-a2"]
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_the_first_and_the_last_token_certain_ones_and_a_full_length_count(reason):
+    logps = {"token_logprobs": [0.0, 0, -1.0]}  # what is certain has no minus
+    choice = {"token_ids": [0, 5, 9], "logprobs": logps, "finish_reason": reason}
+    body = {"prompt": [1], "n": 1, "max_tokens": 3}
+    assert len(server_http.completions_in({"choices": [choice]}, body, vocabulary=10)) == 1
+    assert server_http.completions_in({"choices": [choice]}, body, vocabulary=9) == []
+
+
 def test_more_completions_than_asked_for_are_cut(world, make, stand_in):
     one = stand_in(completion=with_choices(choice, count=9))
     assert bare(make(one).generate(PROMPTS, 2, request(3))) == expected()
@@ -121,6 +131,54 @@ def test_a_slow_or_endless_answer_is_cut_off(answer, words, world, naps, make, s
     body = {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}
     with pytest.raises(server_http.ServerError, match=words):
         impatient.call("/v1/completions", body, {"X-Request-Id": "x"})
+
+
+def test_once_an_answer_has_begun_its_bytes_must_come_soon(world, make, stand_in, monkeypatch):
+    """Whatever rollout_timeout is, which is for sampling."""
+    one = stand_in(completion=raw(b" " * 1000, pause=0.02))
+    server = make(one, rollout_timeout=600).servers[0]
+    monkeypatch.setattr(server_http, "BODY_SECONDS", 0.5)
+    body = {"prompt": [1], "n": 1, "seed": 0, "max_tokens": 3}
+    with pytest.raises(server_http.ServerError, match="bytes and no end within"):
+        server.call("/v1/completions", body, {"X-Request-Id": "x"})
+
+
+def test_a_server_that_hangs_is_noticed_in_seconds_where_nothing_is_sampled(monkeypatch):
+    given = {}
+
+    def call(self, path, seconds=None):
+        given[path] = seconds
+        return {}
+
+    monkeypatch.setattr(server_http.Server, "call", call)
+    server = server_http.Server("http://a:1", 3600.0)
+    server.look_alive()
+    server.version()
+    assert given == {"/health": 10.0, "/weight_info": 30.0}
+
+
+def test_connecting_has_a_limit_of_its_own_within_that_of_the_call():
+    given = []
+    network = server_http.Network()
+    network.tcp = SimpleNamespace(
+        connect_tcp=lambda host, port, seconds, *more: given.append(seconds)
+    )
+    for seconds in (3600, 3):
+        network.connect_tcp("a", 1, timeout=time.monotonic() + seconds)
+    assert given[0] == server_http.CONNECT_SECONDS and 0 < given[1] <= 3
+
+
+def test_a_request_that_is_read_slowly_is_cut_off_too(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(server_http, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def write(piece, seconds):
+        clock.now += 4  # of the time that each wait has
+
+    stream = server_http.Stream(SimpleNamespace(write=write))
+    with pytest.raises(httpcore.ReadTimeout):
+        stream.write(b"x" * 100_000, timeout=10.0)
+    assert clock.now == 12
 
 
 def test_waiting_for_another_large_answer_to_be_read_takes_nothing_from_ones_own_time(

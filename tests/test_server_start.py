@@ -200,6 +200,9 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
         f"--kv-cache-memory-bytes {(176 * 2 + 1) * 32 * 2 * 2 * 8 * 4}",
         "--block-size 32",
         "--enforce-eager",
+        # on a CPU no prompt may be split over two batches
+        "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens 8192",
     ):
         assert f" {flags} " in text
     assert "--weight-transfer-config" not in text

@@ -77,6 +77,27 @@ def test_weights_are_written_once_read_by_every_server_and_then_removed(
     assert place.exists()
 
 
+def test_a_server_is_told_a_place_that_does_not_depend_on_where_it_was_started(
+    world, make, stand_in, tmp_path, monkeypatch
+):
+    one = stand_in()
+    monkeypatch.chdir(tmp_path)
+    engine = make(one, weight_sync="here")
+    (body,) = one.bodies("/collective_rpc")
+    told = Path(body["kwargs"]["weights_path"])
+    assert told.is_absolute() and told == (tmp_path / "here" / engine.version).resolve()
+
+
+def test_a_run_that_ends_removes_weights_of_its_own_and_no_others(world, make, stand_in, tmp_path):
+    """The folder may be shared, and a server be reading them."""
+    engine = make(stand_in(), weight_sync=str(tmp_path / "shm"))
+    (tmp_path / "shm" / f"{engine.name}-7").mkdir(parents=True)
+    others = tmp_path / "shm" / "elsewhere-1-0123abcd-7"
+    others.mkdir()
+    engine.close()
+    assert list((tmp_path / "shm").iterdir()) == [others]
+
+
 def test_a_script_that_does_not_train_gives_the_servers_its_model(
     world, stand_in, tiny_model_dir, tmp_path, lm, monkeypatch
 ):
@@ -345,6 +366,15 @@ def test_the_group_is_made_anew_when_other_servers_take_part(
     engine.sync(named_weights(lm, 0))
     assert len(group.opened) == 3
     assert list(engine.missing) == [three[0].url]
+    # each time they leave the old group first
+    assert (
+        three[2].paths("/shutdown_weight_transfer_engine", BEGIN)
+        == [
+            "/shutdown_weight_transfer_engine",
+            BEGIN,
+        ]
+        * 3
+    )
 
     three[1].close()
     three[2].close()
@@ -354,6 +384,17 @@ def test_the_group_is_made_anew_when_other_servers_take_part(
     assert group.closed == group.opened[:2]
     with pytest.raises(RolloutsLost, match="no rollout server is left"):
         engine.generate(PROMPTS, 2, request(3))
+
+
+def test_a_server_that_keeps_its_old_cache_is_left_out_over_nccl_too(
+    world, make, three, lm, monkeypatch
+):
+    FakeNccl(monkeypatch)
+    three[1].other["/reset_prefix_cache"] = lambda request: (200, {"success": False}, {})
+    engine = make(*three, synced=False, weight_sync="nccl")
+    engine.sync(named_weights(lm, 0))
+    assert list(engine.missing) == [three[1].url]
+    assert [server.url for server in engine.live] == [three[0].url, three[2].url]
 
 
 @pytest.mark.parametrize("path", [BEGIN, "/update_weights"])
@@ -409,6 +450,12 @@ def test_the_deadline_is_for_the_meeting_and_for_all_weights(world, make, three,
     engine = make(*three, synced=False, weight_sync="nccl")
     engine.sync(named_weights(lm, 0))
     assert happened == [f"{engine.seconds:.0f} s begin", "met", "sent", "they end"]
+
+
+def test_without_a_route_to_elsewhere_servers_meet_the_trainer_by_its_host_name(monkeypatch):
+    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
+    host, port = nccl.own_address()
+    assert host == socket.gethostname() and 0 < port < 2**16
 
 
 def wait_for_ever() -> None:

@@ -1,6 +1,7 @@
 """workers.py: how a worker starts and ends, what it imports, prints and sees
 of its surroundings."""
 
+import io
 import json
 import os
 import resource
@@ -203,6 +204,16 @@ def test_a_job_has_its_memory_on_top_of_what_was_imported_before_it(reward_folde
     assert found[2] == 1.0 and "MemoryError" in found[3].reason
 
 
+def test_where_memory_is_limited_already_a_job_gets_no_more_than_that():
+    """Or setrlimit() refuses, and no worker starts: a batch system may set such a limit."""
+    script = (
+        "import resource, workers; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); "
+        "workers.limit(1000.0); print(*resource.getrlimit(resource.RLIMIT_AS))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    assert done.stdout.split() == [b"%d" % 2**33] * 2
+
+
 def test_a_worker_that_is_lost_while_it_imports_gives_its_jobs_to_another(reward_folder):
     """Once a function was imported, it is not to blame."""
     (reward_folder / "fine.py").write_text("def f(completion, answer, **row): return 1.0\n")
@@ -254,6 +265,11 @@ def test_of_a_worker_that_prints_without_end_a_thousand_lines_are_shown(reward_f
     pool.close()
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == workers.LINES_SHOWN + 1 and "more is not shown" in lines[-1]
+
+
+def test_of_a_line_without_end_a_keeper_holds_a_piece_at_a_time(capfd):
+    workers.show(io.BytesIO(b"x" * (3 * workers.LONGEST_LINE)))
+    assert len(capfd.readouterr().err.splitlines()) == 3
 
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "PASSWORD")

@@ -5,6 +5,8 @@ import os
 import random
 import select
 import signal
+import socket
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +184,62 @@ def test_jobs_that_are_waited_for_together_have_an_end_together(reward_folder, m
     found = pool.answers(sleeps(pool))
     assert set(found.values()) == {Failure("timeout", "given up: 50 together took over 0.5 s")}
     pool.close()
+
+
+def test_jobs_that_are_not_given_up_go_back_into_the_queue_from_the_worker_that_had_them(
+    reward_folder, monkeypatch
+):
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
+    pool = Pool(1, 100_000.0, 0.25)
+    given_up = sleeps(pool)
+    others = {("next step", i): job("hostile:act", "5") for i in given_up}
+    mixed = {}
+    for key in given_up:  # so that both kinds are in the worker's first portion
+        mixed |= {key: given_up[key], ("next step", key): others["next step", key]}
+    pool.ask(mixed)
+    pool.answers(given_up)
+    assert set(pool.waiting) == set(others)
+    assert pool.answers(others) == dict.fromkeys(others, 5)
+    pool.close()
+
+
+def test_timeouts_of_other_jobs_give_nothing_up(reward_folder):
+    """Of the next step, say, which are asked for ahead."""
+    pool = Pool(1, 0.2, 0.25)
+    pool.clock = Clock(pool, lambda text: text == "sleep")
+    pool.ask({"next step": job("hostile:act", "sleep")})
+    assert come_true(lambda: pool.attend(0.05) or pool.late == {"next step"})
+    found = pool.answers({"this step": job("hostile:act", "nap 1")}, most_timeouts=0)
+    assert found == {"this step": 1.0}
+    pool.close()
+
+
+def test_a_worker_with_nothing_to_do_is_not_late(reward_folder):
+    pool = Pool(1, 5.0, 1.0)
+    now = [0.0]
+    pool.clock = lambda: now[0]
+    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
+    (worker,) = pool.workers
+    now[0] += 3600  # learning
+    pool.attend(0)
+    assert pool.workers == [worker]
+    assert pool.answers({2: job("hostile:act", "nap 2")}) == {2: 1.0}
+    pool.close()
+
+
+def test_a_worker_that_does_not_read_costs_no_job_and_is_not_waited_for(reward_folder):
+    """It was stopped, say, and the socket is full."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = object.__new__(workers.Worker)
+        worker.socket, worker.functions, worker.fault = ours, set(), ""
+        pool = Pool(0, -9.9, 1.0)  # seconds, which make 0.1 with the ten that sending has
+        pool.workers = [worker]
+        pool.asked = {1: job("hostile:act", "x" * 10**7)}
+        pool.waiting = deque([1])
+        pool.hand_out(worker)
+        assert worker.fault == workers.CLOSED
+        assert list(pool.waiting) == [1] and not worker.jobs
 
 
 def test_the_pool_is_as_large_as_before_and_nothing_is_left_behind(battle, reward_folder):
@@ -374,6 +432,20 @@ def test_a_worker_that_says_what_it_cannot_say_is_not_believed(line):
     pool = object.__new__(workers.Pool)
     pool.take_in(worker)
     assert worker.fault == workers.SAID_TOO_MUCH
+
+
+def test_an_answer_to_no_job_is_not_believed():
+    worker = SimpleNamespace(lines=lambda: [b"[0, 1.0]"], answered=0, ready=True, fault="")
+    worker.jobs = deque()
+    pool = object.__new__(workers.Pool)
+    pool.take_in(worker)
+    assert worker.fault == workers.SAID_TOO_MUCH
+
+
+def test_of_a_long_error_only_its_beginning_leaves_the_worker():
+    """A line too long for the trainer would cost the worker."""
+    said = workers.answer("hostile:act", "unprintable", {"answer": ""})["error"]
+    assert len(said) < workers.LONGEST_REASON + 50
 
 
 def imports_of(module) -> set[str]:
