@@ -199,6 +199,7 @@ def test_jobs_that_are_not_given_up_go_back_into_the_queue_from_the_worker_that_
     pool.ask(mixed)
     pool.answers(given_up)
     assert set(pool.waiting) == set(others)
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 600)  # for a new worker to start
     assert pool.answers(others) == dict.fromkeys(others, 5)
     pool.close()
 
