@@ -184,6 +184,34 @@ def test_the_last_evaluation_has_as_many_seeds_as_are_asked_for(tmp_path, flags,
     assert seeds in command
 
 
+class Busy:
+    """A process that is found ended when it is asked for the third time."""
+
+    returncode = 0
+
+    def __init__(self):
+        self.left = 3
+
+    def poll(self):
+        self.left -= 1
+        return None if self.left > 0 else 0
+
+
+def test_as_many_runs_go_on_at_a_time_as_there_are_jobs(tmp_path, launched, monkeypatch):
+    _, argv = plan(tmp_path, "a = {}\nb = {}\nc = {}", "--jobs=2")
+    made_up, started, live = compare.start, [], []
+
+    def start(*args):
+        made_up(*args).wait()
+        started.append(Busy())
+        live.append(sum(process.left > 0 for process in started))
+        return started[-1]
+
+    monkeypatch.setattr(compare, "start", start)
+    compare.main(argv)
+    assert len(live) == 6 and max(live) == 2
+
+
 def test_a_finished_run_with_other_evaluation_seeds_is_not_passed_over(tmp_path, launched):
     (run,), argv = plan(tmp_path, "a = {}")
     write_run(run)
@@ -428,7 +456,9 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ('a = {}\nb = {"maxent_tau": -2}', [], ["maxent_tau=-2", "(arm b)"]),
         ('a = {"seed": 3}', [], ["--seed=3", "compare itself"]),
         ('a = {}\nb = {"eval_num_generations": 4}', [], ["arms.py: b", "eval_*"]),
+        ('a = {}\nb = {"eval_temperature": 0.5}', [], ["arms.py: b", "eval_*"]),
         ('a = {}\nb = {"dataset.config": "3"}', [], ["arms.py: b", "the same held-out rows"]),
+        ('a = {}\nb = {"system_prompt": "S"}', ["--long_prompts=drop"], ["arms.py: b"]),
         ('a = {}\nb = {"max_prompt_length": 9}', ["--long_prompts=drop"], ["arms.py: b"]),
         ('a = {}\nb = {"max_prompt_length": 9}', ["--long_prompts=truncate"], ["arms.py: b"]),
         ('a = {}\nb = {"reward_funcs": ["graph_coloring"]}', [], ["arms.py: b", "reward_funcs"]),

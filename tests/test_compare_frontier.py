@@ -64,6 +64,15 @@ def test_the_table_has_means_and_ranges_over_runs_and_the_best_arm_first(tmp_pat
     assert picture.stat().st_size > 10_000
 
 
+def test_the_table_has_the_start_of_all_runs_and_best_points_for_its_number_of_problems(tmp_path):
+    lines = [line(0, 0.2, 0.5), line(50, 0.4, 0.46), line(100, 0.3, 0.48)]
+    evaluations = evaluations_of(tmp_path, *lines, line(0, 0.4, 0.7, arm="b"))
+    for problems, best in ((100, "50 | 0.400 | 0.460"), (400, "100 | 0.300 | 0.480")):
+        _, _, start, *arms = frontier.table_of(evaluations, problems, 8).splitlines()
+        assert start.startswith("| (start) |  | 0 | 0.300 | 0.600 |")
+        assert any(f" | {best} | " in arm for arm in arms)
+
+
 def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     runs, _ = plan(tmp_path, "a = {}\nb = {}", "--eval_max_prompts=4", seeds=2)
     for run in runs:
@@ -193,6 +202,17 @@ def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, mon
         assert path.get_xdata() == pytest.approx([0.2, 0.3])  # averaged with those before
         assert path.get_ydata() == pytest.approx(wanted)
         assert (start.get_xdata()[0], start.get_ydata()[0]) == (0.2, wanted[0])
+
+
+def test_every_run_of_an_arm_has_a_path_of_its_own(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: drawn.extend(figure.axes))
+    lines = [line(0, 0.2, 0.5), line(50, 0.4, 0.7)]
+    lines += [line(0, 0.2, 0.5, seed=2), line(50, 0.6, 0.9, seed=2)]
+    frontier.draw(evaluations_of(tmp_path, *lines), tmp_path / "x.png", 8)
+    paths = [path for path in drawn[0].lines if len(path.get_xdata()) > 1]
+    assert [path.get_xdata()[-1] for path in paths] == pytest.approx([0.3, 0.4])
+    assert [path.get_ydata()[-1] for path in paths] == pytest.approx([0.6, 0.7])
 
 
 @pytest.mark.parametrize("argv", [[], ["a", "b"], ["--pictur=x"]])

@@ -87,6 +87,7 @@ def test_the_tables_cells_are_what_their_heads_say(tmp_path):
                 line = {"arm": arm, "seed": seed, "step": step, "mean": mean, "pass": passed}
                 lines.append(line | known)
     of_arms = results.table_of_arms(outcomes, pd.DataFrame(lines), "a", K)
+    assert cells_of(of_arms, "| (start")[2:] == ["0.600", "0.200", "0.300", "1.000"]
     assert cells_of(of_arms, "| b |")[-2:] == ["+0.150", "+0.075"]
     assert cells_of(of_arms, "| c |")[-2:] == ["+0.000", "+0.000"]
 
@@ -99,6 +100,44 @@ def test_a_path_is_drawn_with_its_mean_to_the_right(tmp_path):
     results.draw_path(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
     assert axis.lines[0].get_xdata() == pytest.approx([0.1, 0.2])
     assert axis.lines[0].get_ydata() == pytest.approx([0.9, 0.9])
+    plt.close("all")
+
+
+def test_a_curve_is_the_mean_of_the_runs_of_its_metric_and_the_area_their_range():
+    lines = []
+    for seed, shift in ((1, -0.1), (2, 0.1)):
+        for step, passed in ((0, 0.5), (10, 0.7)):
+            line = {"arm": "a", "seed": seed, "step": step, "mean": 0.2, "pass": passed + shift}
+            lines.append(line)
+    _, axis = plt.subplots()
+    results.draw_curve(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
+    assert axis.lines[0].get_xdata() == pytest.approx([0, 10])
+    assert axis.lines[0].get_ydata() == pytest.approx([0.5, 0.7])
+    area = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert (area.min(), area.max()) == pytest.approx((0.4, 0.8))
+    plt.close("all")
+
+
+def test_each_arm_is_drawn_with_its_own_rewards():
+    columns = pd.MultiIndex.from_tuples([("a", 1), ("b", 1), ("b", 2)])
+    rewards = pd.DataFrame([[0.1, 0.2, 0.4], [0.2, 0.4, 0.6]], index=[1, 2], columns=columns)
+    _, axis = plt.subplots()
+    results.draw_rewards(axis, rewards, {"a": "blue", "b": "red"})
+    drawn = {line.get_color(): line.get_ydata() for line in axis.lines}
+    assert drawn["blue"] == pytest.approx([0.1, 0.2]) and drawn["red"] == pytest.approx([0.3, 0.5])
+    plt.close("all")
+
+
+def test_doses_are_drawn_in_their_order_with_the_outcomes_of_their_arms():
+    lines = []
+    for arm, passed in (("a", 0.3), ("b", 0.1), ("c", 0.2)):
+        line = {"arm": arm, "seed": 1, "problem": "p", "mean": 0.0, "pass": passed}
+        lines.append(line | {"coverage": 0.0, "distinct": 0.0})
+    dosed = ("maxent_tau", [(0.1, "b"), (0.2, "c"), (0.4, "a")])
+    _, axis = plt.subplots()
+    results.draw_doses(axis, pd.DataFrame(lines), ["pass"], K, dosed)
+    assert axis.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.3])
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0.1", "0.2", "0.4"]
     plt.close("all")
 
 
@@ -152,6 +191,7 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
     [
         lambda text: text[:-20],
         lambda text: "".join(text.splitlines(keepends=True)[:-3]),
+        lambda text: "".join(text.splitlines(keepends=True)[:-1]),
         lambda text: "",
         lambda text: text.replace('"000"', '"other"'),
         lambda text: text.replace('"correct": ', '"correct": 9'),
@@ -164,6 +204,7 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
     ids=[
         "cut within a line",
         "lines missing",
+        "a line missing",
         "empty",
         "another problem",
         "too many are right",

@@ -35,9 +35,12 @@ def score(text: str, row: dict, reward: str) -> float:
 def test_jsonl_rows_come_with_id_task_prompt_answer_and_their_own_columns(tmp_path):
     plain = {"prompt": "1+1", "answer": "2", "level": 3}
     full = {"prompt": "ü", "answer": 0, "id": 7, "task": "countdown"}
-    first, second = load(jsonl(tmp_path, plain, "", full))
+    path = jsonl(tmp_path, plain, "", full)
+    first, second = load(path)
     assert first == {"id": "0", "task": "", "prompt": "1+1", "answer": "2", "level": 3}
     assert second == {"id": "7", "task": "countdown", "prompt": "ü", "answer": 0}
+    # a task for all rows is that of those that have none
+    assert [row["task"] for row in load(path, task="math")] == ["math", "countdown"]
 
 
 def test_other_columns_are_renamed_to_prompt_and_answer(tmp_path):
@@ -57,9 +60,11 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
         {"prompt": "", "answer": "1"},
         {"prompt": "c", "answer": ""},
         {"prompt": "d", "answer": None},
+        {"prompt": "e", "answer": "1"},
     )
-    assert [row["prompt"] for row in load(path)] == ["a"]
-    assert "4 of 5" in capsys.readouterr().out
+    # the others keep the numbers that they have in the file
+    assert [(row["id"], row["prompt"]) for row in load(path)] == [("0", "a"), ("5", "e")]
+    assert "4 of 6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -180,6 +185,14 @@ def test_what_is_wrong_with_the_rows_of_a_task_is_one_sentence(monkeypatch, made
 def test_a_task_may_make_its_rows_one_by_one(monkeypatch):
     own_task(monkeypatch, lambda split, n, seed: (GOOD | {"id": str(i)} for i in range(3)))
     assert [row["id"] for row in load("countdown")] == ["0", "1", "2"]
+
+
+def test_a_task_draws_its_rows_by_the_seed_of_the_run(monkeypatch):
+    own_task(monkeypatch, lambda split, n, seed: [GOOD | {"prompt": str(seed)}])
+    easy = ["--easy_dataset.name=countdown", "--easy_dataset.share=0.5"]
+    c = load_config(["--seed=7", "--dataset.name=countdown", *easy])
+    (pool,), _ = data.training_pools(c, TOKENIZER)
+    assert prompts_of(pool + data.easy_rows(c, TOKENIZER)) == ["7", "7"]
 
 
 def test_the_ids_of_a_task_are_texts_and_no_two_are_alike(monkeypatch):
@@ -391,6 +404,9 @@ def test_a_prompt_that_was_cut_is_still_that_of_its_problem():
     whole = {"id": "0", "prompt": "add these numbers: 1+2="}
     other = {"id": "1", "prompt": "3+4="}
     assert data.leave_out_evaluated([[cut, other], []], [whole], c) == [[other], []]
+    # or both are cut, not at the same place
+    shorter = whole | {"prompt": "these numbers: 1+2=", "uncut_prompt": whole["prompt"]}
+    assert data.leave_out_evaluated([[cut, other], []], [shorter], c) == [[other], []]
     # two prompts that were cut to one are one to the model
     same = cut | {"uncut_prompt": "subtract these numbers: 1+2="}
     assert data.leave_out_evaluated([[cut, other], []], [same], c) == [[other], []]

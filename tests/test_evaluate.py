@@ -3,6 +3,7 @@ and that any number of ranks finds the same."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
 
@@ -60,6 +61,29 @@ def test_a_run_evaluates_its_held_out_rows_and_always_with_the_same_seeds(monkey
     assert call["prompts_ids"] == [row["prompt_ids"] for row in ROWS[:2]]
     assert call["seeds"] == [rollout.prompt_seed("eval", 0, i) for i in range(2)]
     assert metrics["eval/mean@4"] == metrics["eval/pass@1"]
+
+
+def test_answers_that_differ_are_counted_where_a_task_tells_them_apart(monkeypatch):
+    """Not the right ones, of which several may be the same."""
+    found = [(4, {"a"}), (3, {"a", "b"}), (0, set()), (4, None), (1, None)]
+    monkeypatch.setattr(scoring, "correct_modes", lambda *args: found)
+    records, _ = alone(monkeypatch)
+    assert [record["distinct"] for record in records] == [1, 2, 0, None, None]
+
+
+def test_a_problem_is_solved_from_its_first_right_answer_on_and_failures_are_of_answers():
+    records = []
+    for correct, failures, distinct, modes in ((0, 3, 0, 4), (1, 0, 1, 0), (4, 1, 2, 4)):
+        record = {"correct": correct, "failures": failures}
+        records.append(record | {"distinct": distinct, "num_modes": modes})
+    assert evaluate.summarize(records, 4) == {
+        "eval/mean@4": pytest.approx(5 / 12),
+        "eval/pass@1": pytest.approx(5 / 12),
+        "eval/pass@4": pytest.approx(2 / 3),
+        "eval/distinct@4": 1.0,
+        "eval/coverage@4": 0.25,  # of the two whose number of answers is known
+        "eval/reward_failures": 4,
+    }
 
 
 def test_two_ranks_share_the_problems_and_both_know_all_records(monkeypatch):

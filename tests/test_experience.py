@@ -67,6 +67,7 @@ def inputs_of(*sources, weights=None, easy=()) -> Inputs:
     )
 
 
+COLLECTED = experience.Collected._fields
 MIXED = inputs_of(rows_of(*["same", "differ", "luck", "luck"] * 25))
 
 
@@ -208,6 +209,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
     assert again["prompts_ids"] == [fresh[i]["prompt_ids"] for i in places]
     assert again["seeds"] == [rollout.prompt_seed(42, step, i, 1) for i in places]
     assert not set(again["seeds"]) & set(got.engine.calls[0]["seeds"])
+    assert not set(again["names"]) & set(got.engine.calls[0]["names"])
     # in line all the same, and counted: a call for every attempt, the last of which may still be
     # equal
     assert rewards_in_line(got, G)
@@ -294,6 +296,8 @@ def test_a_step_draws_from_mixture_easy_pool_and_buffer_and_replacements_from_th
         for row in experience.step_rows(inputs, None, 2, c)
         + experience.step_rows(inputs, None, 3, c)
     )
+    of_its_seed = stream.with_easy_prompts(plain[2], easy, 2, 1.0, 42)
+    assert experience.step_rows(inputs, None, 2, c) == of_its_seed
     with_buffer = experience.step_rows(inputs, buffer, 2, c)
     assert all(row in easy for row in with_buffer[:6])
     assert all(row in inputs.pools[1] for row in with_buffer[6:])
@@ -351,6 +355,50 @@ def test_collecting_leaves_rows_and_inputs_as_they_are():
     before = copy.deepcopy((inputs.pools, inputs.pool_weights, inputs.reward_functions))
     collect(config("--resample_equal_groups=2"), inputs=inputs, size=5, world=2)
     assert (inputs.pools, inputs.pool_weights, inputs.reward_functions) == before
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A rank without others: (engine, Experience) of these flags."""
+    monkeypatch.setattr(experience, "gather_rows", torch.Tensor.float)
+    monkeypatch.setattr(experience, "wait_for_ranks", lambda timer: None)
+
+    def start(*flags) -> tuple:
+        engine = FakeEngine()
+        world = World(0, 1, torch.device("cpu"))
+        return engine, experience.Experience(engine, MIXED, config(*flags), world, {})
+
+    return start
+
+
+def test_what_is_asked_a_step_ahead_is_what_the_next_step_asks_and_nothing_after_the_last(alone):
+    """Otherwise the engine would drop what it has, and sample it again."""
+    flags = ["--rollout_engine=server", "--rollout_server=http://a:1", "--rollout_ahead=1"]
+    flags += ["--replay.size=9", "--replay.fraction=0.5", "--temperature={0: 1.0, 2: 0.5}"]
+    engine, source = alone(*flags, "--max_steps=3")
+    for step in range(3):
+        source.collect(step, Timer())
+    assert engine.begun == engine.calls[1:] and len(engine.begun) == 2
+
+
+def test_the_buffers_size_and_bonus_are_the_configs(alone):
+    _, source = alone("--replay.size=7", "--replay.ucb=0.25")
+    assert (source.replay.size, source.replay.ucb) == (7, 0.25)
+
+
+def test_a_line_of_logged_rollouts_is_a_completion_with_its_own_prompt_and_reward(tmp_path):
+    (got,) = collect(config(*INFOSEED), step=1)
+    collected = experience.Collected(**{name: getattr(got, name) for name in COLLECTED})
+    experience.log_rollouts(tmp_path, collected, [FAKE_REWARD], 2)
+    text = (tmp_path / "rollouts" / "step_000002.rank_0.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["completion"] for line in lines] == [r["text"] for r in got.rollouts]
+    answers = {row["id"]: row["answer"] for row in MIXED.pools[0]}
+    for i, line in enumerate(lines):
+        assert line["id"] == got.rows[i // (G + S)]["id"]
+        assert line["reward"] == fake_reward(line["completion"], answers[line["id"]])
+        assert line["correct"] == (line["reward"] >= 1)
+        assert (line["tokens"], line["logprob"]) == (5, -5.0)
 
 
 # --- rewards that fail

@@ -1,6 +1,8 @@
 """generate.py: every line it promises, in order, also when it was interrupted."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 import torch
 from child import ended_well
 from deadlines import PATIENCE
+from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
+from row_files import jsonl
 from servers import environment
 
 import checks
@@ -78,6 +82,45 @@ def test_a_temperature_that_changes_is_the_one_at_the_end_of_training(monkeypatc
     assert asked == [0.5]
 
 
+def test_what_is_drawn_for_a_prompt_depends_on_its_place_in_the_data_and_on_the_seed():
+    engine = FakeEngine()
+    exam = scoring.Exam(engine, TOKENIZER, [0], rows_of(*["same"] * 5), [FAKE_REWARD])
+    c = load_config(["--seed=7", "--reward_workers=0"])
+    assert list(generate.batch_lines(exam, range(1, 5, 2), c)) == [1, 3]
+    assert engine.calls[0]["prompts_ids"] == [exam.rows[i]["prompt_ids"] for i in (1, 3)]
+    assert engine.calls[0]["seeds"] == [rollout.prompt_seed("generate", 7, i) for i in (1, 3)]
+
+
+def test_the_lines_of_all_ranks_are_written_in_the_order_of_the_data(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("before\n")
+    shares = [{4: ["4a\n", "4b\n"], 6: ["6\n"]}, {5: ["5\n"]}, {}]
+    assert generate.write_batch(path, shares) == 3
+    assert path.read_text().split() == ["before", "4a", "4b", "5", "6"]
+
+
+def test_without_a_limit_it_takes_every_row_of_every_source(tiny_model_dir, tmp_path, monkeypatch):
+    sources = []
+    for name, size in (("a", 3), ("b", 2)):
+        (tmp_path / name).mkdir()
+        rows = [{"prompt": f"{name}{i}", "answer": "1"} for i in range(size)]
+        sources.append({"name": jsonl(tmp_path / name, *rows)})
+    asked = []
+
+    def batch_lines(exam, places, c):
+        asked.extend(exam.rows[i]["prompt"] for i in places)
+        return {}
+
+    monkeypatch.setattr(generate, "batch_lines", batch_lines)
+    monkeypatch.setattr(generate, "leave_together", lambda sampler: None)
+    monkeypatch.setattr(rollout, "start_sampler", lambda *args: None)
+    flags = [f"--model={tiny_model_dir}", f"--dataset={sources}", "--reward_funcs=['length']"]
+    c = load_config([*flags, "--prompts_per_step=2", "--reward_workers=0"])
+    own = checks.FLAGS["generate"] | {"output": str(tmp_path / "out.jsonl")}
+    generate.main(c, own)
+    assert asked == ["a0", "a1", "a2", "b0", "b1"]
+
+
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -116,7 +159,8 @@ def test_an_interrupted_file_goes_on_to_the_same_lines_on_two_ranks_too(
     """The engine samples each prompt alone: batches and ranks don't change a line beyond the last
     digits of its log-probs."""
     path = tmp_path / "out.jsonl"
-    path.write_bytes(whole.read_bytes()[:-700])  # in the middle of a line of the last group
+    text = whole.read_bytes()
+    path.write_bytes(text[: len(text) // 2])  # both ranks have some of what is missing
     Path(f"{path}.config.json").write_text(Path(f"{whole}.config.json").read_text())
     kept = lines_of(whole)[: path.read_text().count("\n") // 3 * 3]
     own, c = load_with_flags(words(tiny_model_dir, path), checks.FLAGS["generate"])
@@ -172,8 +216,18 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     lines = lines_of(whole)
     rows = [{"id": line["id"], "prompt": line["prompt"]} for line in lines[::3]]
     assert generate.finished_prompts(whole, rows, c) == 5
-    with pytest.raises(UserError, match=r"temperature=1\.0, not 0\.5"):
-        generate.finished_prompts(whole, rows, c | {"temperature": 0.5})
+    changes = {"temperature": 0.5, "seed": 9, "max_completion_length": 9, "system_prompt": "S"}
+    changes |= {"model": "m", "reward_weights": [1.0, 0.1], "num_generations": 2}
+    for key, value in changes.items():
+        with pytest.raises(UserError, match=rf"made with {key}=.*, not {re.escape(repr(value))}:"):
+            generate.finished_prompts(whole, rows, c | {key: value})
+    # a file that is older than a key had its default
+    older = Path(shutil.copy(whole, tmp_path / "older.jsonl"))
+    del config["eval_temperature"]
+    Path(f"{older}.config.json").write_text(json.dumps(config))
+    assert generate.finished_prompts(older, rows, c) == 5
+    with pytest.raises(UserError, match="made with eval_temperature="):
+        generate.finished_prompts(older, rows, c | {"eval_temperature": 0.25})
     # the first row was deleted, or its text changed, since
     with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
         generate.finished_prompts(whole, rows[1:], c)

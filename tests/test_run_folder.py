@@ -67,7 +67,9 @@ def test_a_folder_that_is_held_is_refused_by_pid_and_host_until_its_holder_is_ki
     process.kill()
     process.join()
     with journal.hold_folder(folder):
-        assert str(os.getpid()) in (folder / ".lock").read_text()
+        # and of the one before no name is left
+        said = f"process {os.getpid()} on {socket.gethostname()}\n"
+        assert (folder / ".lock").read_text() == said
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,29 @@ def test_a_folder_that_was_moved_away_takes_its_lock_along(tmp_path):
         with journal.hold_folder(tmp_path / "run"):
             pass
     second.__exit__(None, None, None)
+
+
+def test_a_lock_that_its_holder_deletes_while_we_take_it_is_none(tmp_path, monkeypatch):
+    """We have locked a file that nobody finds any more: another one is made."""
+    real, gone = journal.try_lock, []
+
+    def try_lock(lock) -> bool:
+        if not gone:
+            gone.append((tmp_path / ".lock").unlink())
+        return real(lock)
+
+    monkeypatch.setattr(journal, "try_lock", try_lock)
+    with journal.hold_folder(tmp_path):
+        with pytest.raises(UserError, match="is in use"):
+            with journal.hold_folder(tmp_path):
+                pass
+
+
+def test_every_launch_of_a_run_has_a_line(tmp_path):
+    for i in range(3):
+        journal.make_run_folder({"output_dir": str(tmp_path)}, {"launch": i}, resuming=i > 0)
+    lines = (tmp_path / "launches.jsonl").read_text().splitlines()
+    assert lines == [f'{{"launch": {i}}}' for i in range(3)]
 
 
 def test_a_lock_that_is_a_link_does_not_lead_us_to_other_files(tmp_path):

@@ -150,6 +150,9 @@ def test_a_mixture_is_a_pure_function_of_seed_and_step():
         assert stream.prompts_for_step(sources, weights, step, 16, 7) == ahead[step]
     other = [stream.prompts_for_step(sources, weights, step, 16, 8) for step in range(150)]
     assert other != ahead
+    # nor do the sources take turns alike
+    turns = [[[row["source"] for row in step] for step in run] for run in (ahead, other)]
+    assert turns[0] != turns[1]
     assert json.dumps(sources) == before
 
 

@@ -27,6 +27,7 @@ class FakeEngine:
 
     def __init__(self):
         self.calls = []
+        self.begun = []
         self.naps = 0
 
     def generate(self, prompts_ids, n, sampling, finished=None):
@@ -42,6 +43,9 @@ class FakeEngine:
         for i in reversed(range(len(groups)) if finished else range(0)):
             finished(i, groups[i])
         return [r for group in groups for r in group]
+
+    def begin(self, prompts_ids, n, sampling, finished):
+        self.begun.append({"prompts_ids": prompts_ids, "n": n, **sampling._asdict()})
 
     def sleep(self):
         self.naps += 1
