@@ -303,13 +303,18 @@ def smoothed(path: pd.DataFrame, last: int = LAST) -> pd.DataFrame:
     return path.rolling(last, min_periods=1).mean()
 
 
+def prolonged(runs: pd.DataFrame) -> pd.DataFrame:
+    """The steps (lines) of an arm's runs (columns). A run that has ended before others stays where
+    it ended: an average of those that are left would jump."""
+    return runs.dropna(how="all").ffill()
+
+
 def path_of(curves: pd.DataFrame, arm: str, metric: str, last: int = 1) -> pd.DataFrame:
     """mean@k and `metric` by step, averaged over the arm's runs, of each run over `last`
-    neighbouring evaluations. A run that has ended before others stays where it ended: an average of
-    those that are left would jump."""
+    neighbouring evaluations."""
     of_arm = curves[curves["arm"] == arm].set_index(["step", "seed"])[["mean", metric]]
     by_run = of_arm.unstack("seed").sort_index()  # a line per step, a column per metric and run
-    paths = smoothed(by_run, last).where(by_run.notna()).ffill()
+    paths = prolonged(smoothed(by_run, last).where(by_run.notna()))
     return pd.DataFrame({name: paths[name].mean(axis=1) for name in ("mean", metric)})
 
 
@@ -451,14 +456,15 @@ def band(axis, x, runs: pd.DataFrame, **style) -> None:
 def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
         of_arm = curves[curves["arm"] == arm]
-        over = of_arm.pivot_table(index="step", columns="seed", values=metric)
+        over = prolonged(of_arm.pivot_table(index="step", columns="seed", values=metric))
         band(axis, over.index, over, color=color[arm], label=arm)
     axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
 
 
 def draw_rewards(axis, rewards: pd.DataFrame, color: dict) -> None:
     for arm in color:
-        band(axis, rewards.index, rewards[arm], color=color[arm])
+        of_arm = prolonged(rewards[arm])
+        band(axis, of_arm.index, of_arm, color=color[arm])
     axis.set(title=f"training reward, {REWARDS} steps averaged", xlabel="step")
 
 

@@ -106,25 +106,30 @@ def test_a_path_is_drawn_with_its_mean_to_the_right(tmp_path):
 def test_a_curve_is_the_mean_of_the_runs_of_its_metric_and_the_area_their_range():
     lines = []
     for seed, shift in ((1, -0.1), (2, 0.1)):
-        for step, passed in ((0, 0.5), (10, 0.7)):
+        for step, passed in ((0, 0.5), (10, 0.7), (20, 1.0)):
             line = {"arm": "a", "seed": seed, "step": step, "mean": 0.2, "pass": passed + shift}
             lines.append(line)
+    lines.pop()  # the second run ends before the first, and stays where it ended
+    lines.append({"arm": "b", "seed": 1, "step": 30, "mean": 0.2, "pass": 0.1})
     _, axis = plt.subplots()
     results.draw_curve(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
-    assert axis.lines[0].get_xdata() == pytest.approx([0, 10])
-    assert axis.lines[0].get_ydata() == pytest.approx([0.5, 0.7])
+    assert axis.lines[0].get_xdata() == pytest.approx([0, 10, 20])
+    assert axis.lines[0].get_ydata() == pytest.approx([0.5, 0.7, 0.85])
     area = axis.collections[0].get_paths()[0].vertices[:, 1]
-    assert (area.min(), area.max()) == pytest.approx((0.4, 0.8))
+    assert (area.min(), area.max()) == pytest.approx((0.4, 0.9))
     plt.close("all")
 
 
-def test_each_arm_is_drawn_with_its_own_rewards():
+def test_each_arm_is_drawn_with_its_own_rewards_up_to_its_last_step():
     columns = pd.MultiIndex.from_tuples([("a", 1), ("b", 1), ("b", 2)])
-    rewards = pd.DataFrame([[0.1, 0.2, 0.4], [0.2, 0.4, 0.6]], index=[1, 2], columns=columns)
+    nan = float("nan")
+    values = [[0.1, 0.2, 0.4], [0.2, 0.4, 0.6], [nan, 0.5, nan]]
+    rewards = pd.DataFrame(values, index=[1, 2, 3], columns=columns)
     _, axis = plt.subplots()
     results.draw_rewards(axis, rewards, {"a": "blue", "b": "red"})
     drawn = {line.get_color(): line.get_ydata() for line in axis.lines}
-    assert drawn["blue"] == pytest.approx([0.1, 0.2]) and drawn["red"] == pytest.approx([0.3, 0.5])
+    assert drawn["blue"] == pytest.approx([0.1, 0.2])
+    assert drawn["red"] == pytest.approx([0.3, 0.5, 0.55])
     plt.close("all")
 
 
