@@ -43,6 +43,11 @@ def test_what_learns_is_shared_out_first_and_the_others_even_out_the_forwards():
     assert dealt[0][2:] == [4, 7] or dealt[1][2:] == [4, 7]  # 99 + 1 against 50 + 50
 
 
+def test_a_group_that_learns_weighs_three_times_one_that_rests():
+    learns = [True, False, False, False]
+    assert experience.share_out([10, 20, 20, 1], learns, 2) == [[0, 3], [1, 2]]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_with_half_of_64_groups_idle_no_rank_of_8_has_a_tenth_more_than_the_mean(seed):
     rng = random.Random(seed)
@@ -64,6 +69,24 @@ def test_tokens_of_a_group_count_a_shared_prompt_once():
         group.append({"prompt_ids": [1] * 7, "completion_ids": [1] * length})
     assert experience.group_tokens(group, packed=True) == 7 + 2 + 5
     assert experience.group_tokens(group, packed=False) == 2 * (7 + 5)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_groups_are_dealt_out_by_the_tokens_that_are_computed(pack, monkeypatch):
+    counted = []
+
+    def gather_rows(tokens):
+        counted.extend(tokens.tolist())
+        return tokens.repeat(2)  # the other rank has groups of the same sizes
+
+    monkeypatch.setattr(experience, "gather_rows", gather_rows)
+    monkeypatch.setattr(experience, "gather_objects", lambda leaving: [])
+    monkeypatch.setattr(experience, "share_out", lambda *args: [[0, 1], [2, 3]])
+    world = World(0, 2, torch.device("cpu"))
+    collected = collected_by(world)
+    experience.deal(collected, world, load_config([f"--pack_sequences={pack}"]))
+    groups = rollout.groups_of(collected.rollouts, P // 2)
+    assert counted == [experience.group_tokens(group, pack) for group in groups]
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,9 @@ def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp
         journal.make_run_folder(c, {}, resuming=False)
     checkpoint.tidy(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "launches.jsonl"}
+
+
+def test_a_step_is_evaluated_once_its_evaluation_is_written_not_its_own_line(tmp_path):
+    lines = '{"step": 1, "reward": 1.0}\n{"step": 2, "reward": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 2, "eval/mean@8": 0.5}\n')
+    assert [journal.has_evaluation(tmp_path, step) for step in (1, 2, 3)] == [False, True, False]

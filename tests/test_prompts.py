@@ -213,6 +213,7 @@ WRONG = "warning: {}, which does not end a completion"
             WRONG.format("the chat template ends a turn with '\\n'"),
         ),
         (sft.TEMPLATE.replace("<|end|>", "<|end|>\\n"), [0], RIGHT),  # as Qwen does
+        (sft.TEMPLATE.replace("<|end|>", " <|end|>"), [0], RIGHT),
         (OWN, [0], "the chat template ends a turn with nothing"),
         (None, [0], "a base model: no chat template"),
         (
