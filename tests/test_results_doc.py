@@ -76,7 +76,7 @@ GRAPHS = {
 }
 COUNTDOWN_K64 = {
     "start": "start",
-    "maxrl, lr 1e-4, two seeds": "maxrl_half",
+    "maxrl, lr 1e-4, three seeds": "maxrl_half",
     "maxent, τ = .2, cosine (start .227, .549, .863, .973)": "maxent_cosine",
     "maxrl, cosine (start .225, pass@8 .727)": "maxrl_cosine",
     'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
@@ -85,6 +85,7 @@ COUNTDOWN_K64 = {
     "maxent, τ = .1, lr 2e-4": "maxent_10",
     "xdr, τ = .8, lr 2e-4": "xdr_80",
     "dapo, lr 2e-4": "dapo",
+    "dr_grpo, lr 5e-5 (start .219, pass@8 .730)": "dr_grpo_slow",
     "dr_grpo, cosine (start .225, pass@8 .727)": "dr_grpo_cosine",
 }
 GRAPHS_K64 = {
