@@ -1004,7 +1004,9 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     because = f"{times}/{because}"
     if scored and c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
-    if product > limit * 1.001:  # 1.001: room for rounding
+    # the sentences below round the limit to three digits: who writes that is not warned again
+    highest_allowed = limit * 1.005
+    if product > highest_allowed:
         warnings.append(
             f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: "
             "the wrong answers of a group outnumber the right ones and a target this flat feeds "
@@ -1018,13 +1020,13 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         # the temperature of w is tau + beta
         tilt = c["maxent_q_temperature"] * c["beta"]
         needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)) - tilt)
-        if needed > limit * 1.001:
+        if needed > highest_allowed:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
                 f"about {needed:.3g} (a quarter of a group right), above {because} = {limit:.3g}: "
                 f"lower the target, or set {cure}"
             )
-    elif moves_tau(c) and highest > limit * 1.001:
+    elif moves_tau(c) and highest > highest_allowed:
         # how far a target of plain entropy takes tau depends on the share of right answers
         warnings.append(
             f"a controller may take maxent_q_temperature * maxent_tau to {highest:.3g}, above "

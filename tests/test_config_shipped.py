@@ -453,6 +453,10 @@ def test_a_controller_that_may_take_tau_to_where_wrong_answers_win_is_warned_abo
         assert "to 0.4," in warnings_of(
             100, *flags, "--maxent_q_temperature=2.0", "--maxent_tau_max=0.2"
         )
+    # who writes what it says to is not warned again, however that was rounded
+    for vocabulary in range(90, 130):
+        (cure,) = re.findall(r"set (maxent_tau_max=[\d.]+)", warnings_of(vocabulary, entropy))
+        assert "may take" not in warnings_of(vocabulary, entropy, f"--{cure}")
     # xdr has no such bound, and a target of excess entropy a sentence of its own
     assert "may take" not in warnings_of(100, entropy, "--objective=xdr")
     assert "may take" not in warnings_of(100, "--maxent_target_excess_entropy=0.1")
