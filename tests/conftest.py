@@ -83,3 +83,13 @@ def reward_folder(tmp_path_factory):
         patch.setenv("REWARD_TEST_FOLDER", str(folder))
         yield folder
     close_pools()
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The axes of every picture that the test saves, which is not written."""
+    from matplotlib.figure import Figure
+
+    axes = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: axes.extend(figure.axes))
+    return axes

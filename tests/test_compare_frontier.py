@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from compare_runs import plan, read_lines, write_lines, write_run
-from matplotlib.figure import Figure
 
 from common import UserError
 from compare import frontier
@@ -192,9 +191,7 @@ def test_some_of_the_arms_can_be_shown(tmp_path, capsys):
         frontier.main([str(file), "--arms=d,a,e"])
 
 
-def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: drawn.extend(figure.axes))
+def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, drawn):
     table = evaluations_of(tmp_path, line(0, 0.2, 0.5), line(50, 0.4, 0.7))
     frontier.draw(table, tmp_path / "x.png", 8)
     for axis, wanted in zip(drawn, ([0.5, 0.6], [0.25, 0.3]), strict=True):  # pass, coverage
@@ -204,9 +201,7 @@ def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, mon
         assert (start.get_xdata()[0], start.get_ydata()[0]) == (0.2, wanted[0])
 
 
-def test_every_run_of_an_arm_has_a_path_of_its_own(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: drawn.extend(figure.axes))
+def test_every_run_of_an_arm_has_a_path_of_its_own(tmp_path, drawn):
     lines = [line(0, 0.2, 0.5), line(50, 0.4, 0.7)]
     lines += [line(0, 0.2, 0.5, seed=2), line(50, 0.6, 0.9, seed=2)]
     frontier.draw(evaluations_of(tmp_path, *lines), tmp_path / "x.png", 8)

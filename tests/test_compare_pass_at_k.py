@@ -5,7 +5,6 @@ import json
 
 import pytest
 from compare_runs import plan, read_lines, write_lines, write_run
-from matplotlib.figure import Figure
 
 from common import UserError
 from compare import pass_at_k as command
@@ -63,9 +62,7 @@ def test_the_table_has_means_the_range_of_the_last_column_and_the_best_arm_first
     assert capsys.readouterr().out.splitlines() == printed.splitlines()[:4]
 
 
-def test_an_arm_is_drawn_by_the_mean_of_its_runs_and_their_range(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: drawn.extend(figure.axes))
+def test_an_arm_is_drawn_by_the_mean_of_its_runs_and_their_range(tmp_path, drawn):
     write_evaluation(tmp_path, "wide", 1, [1, 1, 1, 0])
     write_evaluation(tmp_path, "wide", 2, [1, 1, 1, 1])
     command.draw(command.table_of(command.read_runs(tmp_path)), tmp_path / "x.png")

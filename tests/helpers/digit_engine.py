@@ -21,6 +21,11 @@ def completion_of(prompt_ids: list[int], text: str) -> dict:
     }
 
 
+def request_of(prompts_ids, n: int, sampling) -> dict:
+    """What an engine was asked for."""
+    return {"prompts_ids": prompts_ids, "n": n, **sampling._asdict()}
+
+
 class FakeEngine:
     """No model: completion j of a prompt is the digit j and three more that the seed decides; the
     last prompt is finished first. A completion asked alone, as InfoSeed does, begins with 9."""
@@ -31,7 +36,7 @@ class FakeEngine:
         self.naps = 0
 
     def generate(self, prompts_ids, n, sampling, finished=None):
-        self.calls.append({"prompts_ids": prompts_ids, "n": n, **sampling._asdict()})
+        self.calls.append(request_of(prompts_ids, n, sampling))
         groups = []
         for ids, seed in zip(prompts_ids, sampling.seeds, strict=True):
             rng = random.Random(seed)
@@ -45,7 +50,7 @@ class FakeEngine:
         return [r for group in groups for r in group]
 
     def begin(self, prompts_ids, n, sampling, finished):
-        self.begun.append({"prompts_ids": prompts_ids, "n": n, **sampling._asdict()})
+        self.begun.append(request_of(prompts_ids, n, sampling))
 
     def sleep(self):
         self.naps += 1
