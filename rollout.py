@@ -31,7 +31,6 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
-    StoppingCriteria,
 )
 
 from checks import entries, max_sequence_length
@@ -52,6 +51,7 @@ from policy import dtype_of, named_weights
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
+HF_ROWS = 64  # completions that HfEngine samples at once: the keys and values of each take memory
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
 SMALL = 0.1  # see stays_on_gpu()
@@ -469,33 +469,47 @@ class VllmEngine(Engine):
 # --- transformers
 
 
-class SampledLogps(LogitsProcessor, StoppingCriteria):
-    """Records the log-prob of every token that transformers samples. generate() calls it twice per
-    token: as a LogitsProcessor with the logits, then as a StoppingCriteria with the token."""
+class Draws(LogitsProcessor):
+    """Samples in transformers' place, which has one random generator for all rows: here the n rows
+    of each prompt have their own. It keeps the log-prob of every token that it draws, and leaves
+    transformers no choice but these."""
 
-    def __init__(self, temperature: float):
+    def __init__(self, n: int, seeds: list[int], temperature: float):
+        self.n = n
         self.temperature = temperature
-        self.logps = None  # (n, V), over the next token
-        self.steps = []  # one (n, 1) per token: the sampled token's
+        # on the CPU, so that a seed draws the same on every device
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.logps = []  # one (rows, 1) per token
 
     def __call__(self, input_ids, scores):
-        if isinstance(scores, torch.Tensor):  # as LogitsProcessor: scores (n, V)
-            self.logps = (scores.float() / self.temperature).log_softmax(1)
-            if self.logps.isnan().any():
-                raise RunStopped(
-                    "the policy's logits are not finite, so nothing can be sampled: lower "
-                    "learning_rate, and start from an earlier checkpoint or from another model"
-                )
-            return scores
-        # as StoppingCriteria: the new token is the last one
-        self.steps.append(self.logps.gather(1, input_ids[:, -1:]))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        logps = (scores.float() / self.temperature).log_softmax(1)  # (rows, V)
+        if logps.isnan().any():
+            raise RunStopped(
+                "the policy's logits are not finite, so nothing can be sampled: lower "
+                "learning_rate, and start from an earlier checkpoint or from another model"
+            )
+        tokens = self.draw(logps)  # (rows, 1)
+        self.logps.append(logps.gather(1, tokens))
+        return torch.full_like(scores, -math.inf).scatter(1, tokens, 0.0)
+
+    def draw(self, logps: torch.Tensor) -> torch.Tensor:
+        """(rows, 1): the token at which the sum of probabilities passes a random number. This is
+        several times as fast as torch.multinomial, which needs a random number per token of the
+        vocabulary."""
+        shares = []
+        for generator in self.generators:
+            shares.append(torch.rand(self.n, 1, generator=generator, dtype=torch.float64))
+        sums = logps.double().exp().cumsum(1)  # (rows, V)
+        at = torch.cat(shares).to(sums.device) * sums[:, -1:]  # (rows, 1)
+        # right: never a token without probability, whose sum is that of the token before
+        tokens = torch.searchsorted(sums, at, right=True)  # (rows, 1)
+        return tokens.clamp(max=sums.shape[1] - 1)  # rounding may reach the whole sum
 
 
 class HfEngine(Engine):
     """transformers' own generate() on a second copy of the model: slow and plain, the oracle for
-    the fast engines. It takes one prompt at a time: nothing is padded, and a prompt's completions
-    depend on that prompt's seed only. The n completions of a prompt share that seed."""
+    the fast engines. A prompt's completions depend on that prompt's seed only, but for rounding:
+    prompts that are sampled together are padded to the longest."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
@@ -505,56 +519,59 @@ class HfEngine(Engine):
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
     ) -> list:
-        rollouts = []
-        for i, (prompt_ids, seed) in enumerate(zip(prompts_ids, sampling.seeds)):
-            group = self.group(prompt_ids, n, seed, sampling)
-            rollouts += group
-            if finished:
-                finished(i, group)
-        return rollouts
+        groups = {}
+        # by length, so that little is padded
+        order = sorted(range(len(prompts_ids)), key=lambda i: len(prompts_ids[i]))
+        together = max(1, HF_ROWS // n)  # prompts
+        for first in range(0, len(order), together):
+            some = order[first : first + together]
+            seeds = [sampling.seeds[i] for i in some]
+            sampled = self.groups([prompts_ids[i] for i in some], n, sampling._replace(seeds=seeds))
+            for i, group in zip(some, sampled):
+                groups[i] = group
+                if finished:
+                    finished(i, group)
+        return [r for i in sorted(groups) for r in groups[i]]
 
     @torch.no_grad()
-    def group(self, prompt_ids: list[int], n: int, seed: int, sampling: Sampling) -> list[dict]:
-        """The n rollouts of a prompt."""
+    def groups(self, prompts_ids: list[list[int]], n: int, sampling: Sampling) -> list[list[dict]]:
+        """The n rollouts of each prompt; all are sampled at the same time."""
         stop_ids = sampling.stop_token_ids
-        device = self.model.device
         plain = GenerationConfig(
-            do_sample=True,
-            temperature=sampling.temperature,
-            top_k=0,
-            top_p=1.0,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
         )
-        recorder = SampledLogps(sampling.temperature)
-        # fork_rng: seeding a prompt must not move the process's own generator
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            ids = torch.tensor([prompt_ids] * n, device=device)
-            sequences = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=plain,
-                logits_processor=[recorder],
-                stopping_criteria=[recorder],
-            )
-        completions = sequences[:, len(prompt_ids) :].tolist()  # (n, T)
-        logps = torch.cat(recorder.steps, 1).tolist()  # (n, T)
+        longest = max(map(len, prompts_ids))
+        ids = []
+        mask = []
+        for prompt_ids in prompts_ids:
+            padding = longest - len(prompt_ids)  # on the left: completions begin in one column
+            ids += [[0] * padding + prompt_ids] * n
+            mask += [[0] * padding + [1] * len(prompt_ids)] * n
+        draws = Draws(n, sampling.seeds, sampling.temperature)
+        sequences = self.model.generate(
+            torch.tensor(ids, device=self.model.device),  # (rows, P)
+            attention_mask=torch.tensor(mask, device=self.model.device),  # (rows, P)
+            generation_config=plain,
+            logits_processor=[draws],
+        )
+        completions = sequences[:, longest:].tolist()  # (rows, T)
+        logps = torch.cat(draws.logps, 1).tolist()  # (rows, T)
         rollouts = []
-        for tokens, token_logps in zip(completions, logps):
+        for row, (tokens, token_logps) in enumerate(zip(completions, logps)):
             # one that has stopped is followed by padding
             ends = [i + 1 for i, token in enumerate(tokens) if token in stop_ids]
             length = ends[0] if ends else len(tokens)
             rollouts.append(
                 {
-                    "prompt_ids": prompt_ids,
+                    "prompt_ids": prompts_ids[row // n],
                     "completion_ids": tokens[:length],
                     "logprobs": token_logps[:length],
                     "finish_reason": "stop" if ends else "length",
                 }
             )
-        return rollouts
+        return groups_of(rollouts, len(prompts_ids))
 
     @torch.no_grad()
     def sync(self, named_parameters) -> None:

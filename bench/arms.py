@@ -37,12 +37,12 @@ def never_end(engine) -> None:
 
 def never_end_hf(engine) -> None:
     """The same of our engine that samples with transformers."""
-    group = engine.group
+    groups = engine.groups
 
-    def endless(prompt_ids, n, seed, sampling):
-        return group(prompt_ids, n, seed, sampling._replace(stop_token_ids=[NO_TOKEN]))
+    def endless(prompts_ids, n, sampling):
+        return groups(prompts_ids, n, sampling._replace(stop_token_ids=[NO_TOKEN]))
 
-    engine.group = endless
+    engine.groups = endless
 
 
 def make_endless() -> None:
@@ -190,5 +190,5 @@ def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
 
 
 def ours_hf(scenario: str, beta: float, steps: int) -> tuple:
-    """The same without vLLM: transformers samples, one prompt's completions at a time."""
+    """The same without vLLM: transformers samples."""
     return ours(scenario, beta, steps, rollout_engine="hf")

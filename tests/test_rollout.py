@@ -365,3 +365,36 @@ def test_transformers_completions_end_with_their_first_stop_token(tiny_model_dir
         assert r["finish_reason"] == ("stop" if last in stops else "length")
         assert last in stops or len(before) == 5
     assert {r["finish_reason"] for r in group} == {"stop", "length"}
+
+
+def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypatch):
+    """Lengths differ, so the shorter ones are padded, and not all are sampled at once. Log-probs
+    differ by rounding."""
+    monkeypatch.setattr(rollout, "HF_ROWS", 10)  # three prompts
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [5], [6, 7], [12, 13, 14, 15], [8, 9, 10]]
+    seeds = [3, 5, 7, 11, 13]
+    sampling = rollout.Sampling(temperature=0.8, max_tokens=9, stop_token_ids=[0, 7], seeds=seeds)
+    told = {}
+    together = engine.generate(prompts, 3, sampling, told.__setitem__)
+    assert [r["prompt_ids"] for r in together] == [p for p in prompts for _ in range(3)]
+    assert [told[i] for i in range(5)] == rollout.groups_of(together, 5)
+    assert list(told) == [1, 2, 4, 3, 0]  # the shortest first, beside others of about its length
+    for prompt, seed, group in zip(prompts, seeds, rollout.groups_of(together, 5)):
+        alone = engine.generate([prompt], 3, sampling._replace(seeds=[seed]))
+        assert len({tuple(r["completion_ids"]) for r in alone}) > 1  # a seed is not one completion
+        for r, expected in zip(group, alone):
+            assert r["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-5)
+            assert r | {"logprobs": 0} == expected | {"logprobs": 0}
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    """20,000 draws: a share is off by more than .015, four standard deviations, for about one seed
+    in 5,000. Tokens without probability, at the ends too, never come."""
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    draws = rollout.Draws(n=20_000, seeds=[1], temperature=1.0)
+    chosen = draws(None, probs.log().repeat(20_000, 1)).argmax(1)
+    assert draws.logps[0][:, 0].tolist() == pytest.approx(probs[chosen].log().tolist(), abs=1e-6)
+    shares = chosen.bincount(minlength=6) / 20_000
+    assert shares.tolist() == pytest.approx(probs.tolist(), abs=0.015)
+    assert not shares[probs == 0].any()

@@ -54,10 +54,10 @@ class FakeLLM:
             temperature=asked.temperature,
             max_tokens=asked.max_tokens,
             stop_token_ids=asked.stop_token_ids,
-            seeds=[asked.seed],
+            seeds=[asked.seed % 2**62],
         )
         completions = []
-        for r in self.sampler.group(prompt_ids, asked.n, asked.seed % 2**62, sampling):
+        for r in self.sampler.generate([prompt_ids], asked.n, sampling):
             logps = SimpleNamespace(logprobs=r["logprobs"])
             completions.append(
                 SimpleNamespace(
