@@ -112,6 +112,7 @@ class TrainerState(NamedTuple):
     controllers: dict  # see controllers.init_state()
     replay: dict  # see stream.py
     streaks: dict = NO_STREAKS
+    prompts: str = ""  # prompts.prompts_hash() of the training rows; "" in older checkpoints
 
 
 # --- is it whole?
@@ -757,7 +758,7 @@ def amsgrad(config: dict) -> bool:
 def check_state(path: Path, config: dict) -> None:
     """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
     file = path / "controller_state.json"
-    saved = read_table(file)
+    saved = {"prompts": ""} | read_table(file)
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
     try:
         if saved["replay"]:
@@ -830,7 +831,7 @@ def load(path: Path, engine, folder: Path) -> TrainerState:
         )
     # %: if more ranks load than saved, some start with the same random state
     set_random_state(path / f"rng_{rank % saved_ranks}.pt")
-    saved = json.loads((path / "controller_state.json").read_text())
+    saved = {"prompts": ""} | json.loads((path / "controller_state.json").read_text())
     return TrainerState(**{name: saved[name] for name in TrainerState._fields})
 
 

@@ -12,6 +12,7 @@ import glob
 import inspect
 import json
 import os
+import pickle
 import socket
 import traceback
 from pathlib import Path
@@ -113,6 +114,12 @@ def check_task_row(row, where: str) -> None:
     if not isinstance(row["task"], str):
         raise UserError(f"{where}: 'task' must be a name, not {quoted(row['task'])}")
     check_fields(row, where)
+    check_depth(row, where)
+    try:
+        pickle.dumps(row)  # as it goes to a reward
+        json.dumps(row["answer"], default=str)  # as generate.py writes it
+    except Exception as error:  # a lambda, a lock, a key that is a tuple: each raises another kind
+        raise UserError(f"{where} can not leave this process: {quoted(str(error))}") from None
 
 
 def check_single(source: dict) -> None:
@@ -153,14 +160,11 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
         check_fields(raw, place)
-        if is_deeper(raw, DEEPEST_ROW):
-            raise UserError(
-                f"{place}: a column is nested deeper than {DEEPEST_ROW} levels, which can not be "
-                "sent to a reward"
-            )
+        check_depth(raw, place)
         row = dict(raw)  # rewards get the other columns
         for column in more:
-            if "." in column and column_of(raw, column) is not None:
+            # one that the config asks for is there in every row, as None where it has no value
+            if "." in column and (column in source["more"] or column_of(raw, column) is not None):
                 row[column] = column_of(raw, column)
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
@@ -203,7 +207,7 @@ def make_ids_unique(rows: list[dict], name: str) -> None:
     for i, row in enumerate(rows):
         if row["id"] in seen:
             repeated += 1
-        while row["id"] in seen:  # more than once if an id looks like this one
+        while row["id"] in seen:  # a loop: the new id may be taken too
             row["id"] = f"{row['id']}#{i}"
         seen.add(row["id"])
     if repeated:
@@ -225,6 +229,15 @@ def is_deeper(value, levels: int) -> bool:
     elif not isinstance(value, list | tuple):
         return False
     return levels == 0 or any(is_deeper(item, levels - 1) for item in value)
+
+
+def check_depth(row: dict, where: str) -> None:
+    """UserError, beginning with `where`, if a row is nested too deep for pickle."""
+    if is_deeper(row, DEEPEST_ROW):
+        raise UserError(
+            f"{where}: a column is nested deeper than {DEEPEST_ROW} levels, which can not be sent "
+            "to a reward"
+        )
 
 
 def column_of(row: dict, name: str):
@@ -532,9 +545,10 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     for source, rows, rest in zip(places, pools, left):
         if rows and not rest:
             raise UserError(
-                f"{sentence}, and without them nothing is left of {source['name']!r}: set "
-                f"eval_dataset.name to other rows (without it those of dataset.name are evaluated "
-                f"too), --eval_steps=0 without an eval_dataset for none, or --allow_leakage=True"
+                f"{sentence}, and without them nothing is left of {source['name']!r}: set a "
+                f"smaller eval_max_prompts ({c['eval_max_prompts']}), eval_dataset.name to other "
+                f"rows (without it those of dataset.name are evaluated too), --eval_steps=0 "
+                f"without an eval_dataset for none, or --allow_leakage=True"
             )
     say_on_rank_0(f"{sentence} and are left out of training")
     return left

@@ -102,7 +102,7 @@ def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     check_rows(path, rows[: math.ceil(len(lengths) / G)], G)
     whole = len(lengths) // G * G
-    # a prompt with some of its lines only is sampled again
+    # a prompt that lacks lines is sampled again
     os.truncate(path, sum(lengths[:whole]))
     return whole // G
 
@@ -114,14 +114,15 @@ def check_rows(path: Path, rows: list[dict], G: int) -> None:
         for i, (row, text) in enumerate(zip(rows, firsts)):
             try:
                 line = json.loads(text)
-                made_of = [line["id"], line["prompt"]]
+                made_of = [line["id"], line["prompt"], line["answer"]]
             except (ValueError, KeyError, TypeError, RecursionError):  # somebody changed the file
-                made_of = [text, None]
-            if made_of != as_read_back([row["id"], row["prompt"]]):
+                made_of = [text, None, None]
+            asked_for = json.dumps([row["id"], row["prompt"], row["answer"]], default=str)
+            if json.dumps(made_of, default=str) != asked_for:  # as text: NaN is not NaN
                 raise UserError(
                     f"--output={str(path)!r} was made of other rows: its prompt {i + 1} is "
-                    f"{quoted(made_of[0])}, and that of the dataset is {quoted(row['id'])}: name "
-                    f"another file or remove it"
+                    f"{quoted(made_of[0])}, and that of the dataset {quoted(row['id'])}, or has "
+                    f"another text or answer: name another file or remove it"
                 )
 
 

@@ -502,7 +502,7 @@ def accumulate_gradients(
         if learns:
             # A NaN loss can have a finite gradient, or none, and a NaN log-prob may be in no loss.
             # Make the gradient NaN, so that the optimizer skips the step on every rank.
-            if not sums[:2].isfinite().all():
+            if not sums[:2].isfinite().all():  # loss, log-prob
                 loss = logps.sum() * math.nan
             # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
             engine.backward(loss * ranks, scale_wrt_gas=False)
@@ -616,7 +616,7 @@ class Unit(NamedTuple):
 
     rows: list[int]
     cost: int = 0  # tokens, on its own
-    saved: int = 0  # tokens of it that packing right behind a unit with the same prompt saves
+    saved: int = 0  # tokens saved by packing it right behind a unit with the same prompt
 
 
 def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:

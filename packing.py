@@ -46,9 +46,9 @@ HARMLESS = {
 
 
 class Block(NamedTuple):
-    """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. A field
-    that is None has nothing to do: no padding, or no prompt before the segments, which then are in
-    plain causal order."""
+    """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. Without
+    padding `queries` and `real` are None; with no prompt before the segments `keys` and `before`
+    are, and attention is plain causal."""
 
     tokens: slice  # the places of these m tokens
     count: int  # b

@@ -176,7 +176,8 @@ def has_plain_head(lm) -> bool:
     on its logits."""
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:
         return False
-    if getattr(lm.config, "final_logit_softcapping", None):
+    caps = ("final_logit_softcapping", "logits_soft_cap")
+    if any(getattr(lm.config, name, None) for name in caps):
         return False
     scales = [getattr(lm.config, name, None) for name in ("logits_scaling", "logit_scale")]
     return all(scale in (None, 1) for scale in scales)
@@ -462,8 +463,8 @@ def merged(layer, weight, a, b):
 
 def rounded(values, dtype):
     """float32 values in another type; in bfloat16 each is rounded up or down at random, with odds
-    that make the mean right. The nearest number would be W itself until a change exceeds half a
-    step: for tens of steps the sampler would see next to nothing of what adapters learn."""
+    that make the mean right. The nearest number would be W itself until a change exceeds half of
+    what lies between two: for tens of steps the sampler would see next to nothing of it."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     # always the same numbers, so that all ranks and a resumed run round alike

@@ -100,6 +100,15 @@ def prompt_key(row: dict) -> str:
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def prompts_hash(rows: list[dict]) -> str:
+    """A hash of the rows' prompts and their order: a resumed run sees by it that its data are
+    others."""
+    whole = hashlib.sha256()
+    for row in rows:
+        whole.update(prompt_identity(row).encode("utf-8", "surrogatepass") + b"\0\0")
+    return whole.hexdigest()[:16]
+
+
 # --- chat templates
 
 

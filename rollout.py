@@ -51,7 +51,8 @@ from policy import dtype_of, named_weights
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
-HF_ROWS = 64  # completions that HfEngine samples at once: the keys and values of each take memory
+HF_ROWS = 64  # completions that HfEngine samples at once, each with a row of logits,
+HF_TOKENS = 32_768  # of at most so many tokens in all, each with keys and values
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
 SMALL = 0.1  # see stays_on_gpu()
@@ -470,9 +471,9 @@ class VllmEngine(Engine):
 
 
 class Draws(LogitsProcessor):
-    """Samples in transformers' place, which has one random generator for all rows: here the n rows
-    of each prompt have their own. It keeps the log-prob of every token that it draws, and leaves
-    transformers no choice but these."""
+    """Draws every token itself, because transformers has one random generator for all rows: here
+    each prompt has its own. It keeps the tokens' log-probs, and returns scores with which a greedy
+    generate() takes what was drawn."""
 
     def __init__(self, n: int, seeds: list[int], temperature: float):
         self.n = n
@@ -501,9 +502,9 @@ class Draws(LogitsProcessor):
             shares.append(torch.rand(self.n, 1, generator=generator, dtype=torch.float64))
         sums = logps.double().exp().cumsum(1)  # (rows, V)
         at = torch.cat(shares).to(sums.device) * sums[:, -1:]  # (rows, 1)
-        # right: never a token without probability, whose sum is that of the token before
+        # right: skips tokens of probability 0, whose sum is that of the token before
         tokens = torch.searchsorted(sums, at, right=True)  # (rows, 1)
-        return tokens.clamp(max=sums.shape[1] - 1)  # rounding may reach the whole sum
+        return tokens.clamp(max=sums.shape[1] - 1)  # `at` may be rounded up to the whole sum
 
 
 class HfEngine(Engine):
@@ -522,22 +523,23 @@ class HfEngine(Engine):
         groups = {}
         # by length, so that little is padded
         order = sorted(range(len(prompts_ids)), key=lambda i: len(prompts_ids[i]))
-        together = max(1, HF_ROWS // n)  # prompts
-        for first in range(0, len(order), together):
-            some = order[first : first + together]
-            seeds = [sampling.seeds[i] for i in some]
-            sampled = self.groups([prompts_ids[i] for i in some], n, sampling._replace(seeds=seeds))
-            for i, group in zip(some, sampled):
+        longest = sampling.max_tokens + max(map(len, prompts_ids), default=0)
+        size = max(1, min(HF_ROWS, HF_TOKENS // longest) // n)  # prompts of a batch
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
+            own = sampling._replace(seeds=[sampling.seeds[i] for i in batch])
+            sampled = self.sample_together([prompts_ids[i] for i in batch], n, own)
+            for i, group in zip(batch, sampled):
                 groups[i] = group
                 if finished:
                     finished(i, group)
         return [r for i in sorted(groups) for r in groups[i]]
 
     @torch.no_grad()
-    def groups(self, prompts_ids: list[list[int]], n: int, sampling: Sampling) -> list[list[dict]]:
-        """The n rollouts of each prompt; all are sampled at the same time."""
+    def sample_together(self, prompts_ids: list[list[int]], n: int, sampling: Sampling) -> list:
+        """The n rollouts of each prompt, as a list for each."""
         stop_ids = sampling.stop_token_ids
-        plain = GenerationConfig(
+        greedy = GenerationConfig(  # Draws has chosen already
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
@@ -553,7 +555,7 @@ class HfEngine(Engine):
         sequences = self.model.generate(
             torch.tensor(ids, device=self.model.device),  # (rows, P)
             attention_mask=torch.tensor(mask, device=self.model.device),  # (rows, P)
-            generation_config=plain,
+            generation_config=greedy,
             logits_processor=[draws],
         )
         completions = sequences[:, longest:].tolist()  # (rows, T)

@@ -343,8 +343,8 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
             modes[i][j] = str(mode)  # a number is a mode too
     if lost:
         tell(
-            f"warning: of {len(lost)} of {len(places)} right completions mode() can't say which "
-            f"answer they are, so they do not count as different ones: {lost[0]}"
+            f"warning: mode() can't name the answers of {len(lost)} of {len(places)} right "
+            f"completions, which do not count as different ones: {lost[0]}"
         )
     return modes
 

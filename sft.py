@@ -110,7 +110,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
 
     A demonstration is {"prompt_ids", "completion_ids", "logprobs"}, EOS included. The seeded
     prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
-    Solutions over max_completion_length tokens are left out, with a printed count."""
+    Solutions of no token or over max_completion_length are left out, with a printed count."""
     for row in rows:
         if row.get("solutions") is not None and not data.is_texts(row["solutions"]):
             raise UserError(
@@ -131,7 +131,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         group = []
         for _ in row.get("solutions") or []:
             ids = [*next(encoded), tokenizer.eos_token_id]
-            if len(ids) <= limit:
+            if 1 < len(ids) <= limit:
                 # logprobs: to_batch() wants the entry; a demonstration was not sampled
                 demo = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
                 group.append(demo)
@@ -141,7 +141,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             groups.append((group, seeded))
     if taken < len(texts):
         count = f"{len(texts) - taken} of {len(texts)}"
-        sentence = f"max_completion_length={limit}: {count} solutions are longer"
+        sentence = f"max_completion_length={limit}: {count} solutions are longer, or empty"
         if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
         say_on_rank_0(f"{sentence} and are left out")
@@ -169,10 +169,10 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
         return rng.choice(group)
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
     z = rng.randrange(len(seeded))
-    own = sorted(group, key=lambda demo: demo["completion_ids"])[
-        int((z + rng.random()) / len(seeded) * len(group))
-    ]
-    return (own if rng.random() < SEEDED else rng.choice(group)) | {"prompt_ids": seeded[z]}
+    ordered = sorted(group, key=lambda demo: demo["completion_ids"])
+    place = int((z + rng.random()) / len(seeded) * len(group))  # in z's share
+    chosen = ordered[place] if rng.random() < SEEDED else rng.choice(group)
+    return chosen | {"prompt_ids": seeded[z]}
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:

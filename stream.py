@@ -150,8 +150,8 @@ class Replay:
     def mix(self, batch: list[dict], fraction: float) -> list[dict]:
         """A copy of the step's rows in which the last round(fraction * P) are replaced by the
         remembered prompts of highest ucb_score() that are not in the step yet, as far as there are
-        any. With a fraction between 0 and 1 at least one row is replaced and at least one stays, so
-        that new prompts always come in."""
+        any. With a fraction between 0 and 1 at least one row stays, so that new prompts always come
+        in, and of two or more at least one is replaced."""
         wanted = round(fraction * len(batch))
         if 0 < fraction < 1:
             wanted = min(max(1, wanted), len(batch) - 1)

@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import controllers
+import data
 import evaluate
 import infoseed
 import learner
@@ -96,6 +97,7 @@ from policy import (
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
+from prompts import prompts_hash
 from ranks import (
     World,
     across_ranks,
@@ -131,6 +133,7 @@ class Run:
     stop: Stop
     log: MetricsLog | None  # None on all ranks but 0
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
+    prompts: str  # hash of the training prompts, for checkpoints
     step: int  # finished steps
     controllers: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
@@ -279,15 +282,21 @@ def start(c: dict) -> Run:
     share_cores(c, world.device)
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
+    prompts = prompts_hash(data.all_rows([*inputs.pools, inputs.easy]))
     if resume_path:
         saved = checkpoint.load(resume_path, engine, Path(c["output_dir"]))
         if changes := checkpoint.changes(resume_path, c):
             say_on_rank_0(changes)
+        if saved.prompts and saved.prompts != prompts:
+            say_on_rank_0(
+                f"warning: the training prompts are not those of {resume_path}: from here on the "
+                f"run takes other prompts than it would have taken, held-out ones among them maybe"
+            )
         rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done{rest}")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
-    # The run ends where this checkpoint was made, and it holds no model: it is a "shallow" one of a
-    # longer run. catch_up() saves the step again, as a model.
+    # Resumed at its last step from a "shallow" checkpoint, one without a model, of a longer run:
+    # catch_up() saves that step again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -309,6 +318,7 @@ def start(c: dict) -> Run:
         stop=Stop(c["output_dir"], world.rank),
         log=log,
         hub=hub,
+        prompts=prompts,
         step=saved.step,
         controllers=saved.controllers,
         saved_step=-1 if lacks_model else saved.step,
@@ -338,6 +348,10 @@ def enough_memory(phase: str, c: dict):
 
 def less_memory(phase: str, c: dict) -> str:
     """What to change so that a phase takes less memory, as part of a sentence."""
+    if phase in ("rollout", "evaluate") and c["rollout_engine"] == "hf":  # as many rows as it likes
+        return (
+            f"lower max_completion_length={c['max_completion_length']}, or HF_TOKENS in rollout.py"
+        )
     if phase == "rollout":
         return (
             f"lower num_generations={c['num_generations']} or "
@@ -518,7 +532,7 @@ def save_now(run: Run) -> None:
     with run.timer("checkpoint"):
         streaks = {"skipped": run.skipped_steps, "equal": run.equal_steps}
         replay = run.experience.replay_state
-        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks)
+        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, run.prompts)
         saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:

@@ -126,7 +126,7 @@ class Worker:
         self.ready = False  # False while it starts or imports, True when it can run jobs
         self.loading = ""  # name of the function that it is importing
         self.doing = ""  # what it does with that function, as a clause for error messages
-        self.since = now  # when it last was sent something or sent something
+        self.since = now  # time of the last message to or from it
         self.answered = 0  # messages received from it
         self.fault = ""  # why it must be replaced
         self.socket.settimeout(START_SECONDS)
@@ -286,7 +286,8 @@ class Pool:
             result = believed(message)
             self.found[worker.jobs.popleft()] = result
             worker.since = self.clock()
-            if isinstance(result, Failure) and "MemoryError" in result.reason:
+            # of the error's kind alone: its words may be the model's
+            if isinstance(result, Failure) and "MemoryError" in result.reason.partition(":")[0]:
                 # earlier jobs may have filled its memory; then all later ones would fail too
                 self.take_back(worker)
                 worker.fault = "is out of memory"
@@ -295,11 +296,11 @@ class Pool:
     def take_start(self, worker: Worker, message) -> None:
         """Handles a message of a worker that is not ready yet: what it is about to do, that it is
         ready, or why it can't import a function (UserError)."""
+        worker.since = self.clock()
         match message:
             case "ready":
                 worker.ready = True
                 worker.loading = worker.doing = ""
-                worker.since = self.clock()
                 self.loaded |= worker.functions
                 self.failed_starts = 0
             case ["importing", str(name)]:
@@ -628,10 +629,10 @@ def announce(module: str) -> None:
         os.write(1, f"\n\0{module}\n".encode())
 
 
-def load(function: str, say) -> bool:
-    """Imports a function and calls it once, so that whatever it imports or builds at its first call
-    is not counted against a job; the answer is ignored. False, and a "refused" message, if the
-    function can't be imported."""
+def load(function: str, row: dict, say) -> bool:
+    """Imports a function and calls it twice, so that whatever it imports or builds at its first
+    call is not counted against a job; the answers are ignored. False, and a "refused" message, if
+    the function can't be imported."""
     say(["importing", function])
     announce(function)
     try:
@@ -641,7 +642,8 @@ def load(function: str, say) -> bool:
         return False
     announce("")
     say(["trying", function])
-    answer(function, "\\boxed{1}", {"answer": "x"})
+    answer(function, "\\boxed{1}", {"answer": "x"})  # no number: math_reward loads math-verify
+    answer(function, "\\boxed{1}", row)  # of a job: functions may read its columns first
     return True
 
 
@@ -667,7 +669,8 @@ def serve(file) -> None:
             # an import may need more memory than a job is allowed
             limit(math.inf)
             for function in functions:
-                if not load(function, say):
+                row = next(row for name, _, row in jobs if name == function)
+                if not load(function, row, say):
                     return
             limit(memory_gib)
             say("ready")

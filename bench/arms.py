@@ -37,12 +37,12 @@ def never_end(engine) -> None:
 
 def never_end_hf(engine) -> None:
     """The same of our engine that samples with transformers."""
-    groups = engine.groups
+    sample = engine.sample_together
 
     def endless(prompts_ids, n, sampling):
-        return groups(prompts_ids, n, sampling._replace(stop_token_ids=[NO_TOKEN]))
+        return sample(prompts_ids, n, sampling._replace(stop_token_ids=[NO_TOKEN]))
 
-    engine.groups = endless
+    engine.sample_together = endless
 
 
 def make_endless() -> None:

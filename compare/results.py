@@ -355,7 +355,7 @@ def table_of_arms(outcomes, curves, baseline: str, k: int) -> str:
 
 
 def number_text(value: float, form: str) -> str:
-    """A number as text; "" for NaN, which was not measured, such as distinct@k without
+    """A number as text; "" for NaN, which was not measured, such as coverage@k without
     num_modes."""
     return "" if np.isnan(value) else format(value, form)
 

@@ -21,9 +21,8 @@ SPLITS = ("train", "test")  # test: held out
 
 def is_task(path: Path) -> bool:
     """Whether a file defines rows(): tasks/mathematics.py has rewards but no rows."""
-    if (
-        not path.stem.isidentifier()
-    ):  # left there by an editor (.#reverse.py) or a Mac (._reverse.py)
+    # left there by an editor (.#reverse.py) or a Mac (._reverse.py)
+    if not path.stem.isidentifier():
         return False
     text = path.read_text(encoding="utf-8", errors="replace")
     return re.search(r"^def rows\(", text, re.MULTILINE) is not None

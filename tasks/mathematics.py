@@ -67,7 +67,8 @@ def last_box(text: str) -> tuple[int, int] | None:
             open_braces.append(i)
         elif found[0] == "}" and open_braces:
             brace = open_braces.pop()  # where the brace that closes here was opened
-            if brace > start and text.endswith("\\boxed", 0, brace):
+            before = text[max(0, brace - 10) : brace].rstrip()  # LaTeX allows \boxed {5}
+            if brace > start and before.endswith("\\boxed"):
                 start = brace
                 end = i
     return (start + 1, end) if start >= 0 else None

@@ -1,5 +1,6 @@
 """Rows of tasks and .jsonl files, the sources of a config, and what evaluation may not share."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -174,6 +175,9 @@ GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
         ([{"id": "0", "task": "t", "prompt": "p"}], ["lacks 'answer': it has id, task, prompt"]),
         ([GOOD | {"prompt": 5}], ["row 0: the prompt must be text", "not a int"]),
         ([GOOD | {"task": 5}], ["row 0: 'task' must be a name, not 5"]),
+        ([GOOD | {"check": lambda: 0}], ["row 0 can not leave this process", "pickle"]),
+        ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can not leave this process", "keys must be"]),
+        ([GOOD | {"deep": json.loads("[" * 200 + "]" * 200)}], ["row 0: a column is nested deep"]),
         ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a number from 0 on"]),
     ],
 )

@@ -205,6 +205,15 @@ def test_a_dotted_column_is_an_entry_of_a_column(tmp_path):
     assert row["prompt"] == "1+1?"
 
 
+def test_a_dotted_column_that_the_config_names_is_there_without_a_value_too(tmp_path):
+    """As a plain one is: a reward reads row["extra.unit"]."""
+    rows = [{"prompt": "1", "answer": "1", "extra": {"unit": unit}} for unit in ("m", None)]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    for path in (jsonl(tmp_path, *rows), parquet(tmp_path, **columns)):
+        loaded = load(path, more=["extra.unit"])
+        assert [row["extra.unit"] for row in loaded] == ["m", None]
+
+
 def test_a_column_with_a_dot_in_its_name_comes_first(tmp_path):
     row = {"prompt": "1+1?", "a.b": "2", "a": {"b": "3"}}
     columns = {name: [content] for name, content in row.items()}

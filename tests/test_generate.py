@@ -1,6 +1,7 @@
 """generate.py: every line it promises, in order, also when it was interrupted."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -214,7 +215,7 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     flags = [f"--model={config['model']}", *FLAGS[1:]]  # without --max_prompts
     c = load_config(["config/countdown_tiny.py", *flags])
     lines = lines_of(whole)
-    rows = [{"id": line["id"], "prompt": line["prompt"]} for line in lines[::3]]
+    rows = [{key: line[key] for key in ("id", "prompt", "answer")} for line in lines[::3]]
     assert generate.finished_prompts(whole, rows, c) == 5
     changes = {"temperature": 0.5, "seed": 9, "max_completion_length": 9, "system_prompt": "S"}
     changes |= {"model": "m", "reward_weights": [1.0, 0.1], "num_generations": 2}
@@ -228,12 +229,13 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     assert generate.finished_prompts(older, rows, c) == 5
     with pytest.raises(UserError, match="made with eval_temperature="):
         generate.finished_prompts(older, rows, c | {"eval_temperature": 0.25})
-    # the first row was deleted, or its text changed, since
+    # the first row was deleted, or a text or an answer changed, since
     with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
         generate.finished_prompts(whole, rows[1:], c)
-    changed = [*rows[:3], rows[3] | {"prompt": "another"}, rows[4]]
-    with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
-        generate.finished_prompts(whole, changed, c)
+    for change in ({"prompt": "another"}, {"answer": {"numbers": [1], "target": 1}}):
+        changed = [*rows[:3], rows[3] | change, rows[4]]
+        with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
+            generate.finished_prompts(whole, changed, c)
     spoilt = tmp_path / "spoilt.jsonl"
     for text in ("no json", "[]", "{}", "[" * 100_000):
         spoilt.write_text(f"{text}\n" * 3)
@@ -259,7 +261,7 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
         tmp_path / "out.jsonl",
         load_config(["config/countdown_tiny.py", "--num_generations=2"]),
     )
-    rows = [{"id": "x", "prompt": "y"}] * 2
+    rows = [{"id": "x", "prompt": "y", "answer": math.nan}] * 2
     assert generate.finished_prompts(path, rows, config) == 0
     line = json.dumps(rows[0]) + "\n"
     path.write_text(line * 3 + line[:7])
@@ -271,7 +273,7 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
     [
         b'{"id": "mine", "prompt": "z"}\n' * 3,
         b'{"id": "mine", "prompt": "z"}\n',
-        b'{"id": "x", "prompt": "y"}\n' * 2 + b'{"id": "mine", "prompt": "z"}\n{"id',
+        b'{"id": "x", "prompt": "y", "answer": NaN}\n' * 2 + b'{"id": "mine", "prompt": "z"}\n{"id',
         b"\xff\xfe\n" * 3,
     ],
     ids=["a group and a part", "a part", "a group of ours and a part", "no UTF-8"],
@@ -279,7 +281,7 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
 def test_a_file_of_other_rows_is_refused_as_it_is(tmp_path, content):
     path = tmp_path / "out.jsonl"
     config = load_config(["config/countdown_tiny.py", "--num_generations=2"])
-    rows = [{"id": "x", "prompt": "y"}] * 2
+    rows = [{"id": "x", "prompt": "y", "answer": math.nan}] * 2
     generate.finished_prompts(path, rows, config)  # writes the settings beside it
     path.write_bytes(content)
     with pytest.raises(UserError, match="was made of other rows: its prompt"):

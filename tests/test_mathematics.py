@@ -1,6 +1,7 @@
 """tasks/mathematics.py: the answer that a text states, and whether it has the right value."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -20,16 +21,16 @@ def test_mathematics_has_rewards_and_is_no_dataset():
 
 def slow_box(text: str) -> str | None:
     """The content of the complete box that opens last, by counting from each opening."""
-    starts = [i for i in range(len(text)) if text.startswith("\\boxed{", i)]
-    for start in reversed(starts):
+    for opening in reversed(list(re.finditer(r"\\boxed *\{", text))):
+        start = opening.end()
         depth = 1
-        for i in range(start + 7, len(text)):
+        for i in range(start, len(text)):
             before = text[:i]
             backslashes = len(before) - len(before.rstrip("\\"))
             if backslashes % 2 == 0:  # an odd one is the brace's own
                 depth += (text[i] == "{") - (text[i] == "}")
             if depth == 0:
-                return text[start + 7 : i]
+                return text[start:i]
     return None
 
 
@@ -41,7 +42,7 @@ def slow_block(text: str) -> str | None:
     return None
 
 
-PARTS = ["\\boxed{", "\\boxed", "{", "}", "\\{", "\\}", "\\\\", "<answer>", "</answer>", "1", "2"]
+PARTS = ["\\boxed{", "\\boxed ", "{", "}", "\\{", "\\}", "\\\\", "<answer>", "</answer>", "1", "2"]
 
 
 @settings(max_examples=500)
@@ -88,6 +89,8 @@ def test_the_stated_answer_is_the_box_or_block_that_closes_last(text, answer):
         (r"\boxed{never", None),
         ("4", None),
         (r"\boxed 4", None),
+        (r"\boxed{4} or \boxed {5}", "5"),
+        ("\\boxed\n{5}", "5"),
         (r"\boxed{}", ""),
         (r"\boxed{\left\{ x > 1 \right.}", r"\left\{ x > 1 \right."),
         (r"\boxed{1 \\}", r"1 \\"),

@@ -221,6 +221,15 @@ def test_memory_that_runs_out_outside_of_a_step_names_its_key_too(
         work(run)
 
 
+def test_transformers_sample_as_many_rows_at_once_as_they_like():
+    """So fewer of a prompt's would not help."""
+    cure = f"lower max_completion_length={config()['max_completion_length']}, or HF_TOKENS"
+    for phase in ("rollout", "evaluate"):
+        with pytest.raises(RunStopped, match=f"memory ran out .*: {cure}"):
+            with train.enough_memory(phase, config() | {"rollout_engine": "hf"}):
+                more_than_any_machine_has()
+
+
 def test_other_errors_of_the_learner_stay_what_they_are():
     with pytest.raises(RuntimeError, match="shapes"):
         with train.enough_memory("learn", config()):

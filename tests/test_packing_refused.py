@@ -194,6 +194,12 @@ def test_a_model_whose_logits_are_more_than_its_head_says_is_refused(name, chang
     assert not policy.has_plain_head(lm)  # what preflight asks, before weights load
 
 
+def test_a_cap_under_its_other_name_is_refused():
+    """RecurrentGemma's."""
+    lm = model("Qwen2", logits_soft_cap=30.0)
+    assert not policy.has_plain_head(lm)
+
+
 @pytest.mark.parametrize("name, changes", [("Granite", {"logits_scaling": 1.0}), ("Qwen2", {})])
 def test_a_plain_head_is_known_without_weights(name, changes):
     assert policy.has_plain_head(model(name, **changes))

@@ -114,6 +114,12 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(tiny_model_dir, tmp_path):
     assert child.statuses(run) == [0, 0], log_of(folder)[-3000:]
     assert "step_000002, 2 steps done" in log_of(folder)
     assert [line["step"] for line in steps_in(folder)] == [1, 2, 3, 4]
+    # other data are noticed, the same are not
+    changed = "warning: the training prompts are not those of"
+    assert changed not in log_of(folder)
+    run = in_child.start(tiny_model_dir, folder, *flags, "--max_steps=5", "--dataset.config=4")
+    assert child.statuses(run) == [0], log_of(folder)[-3000:]
+    assert f"{changed} {folder}/step_000004" in log_of(folder)
 
 
 def weights_of(path: Path) -> dict:

@@ -367,16 +367,26 @@ def test_transformers_completions_end_with_their_first_stop_token(tiny_model_dir
     assert {r["finish_reason"] for r in group} == {"stop", "length"}
 
 
-def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypatch):
+@pytest.mark.parametrize("limits", [(10, 1000), (64, 9 * 16)])
+def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypatch, limits):
     """Lengths differ, so the shorter ones are padded, and not all are sampled at once. Log-probs
     differ by rounding."""
-    monkeypatch.setattr(rollout, "HF_ROWS", 10)  # three prompts
+    # three prompts of three completions each, first for the rows, then for their tokens
+    most_rows, most_tokens = limits
+    monkeypatch.setattr(rollout, "HF_ROWS", most_rows)
+    monkeypatch.setattr(rollout, "HF_TOKENS", most_tokens)
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    rows = []
+    sample = engine.model.generate
+    monkeypatch.setattr(
+        engine.model, "generate", lambda ids, **given: rows.append(len(ids)) or sample(ids, **given)
+    )
     prompts = [[5, 6, 7, 8, 9, 10, 11], [5], [6, 7], [12, 13, 14, 15], [8, 9, 10]]
     seeds = [3, 5, 7, 11, 13]
     sampling = rollout.Sampling(temperature=0.8, max_tokens=9, stop_token_ids=[0, 7], seeds=seeds)
     told = {}
     together = engine.generate(prompts, 3, sampling, told.__setitem__)
+    assert rows == [9, 6]
     assert [r["prompt_ids"] for r in together] == [p for p in prompts for _ in range(3)]
     assert [told[i] for i in range(5)] == rollout.groups_of(together, 5)
     assert list(told) == [1, 2, 4, 3, 0]  # the shortest first, beside others of about its length

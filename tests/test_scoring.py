@@ -392,7 +392,10 @@ def test_a_mode_that_fails_is_none_and_said(count, capsys):
     both = torch.tensor([[True, True]])
     found = scoring.correct_modes(rollouts_of(["2*3+4", "2*3+4"]), rows, both, c)
     assert found == [(2, set())]
-    assert "warning: of 2 of 2 right completions mode() can't say" in capsys.readouterr().out
+    assert (
+        "warning: mode() can't name the answers of 2 of 2 right completions"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from reward_tools import (
@@ -140,6 +141,33 @@ def test_the_time_that_an_import_takes_is_not_the_first_jobs(reward_folder, monk
     monkeypatch.setattr(pool, "take_start", take_late)
     # a nap: the answer must not come together with "ready"
     assert pool.answers({1: job("hostile:act", "nap 1")}) == {1: 1.0}
+    pool.close()
+
+
+@pytest.mark.parametrize("step", ["importing", "trying"])
+def test_each_function_has_its_own_time_to_load(step):
+    """A worker that says what it does next is not late by what it did before."""
+    pool = object.__new__(Pool)
+    pool.clock = lambda: 100.0
+    worker = SimpleNamespace(ready=False, loading="", doing="", since=0.0, fault="")
+    pool.take_start(worker, [step, "module:function"])
+    assert (worker.since, worker.fault) == (100.0, "")
+
+
+READS_FIRST = """
+calls = []
+def f(completion, answer, *, unit, **row):
+    calls.append(completion)
+    return float(len(calls))
+"""
+
+
+def test_the_first_call_has_the_columns_of_a_row(reward_folder):
+    """So that a reward that reads one gets as far as loading what it needs."""
+    (reward_folder / "unit.py").write_text(READS_FIRST)
+    pool = Pool(1, SLACK, 1.0)
+    function, text, row = job("unit:f", "a")
+    assert pool.answers({1: (function, text, row | {"unit": "m"})}) == {1: 2.0}
     pool.close()
 
 

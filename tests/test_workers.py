@@ -147,6 +147,17 @@ def test_a_worker_that_a_leak_has_filled_is_replaced(reward_folder):
     assert all("MemoryError" in answer.reason for answer in failed)
 
 
+def test_an_error_that_quotes_the_model_on_memory_is_not_one_of_memory(reward_folder):
+    pool = Pool(1, PATIENCE, 1.0)
+    found = pool.answers({1: job("hostile:act", "int MemoryError"), 2: job("hostile:act", "1")})
+    started = pool.workers[0].process.pid
+    more = pool.answers({3: job("hostile:act", "int MemoryError")})
+    assert pool.workers[0].process.pid == started
+    pool.close()
+    assert "ValueError" in found[1].reason and "MemoryError" in more[3].reason
+    assert found[2] == 1.0
+
+
 def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     """Or this test would run into its time limit."""
     pool = Pool(2, 100_000.0, 1.0)
@@ -431,6 +442,7 @@ def test_of_an_answer_only_what_can_be_one_is_believed(message, value):
 def test_a_worker_that_says_what_it_cannot_say_is_not_believed(line):
     worker = SimpleNamespace(lines=lambda: [line], answered=0, ready=False, jobs=[], fault="")
     pool = object.__new__(workers.Pool)
+    pool.clock = lambda: 0.0
     pool.take_in(worker)
     assert worker.fault == workers.SAID_TOO_MUCH
 
