@@ -26,6 +26,8 @@ flow_50 = {"objective": "flow", "maxent_tau": 0.5}
 flow_100 = {"objective": "flow", "maxent_tau": 1.0}
 # the scores of whole answers: about eight times those per token
 flow_sum_02 = {"objective": "flow", "maxent_score_norm": "sum", "maxent_tau": 0.02}
+# at their own bound
+flow_sum_007 = {"objective": "flow", "maxent_score_norm": "sum", "maxent_tau": 0.0068}
 unlikely_25 = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
 maxent_10 = {"objective": "maxent", "maxent_tau": 0.1}
 maxent_20 = {"objective": "maxent", "maxent_tau": 0.2}
