@@ -146,6 +146,7 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     run.experience = SimpleNamespace(replay_state={})
     run.inputs = SimpleNamespace(tokenizer=None)
     run.world = SimpleNamespace(rank=rank)
+    run.prompts = ""
     run.controllers = run.engine = run.hub = None
     run.say = lambda sentence: None
     train.save_now(run)
