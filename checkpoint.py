@@ -634,7 +634,7 @@ def steps_in(path: Path) -> int:
     """Finished steps of a checkpoint, read from its file because the folder may have any name. 0 if
     that file is damaged: find() reports it."""
     try:
-        return int(read_table(path / "controller_state.json")["step"])
+        return int(read_state(path)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return 0
 
@@ -695,6 +695,11 @@ def read_table(file: Path) -> dict:
     if not isinstance(table, dict):
         raise damaged(file)
     return table
+
+
+def read_state(path: Path) -> dict:
+    """A checkpoint's controller_state.json, for a TrainerState. An older one lacks `prompts`."""
+    return {"prompts": ""} | read_table(path / "controller_state.json")
 
 
 def damaged(file: Path) -> UserError:
@@ -758,7 +763,7 @@ def amsgrad(config: dict) -> bool:
 def check_state(path: Path, config: dict) -> None:
     """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
     file = path / "controller_state.json"
-    saved = {"prompts": ""} | read_table(file)
+    saved = read_state(path)
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
     try:
         if saved["replay"]:
@@ -831,7 +836,7 @@ def load(path: Path, engine, folder: Path) -> TrainerState:
         )
     # %: if more ranks load than saved, some start with the same random state
     set_random_state(path / f"rng_{rank % saved_ranks}.pt")
-    saved = {"prompts": ""} | json.loads((path / "controller_state.json").read_text())
+    saved = read_state(path)
     return TrainerState(**{name: saved[name] for name in TrainerState._fields})
 
 

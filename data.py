@@ -163,9 +163,10 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         check_depth(raw, place)
         row = dict(raw)  # rewards get the other columns
         for column in more:
+            value = column_of(raw, column)
             # one that the config asks for is there in every row, as None where it has no value
-            if "." in column and (column in source["more"] or column_of(raw, column) is not None):
-                row[column] = column_of(raw, column)
+            if "." in column and (column in source["more"] or value is not None):
+                row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
         # of messages role and content alone: other entries may be of types that JSON lacks
