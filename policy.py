@@ -319,14 +319,14 @@ def count_parameters(module) -> ParameterCounts:
 def named_weights(lm, zero_stage: int):
     """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: as
     model_weights has them, but tied embeddings under both of their names. A vLLM reload without
-    lm_head.weight is silently wrong."""
-    head = lm.get_output_embeddings().weight
-    tied = head is lm.get_input_embeddings().weight
-    name_of_head = next(name for name, p in lm.named_parameters() if p is head)
+    the head's name is silently wrong."""
+    embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings()
+    shared = [name for name, p in lm.named_parameters() if p is embeddings and p is head.weight]
+    name_of_head = next(name for name, module in lm.named_modules() if module is head)
     for name, tensor in model_weights(lm, zero_stage):
         yield name, tensor
-        if tied and name == name_of_head:
-            yield "lm_head.weight", tensor
+        if name in shared:
+            yield f"{name_of_head}.weight", tensor  # mostly lm_head.weight
 
 
 class Weight(NamedTuple):

@@ -66,6 +66,7 @@ from prompts import (
     check_chat_template,
     encode_prompts,
     end_of_turn,
+    prompts_hash,
     render_prompt,
     set_chat_template,
     with_prompt,
@@ -468,6 +469,7 @@ class Inputs(NamedTuple):
     easy: list[dict]  # rows of the easy pool
     reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
+    prompts_hash: str  # of the training rows, for checkpoints
 
 
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
@@ -517,6 +519,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         easy=easy,
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
+        prompts_hash=prompts_hash(data.all_rows([*pools, easy])),
     )
 
 

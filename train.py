@@ -46,7 +46,6 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import controllers
-import data
 import evaluate
 import infoseed
 import learner
@@ -97,7 +96,6 @@ from policy import (
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
-from prompts import prompts_hash
 from ranks import (
     World,
     across_ranks,
@@ -133,7 +131,6 @@ class Run:
     stop: Stop
     log: MetricsLog | None  # None on all ranks but 0
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
-    prompts: str  # hash of the training prompts, for checkpoints
     step: int  # finished steps
     controllers: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
@@ -282,12 +279,11 @@ def start(c: dict) -> Run:
     share_cores(c, world.device)
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
-    prompts = prompts_hash(data.all_rows([*inputs.pools, inputs.easy]))
     if resume_path:
         saved = checkpoint.load(resume_path, engine, Path(c["output_dir"]))
         if changes := checkpoint.changes(resume_path, c):
             say_on_rank_0(changes)
-        if saved.prompts and saved.prompts != prompts:
+        if saved.prompts and saved.prompts != inputs.prompts_hash:
             say_on_rank_0(
                 f"warning: the training prompts are not those of {resume_path}: from here on the "
                 f"run takes other prompts than it would have taken, held-out ones among them maybe"
@@ -318,7 +314,6 @@ def start(c: dict) -> Run:
         stop=Stop(c["output_dir"], world.rank),
         log=log,
         hub=hub,
-        prompts=prompts,
         step=saved.step,
         controllers=saved.controllers,
         saved_step=-1 if lacks_model else saved.step,
@@ -532,7 +527,8 @@ def save_now(run: Run) -> None:
     with run.timer("checkpoint"):
         streaks = {"skipped": run.skipped_steps, "equal": run.equal_steps}
         replay = run.experience.replay_state
-        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, run.prompts)
+        prompts = run.inputs.prompts_hash
+        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, prompts)
         saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:

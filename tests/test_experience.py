@@ -64,6 +64,7 @@ def inputs_of(*sources, weights=None, easy=()) -> Inputs:
         list(easy),
         [FAKE_REWARD],  # by hand: REWARDS has no fake one
         [],
+        "",
     )
 
 

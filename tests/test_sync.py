@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import learner
 import policy
@@ -66,6 +66,16 @@ def run_of(c: dict, device) -> SimpleNamespace:
         say=said.append,
         said=said,
     )
+
+
+@pytest.mark.parametrize("kind, head", [("biogpt", "output_projection"), ("llama", "lm_head")])
+def test_a_tied_head_goes_to_the_sampler_under_its_own_name(kind, head):
+    shape = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    c = AutoConfig.for_model(kind, **shape, **special, tie_word_embeddings=True)
+    lm = AutoModelForCausalLM.from_config(c)
+    names = [name for name, _ in named_weights(lm, 0)]
+    assert f"{head}.weight" in names and sorted(names) == sorted(lm.state_dict())
 
 
 def weights_of(run) -> dict:
