@@ -141,10 +141,10 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             groups.append((group, seeded))
     if taken < len(texts):
         count = f"{len(texts) - taken} of {len(texts)}"
-        sentence = f"max_completion_length={limit}: {count} solutions are longer, or empty"
+        sentence = f"max_completion_length={limit}: {count} solutions are empty or longer"
         if not taken:
             raise UserError(f"{sentence}: nothing is left to learn from")
-        say_on_rank_0(f"{sentence} and are left out")
+        say_on_rank_0(f"{sentence}, and are left out")
     return groups
 
 

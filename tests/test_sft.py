@@ -24,8 +24,8 @@ def row_of(solutions, name: str = "r") -> dict:
         (None, 'none of its rows has "solutions"'),
         ("a text", "row 'r': 'solutions' must be a list of texts, not 'a text'"),
         ([3], "row 'r': 'solutions' must be a list of texts, not [3]"),
-        (["x" * 99], "1 of 1 solutions are longer, or empty: nothing is left"),
-        ([""], "1 of 1 solutions are longer, or empty: nothing is left"),
+        (["x" * 99], "1 of 1 solutions are empty or longer: nothing is left"),
+        ([""], "1 of 1 solutions are empty or longer: nothing is left"),
     ],
 )
 def test_solutions_that_can_not_be_learnt_from_are_a_sentence(solutions, words):
@@ -38,7 +38,7 @@ def test_solutions_that_are_too_long_are_counted(capsys):
     rows = [row_of(["short", "x" * 99, ""]), row_of(None, "s")]
     ((group, _),) = sft.demonstrations(rows, TOKENIZER, c)
     assert len(group) == 1
-    sentence = "max_completion_length=20: 2 of 3 solutions are longer, or empty and are left out"
+    sentence = "max_completion_length=20: 2 of 3 solutions are empty or longer, and are left out"
     assert sentence in capsys.readouterr().out
 
 
