@@ -8,7 +8,8 @@
         adapter/                 with lora_rank > 0: the adapters alone, in peft's format
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta, the controllers' memory, the replay buffer,
-                                 how many steps in a row were skipped or taught nothing
+                                 how many steps in a row were skipped or taught nothing,
+                                 a hash of the training prompts
         train_config.json        the resolved config
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
@@ -63,9 +64,8 @@ from common import (
 )
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 
-# Settings of which a change at a resume need not be told: where, how long, and what follows from
-# memory.
-HARMLESS = (
+# Settings of which a change at a resume is not told: where, how long, and what follows from memory.
+UNTOLD = (
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -366,8 +366,8 @@ def set_aside(folder: Path, step: int, resumed: str = "latest") -> list[Path]:
     new paths."""
     moved = []
     for path in steps_of(folder):
-        other = resumed != "latest" and path.resolve() != Path(resumed).resolve()
-        if number_of(path) > step or (number_of(path) == step and other):
+        is_source = resumed == "latest" or path.resolve() == Path(resumed).resolve()
+        if number_of(path) > step or (number_of(path) == step and not is_source):
             moved.append(path.rename(free_name(path, ".abandoned")))
     return moved
 
@@ -655,7 +655,7 @@ def changes(path: Path, config: dict) -> str:
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
     told = []
     for key, value in as_read_back(config).items():
-        if key in known and before[key] != value and key not in HARMLESS:
+        if key in known and before[key] != value and key not in UNTOLD:
             told.append(f"{key} {before[key]!r} -> {value!r}")
     return f"changed since {path}: {', '.join(told)}" if told else ""
 

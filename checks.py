@@ -115,7 +115,7 @@ USED = {
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
     "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
-    "maxent_tau": lambda o, c: o.group_loss != "" or o.has_weights,
+    "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
     "maxent_score_norm": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
@@ -131,6 +131,13 @@ USED = {
     "maxent_tau_warmup_steps": lambda o, c: not c["controller_meta_method"],
     "kl_horizon": lambda o, c: not c["controller_meta_method"],
     "kl_ctl_step_size": lambda o, c: not c["controller_meta_method"],
+    # "analytic" takes no virtual steps, "first_order" one
+    "controller_meta_virtual_lr": lambda o, c: c["controller_meta_method"] != "analytic",
+    "controller_meta_use_hessian": lambda o, c: c["controller_meta_method"] != "analytic",
+    "controller_meta_truncation_steps": lambda o, c: (
+        c["controller_meta_method"] in ("", "truncated_backprop")
+    ),
+    "info_seed_temperature": lambda o, c: c["info_seed_loss_type"] == "infonce",
 }
 
 
@@ -724,11 +731,11 @@ def info_seed_claims(c: dict):
 
 def group_claims(c: dict):
     """Claims about groups and what samples and trains them: the engine, the optimizer, ZeRO."""
-    G = completions_per_prompt(c)
+    rows = completions_per_prompt(c)  # of a group
     yield (
-        c["maxent_q_epsilon"] * G <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
+        c["maxent_q_epsilon"] * rows <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
         f"maxent_q_epsilon={c['maxent_q_epsilon']} must be at most 1 / (rows of a group) = "
-        f"{1 / G:.4f}",
+        f"{1 / rows:.4f}",
     )
     yield (
         not c["rollout_ahead"] or c["rollout_engine"] == "server",
@@ -870,7 +877,7 @@ def objective_claims(c: dict):
 def controller_claims(c: dict):
     """Claims about controllers: targets must be reachable, and tau and beta start inside their
     bounds."""
-    G = completions_per_prompt(c)
+    rows = completions_per_prompt(c)  # of a group
     method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
@@ -880,9 +887,9 @@ def controller_claims(c: dict):
     )
     highest = max(values_of(entropy))
     yield (
-        highest <= math.log(G),  # nats: the entropy of uniform weights
+        highest <= math.log(rows),  # nats: the entropy of uniform weights
         f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
-        f"{math.log(G):.3f}, which no weights can reach",
+        f"{math.log(rows):.3f}, which no weights can reach",
     )
     if method:
         yield (
@@ -1070,6 +1077,9 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
             "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
         )
+    if c["kl_target"] > 0 and not moves_beta(c):
+        off = [f"{key}=0" for key in ("kl_horizon", "kl_ctl_step_size") if c[key] == 0]
+        warnings.append(f"kl_target={c['kl_target']}: not used with {' and '.join(off)}")
     if c["keep_every"] and c["save_steps"] <= 0:
         warnings.append(
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
@@ -1134,9 +1144,10 @@ def reward_warnings(c: dict) -> list[str]:
             "below 0, and tau rises for it until wrong answers win"
         )
     if c["resample_equal_groups"] and learns_from_equal_rewards(c):
+        key = "maxent_skip_equal_groups" if objective.group_loss else "unlikeliness_coef"
         warnings.append(
-            "resample_equal_groups replaces groups of equal rewards, and unlikeliness_coef > 0 or "
-            f"maxent_skip_equal_groups={c['maxent_skip_equal_groups']!r} would learn from them"
+            f"resample_equal_groups replaces groups of equal rewards, and {key}={c[key]!r} would "
+            f"learn from them"
         )
     learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
     if is_on(c["maxent_target_weight_entropy"]) and (learns_equal or seed_reward):

@@ -70,18 +70,17 @@ def resume_state(state: dict, config: dict) -> dict:
     otherwise it is what the config says now. A checkpoint's value of 0 or infinity is not taken:
     no controller can have led there. The average of the entropy is kept if the same metric still
     steers."""
-    # the values of a fresh run, some of which are then replaced by the checkpoint's
-    new = init_state(config)
+    # the rest (step, counts, Adam's moments) stays the checkpoint's
+    new = {**state, "tau": config["maxent_tau"], "beta": config["beta"]}
     # steps in the logarithm never reach 0 or infinity, and never leave them
     if moves_tau(config) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if moves_beta(config) and 0 < state["beta"] < math.inf:
         new["beta"] = clip(state["beta"], config["beta_min"], config["beta_max"])
-    if state["steering"] == new["steering"]:
-        new["entropy"] = state["entropy"]
-    steered = {key: new[key] for key in ("tau", "beta", "entropy", "steering")}
-    # the rest (step, counts, Adam's moments) stays the checkpoint's
-    return {**state, **steered}
+    new["steering"] = steering_entropy(config)
+    if new["steering"] != state["steering"]:
+        new["entropy"] = None
+    return new
 
 
 def clip(x: float, low: float, high: float) -> float:

@@ -52,7 +52,7 @@ class Collected(NamedTuple):
 
     @property
     def unseeded(self) -> list[dict]:
-        return [r for r in self.rollouts if "seed_id" not in r]
+        return [self.rollouts[i] for i in self.unseeded_indices]
 
 
 class Experience:
@@ -105,7 +105,7 @@ class Experience:
         c = self.config
         sampled, failed = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.step_rewards(sampled, timer)
-        worst = metrics  # of the attempt with the most failed rewards
+        worst = metrics  # of all attempts: a failure counts even if its group is replaced later
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             equal = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
@@ -124,7 +124,7 @@ class Experience:
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
             tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
-        # not `metrics`: a failure counts even if its group was replaced; all ranks find the same
+        # all ranks find the same
         scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
         return sampled, rewards, metrics
 
@@ -243,7 +243,8 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes. Packed, the prompt is there only once."""
+    """Tokens that a forward over a group computes. Packed, the prompt counts once, and InfoSeed's
+    own prompts not at all: a small error, which costs balance only."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:

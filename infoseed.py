@@ -126,7 +126,7 @@ def features(engine, batch: dict, c: dict) -> tuple:
     rows, h, logits = zip(*forwards(engine, batch, c))
     order = torch.cat(rows).argsort()  # micro-batches take the rows in an order of their own
     h = gather_rows(torch.cat(h)[order])
-    if logits[0] is None:  # no trained head ("ce")
+    if logits[0] is None:  # only "ce" trains a head
         return h, seed_logps(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
     return h, gather_rows(torch.cat(logits)[order]).log_softmax(1)
 
@@ -147,7 +147,6 @@ class Seeds:
         self.engine = engine
         self.config = config
         self.count = config["info_seed_num_seeds"]
-        self.task_rewards = collected.rewards  # (P, G + S)
         self.rewards = collected.rewards
         if self.count == 0:
             return
@@ -214,7 +213,7 @@ class Seeds:
         """Metrics of the seed rows before the update: see `seed_metrics`."""
         if self.count == 0:
             return {}
-        seed_rewards = self.task_rewards[:, -self.count :]
+        seed_rewards = targets.task_rewards[:, -self.count :]
         return seed_metrics(self.h, self.log_q, seed_rewards, targets.weights, targets.active)
 
 

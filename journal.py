@@ -232,7 +232,8 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         )
     if not config["overwrite_output_dir"]:
         resume = "continue it with --resume_from_checkpoint=latest, "
-        if not any(folder.glob("step_*[0-9]")):  # not step_000100.tmp, which a kill has left
+        # not step_000100.tmp, which a kill has left, or step_000100.abandoned2
+        if not any(path.name[5:].isdecimal() for path in folder.glob("step_*")):
             resume = ""
         raise UserError(
             f"output_dir={str(folder)!r} is not empty: {resume}replace it with "
@@ -458,9 +459,9 @@ class MetricsLog:
 
 
 class Timer:
-    """Seconds per phase of one step: `with timer("rollout"): ...`, then timer.take(). The time of a
-    phase inside another one is not counted for the outer one. If it has a progress bar, that says
-    which phase is under way, so that a long one is not taken for a hang."""
+    """Seconds per phase of a step: `with timer("rollout"): ...`, then timer.take(). A phase inside
+    another counts for itself only. If there is a progress bar, it names the phase that is under
+    way, so that a long one is not taken for a hang."""
 
     def __init__(self):
         self.seconds = {}  # {phase: seconds so far}
@@ -474,9 +475,11 @@ class Timer:
             self.bar.set_description_str(f"{phase:10}", refresh=sys.stderr.isatty())
         start = time.perf_counter()
         inside = sum(self.seconds.values())
-        yield
-        inside = sum(self.seconds.values()) - inside  # seconds of phases inside this one
-        self.add(phase, time.perf_counter() - start - inside)
+        try:
+            yield
+        finally:  # a run may go on after an evaluation that failed
+            inside = sum(self.seconds.values()) - inside  # seconds of phases inside this one
+            self.add(phase, time.perf_counter() - start - inside)
 
     def add(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase. Code may measure a phase itself and add it here; inside a `with

@@ -8,9 +8,9 @@ and on many.
     engine.step()
 
 A row is a completion with its prompt (but collected.rows are the dataset's). P prompts of the step,
-p = P / world of this rank; G rows of a group, here with InfoSeed's S seeded ones (experience.py
-writes G + S); N = p*G rows of this rank (in loss.py: of the step), n of a micro-batch; T tokens of
-the longest completion. What tells the objectives apart stands in checks.OBJECTIVES.
+p = P / world of this rank. G rows of a group, InfoSeed's S included (train.py, experience.py and
+infoseed.py write G + S). N = p*G rows of this rank (in loss.py: of the step), n of a micro-batch.
+T tokens of the longest completion. What tells the objectives apart stands in checks.OBJECTIVES.
 
 Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
 it, and *resting* if it gets no gradient at all, so that a forward will do.
@@ -431,11 +431,10 @@ def score_gradients(
 def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
-    By the chain rule the gradient of a group's loss is the sum over its rows of (d loss / d score)
-    * (gradient of the row's score). For a split group score_gradients() has found d loss / d score,
-    so the sum of (d loss / d score) * score over the rows that are here has the right gradient,
-    though not the loss's value, which was reported there. A whole group goes backward through its
-    own loss."""
+    A whole group goes backward through its own loss. Of a split group only some rows are here:
+    score_gradients() has found d loss / d score, and reported the loss. By the chain rule the sum
+    of (d loss / d score) * score over these rows has their part of the gradient; its value means
+    nothing, and is not reported."""
     rows = part["row"]  # (n,)
     scores = loss_scores(logps, part["lengths"], c)  # (n,)
     of_split = 0.0
@@ -628,7 +627,7 @@ def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatch
     splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
     mine = torch.tensor([splits, len(resting), len(learning)])
     splits, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    if splits:  # a rank whose groups all fit may have to split some too, for as many micro-batches
+    if splits:  # on any rank: all take rows as units, so that each can make as many micro-batches
         resting, learning = in_rows(resting), in_rows(learning)
     plan = stretch(resting, learning, most_resting, max(1, most_learning))
     return plan._replace(split=split_rows(plan.micro_batches, together)) if splits else plan
@@ -706,12 +705,12 @@ def fill_padded(units: list[Unit], budget: int) -> list:
 
 
 def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
-    """The plan of these micro-batches, with as many as the rank that has the most: every rank needs
-    as many backwards, and under ZeRO-3, which gathers weights in each, as many forwards.
+    """The plan of these micro-batches, with as many as the rank that has the most: all ranks need
+    as many backwards and, since ZeRO-3 gathers weights in each, as many forwards.
 
-    Too few learning ones: the largest is halved, and if all are single units, a resting unit
-    becomes a learning one (its gradient is 0). Too few resting ones: the same halving, and what is
-    still missing is left to idle_forwards()."""
+    For each missing learning one the largest is halved; if all are single units, a resting unit
+    becomes a learning one (its gradient is 0). For each missing resting one too the largest is
+    halved; if none can be, idle_forwards() stands in."""
     while len(learning) < most_learning:
         if not halve_largest(learning):
             # there is a resting unit, as all ranks have as many rows

@@ -67,10 +67,10 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     group's mean. Exactly 0 where all rewards of a group are equal, and for G = 1.
 
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
-    rows and -1 on wrong ones. It estimates the gradient of the first G - 1 terms of log p's series,
-    -sum_k (1 - p)^k / k. Without the baseline it would be G terms (Tajwar et al. 2026,
-    arXiv:2602.02710); the last one is lost because groups with K = 0 have no baseline. The right
-    rows of a group add up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A
+    rows and -1 on wrong ones. It estimates the gradient of log p's series, -sum_k (1 - p)^k / k, up
+    to k = G - 1 (Tajwar et al. 2026, arXiv:2602.02710). The term k = G is lost by subtracting the
+    mean: groups with K = 0, which have none to divide by, would have to count too. The right rows
+    of a group add up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A
     is 0 where no reward is above 0. Negative rewards could bring the mean to nearly 0, so the
     divisor is at least max_group(r) / G; the mean of rewards >= 0 is never below that."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
@@ -92,7 +92,7 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
 
 def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     """A_i = G / C(G, k) * sum over all sets J of k - 1 other rows of max(0, r_i - best of J),
-    (P, G), 2 <= k <= G.
+    (P, G), 1 <= k <= G.
 
     sum_i A_i * dlogp_i / G is an unbiased gradient of the expected best reward of k samples, which
     for rewards of 0 and 1 is pass@k (Walder and Karkhanis 2025, arXiv:2505.15201, with their
@@ -104,8 +104,8 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     if k == 1:
         return group_advantages(rewards, "none") * G / max(1, G - 1)
     ordered, order = rewards.sort(1)  # (P, G), the worst row first
-    # G / C(G, k) times the number of sets of k - 1 rows whose best is row j of `ordered`. Python's
-    # ints, because binomials may be larger than a tensor holds.
+    # shares[j]: G / C(G, k) times the C(j, k - 2) sets of k - 1 rows whose best is row j of
+    # `ordered`. Python's ints, because binomials may be larger than a tensor holds.
     shares = [math.comb(j, k - 2) * G / math.comb(G, k) for j in range(G)]
     gains = (ordered[:, :, None] - ordered[:, None, :]).clamp(min=0)  # (P, G, G): r_i - r_j
     advantages = (gains * rewards.new_tensor(shares)).sum(2)  # (P, G)
@@ -239,9 +239,9 @@ def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
 
 
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
-    """(P,) bool: groups that maxent learns from. skip says which groups it leaves out: "all":
-    those of equal rewards; "wrong": of these only those at the lowest reward of the step; "none":
-    no group. `rewards` are those of the whole step."""
+    """(P,) bool: groups that maxent and flow learn from. skip says which they leave out: "all": those
+    of equal rewards; "wrong": of these only those at the lowest reward of the step; "none": no
+    group. `rewards` are those of the whole step."""
     equal = equal_groups(rewards)
     if skip == "none":
         return torch.ones_like(equal)
@@ -524,7 +524,8 @@ class ChunkTokens(NamedTuple):
 class ChunkedLogps(torch.autograd.Function):
     """Log-prob and entropy of a linear vocabulary head, `chunk` tokens at a time in forward and
     backward. Between the two it keeps hidden, the results, the log-normalisers and as many
-    softmaxes as fit in a room of fixed size, so memory is bounded for any tokens * vocabulary."""
+    softmaxes as room_for_softmaxes() has room for, so memory is bounded for any tokens *
+    vocabulary."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, options: HeadOptions):

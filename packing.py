@@ -185,31 +185,30 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     place = size.cumsum(0) - size  # (s,) place of each segment's first token
     segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
-    # a segment without a shared prompt before it begins with a prompt, which ends in it
-    brings = before == 0  # (s,)
-    prompt_end = torch.zeros_like(lengths)  # (n,) filled for the rows that bring a prompt
-    prompt_end[row[brings]] = (place + prompt_lengths[row] - 1)[brings]
+    brings = before == 0  # (s,) segments with a prompt; the others are a completion alone
+    prompt_end = torch.zeros_like(lengths)  # (n,) so far of the rows whose segment has the prompt
+    prompt_end[row[brings]] = place[brings] + prompt_lengths[row[brings]] - 1
     prompt_end = prompt_end[lead]  # (n,) the others have that of their lead
     completion_start = prompt_end + 1  # in a whole row the completion follows its prompt;
     completion_start[row[~brings]] = place[~brings]  # otherwise it is a segment of its own
-    prompt_ends = prompt_end[row]  # (s,)
+    prompt_start = (prompt_end + 1 - prompt_lengths)[row]  # (s,)
     return Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
         prompt_end=prompt_end,
         completion_start=completion_start,
         longest=int((prompt_lengths + lengths).max()),
-        blocks=[] if varlen else blocks_of(place, size, before, prompt_ends),
-        varlen=varlen_of(place, size, before, prompt_ends) if varlen else None,
+        blocks=[] if varlen else blocks_of(place, size, before, prompt_start),
+        varlen=varlen_of(place, size, before, prompt_start) if varlen else None,
     )
 
 
-def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> Varlen:
+def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> Varlen:
     """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
-    shared prompt before it, 0 for none; prompt_end (s,): the place of its last token."""
+    shared prompt before it, 0 for none; prompt_start (s,): the place of its first token."""
     width = before + size  # (s,) number of keys
     i, j = ragged_indices(width)  # each key's segment, and its index in it
-    of_prompt = (prompt_end - before + 1)[i] + j  # its place, if it is one of the prompt's
+    of_prompt = prompt_start[i] + j  # its place, if it is one of the prompt's
     own = place[i] + j - before[i]  # its place, if it is one of the segment's own
     keys = torch.where(j < before[i], of_prompt, own)
 
@@ -226,19 +225,19 @@ def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -
     )
 
 
-def blocks_of(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> list[Block]:
+def blocks_of(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> list[Block]:
     """A block for each kind of segment. Arguments: see varlen_of."""
     blocks = []
     i = 0
     counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
     for count in counts.tolist():
         part = slice(i, i + count)
-        blocks.append(block(place[part], size[part], before[part], prompt_end[part]))
+        blocks.append(block(place[part], size[part], before[part], prompt_start[part]))
         i += count
     return blocks
 
 
-def block(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> Block:
+def block(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> Block:
     """The block of these segments, neighbours of one kind. Arguments: see varlen_of."""
     longest = int(size.max())  # Q
     start = int(place[0])
@@ -253,7 +252,7 @@ def block(place: Tensor, size: Tensor, before: Tensor, prompt_end: Tensor) -> Bl
         j = torch.arange(int(before.max()) + longest)  # (K,) index among a segment's keys
         own = (j - before[:, None]).clamp(min=0)  # (b, K)
         own = place[:, None] + own * (own < size[:, None])  # pads with the first token, as above
-        of_prompt = (prompt_end - before + 1)[:, None] + j  # (b, K)
+        of_prompt = prompt_start[:, None] + j  # (b, K)
         keys = torch.where(j < before[:, None], of_prompt, own)
         if (before == before[0]).all():  # then one mask serves all segments
             before = before[:1]

@@ -439,7 +439,8 @@ def check_context(model_config, c: dict) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or limit
-    if rope.get("rope_type") in ("longrope", "dynamic") and max_sequence_length(c) > original:
+    by_longest = rope.get("rope_type") in ("longrope", "dynamic")
+    if by_longest and original and max_sequence_length(c) > original:
         raise UserError(
             f"model={c['model']!r} turns positions by the longest row of a batch "
             f"({rope['rope_type']!r}) beyond {original} tokens, so log-probs would depend on what "

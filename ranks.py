@@ -377,7 +377,7 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
                 f"rank 0 was not reached by {sorted(missing)} at port {listener.getsockname()[1]} "
                 f"of its host, by which ranks notice that one has died ({error})"
             ) from None
-        hello = read_hello(connection, time.monotonic() + HELLO_SECONDS)
+        hello = read_hello(connection, min(end, time.monotonic() + HELLO_SECONDS))
         said, _, rest = hello.decode(errors="replace").strip().partition(" ")
         rank, _, place = rest.partition(" ")
         if secrets.compare_digest(said.encode(), secret.encode()) and int(rank) in missing:

@@ -51,8 +51,9 @@ from policy import dtype_of, named_weights
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
-HF_ROWS = 64  # completions that HfEngine samples at once, each with a row of logits,
-HF_TOKENS = 32_768  # of at most so many tokens in all, each with keys and values
+# Completions that HfEngine samples at once, and their tokens in all; one prompt's always.
+HF_ROWS = 64  # each has a row of logits
+HF_TOKENS = 32_768  # each has keys and values
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
 SMALL = 0.1  # see stays_on_gpu()
@@ -370,8 +371,8 @@ class VllmEngine(Engine):
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers requests by a counter: next() takes number x here, the pooled requests become
-        # x + 1, x + 2, ..., and this rank's begin `first` after that
+        # vLLM numbers requests by a counter, of which next() takes a number; the pooled requests
+        # get those after it, and this rank's own begin at `start`
         start = next(self.llm.request_counter) + 1 + first
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}

@@ -55,7 +55,7 @@ def pick(pools: list[list], weights: list, i: int, seed) -> dict:
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_pools(tuple(weights), seed, block)
     pool = chosen[slot]  # its number
-    place = block * quota[pool] + earlier[slot]  # in the pool's own stream
+    place = block * quota[pool] + earlier[slot]  # how often this pool came before
     return row_of_passes(pools[pool], place, f"{seed}/{pool}")
 
 

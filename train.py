@@ -21,8 +21,8 @@ Where this departs from the papers:
    because its fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
    xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
-6. InfoSeed judges a row by the mean hidden state of each seed. These means leave out all rows of
-   the row's own prompt; otherwise chance would not be 1 / seeds.
+6. InfoSeed without a trained head judges a row by the mean hidden state of each seed. These means
+   leave out all rows of the row's own prompt; otherwise chance would not be 1 / seeds.
 """
 
 from checks import FLAGS
@@ -50,13 +50,14 @@ import evaluate
 import infoseed
 import learner
 import rollout
-from checks import entries, warn_config
+from checks import entries, max_sequence_length, warn_config
 from common import (
     RewardsFailed,
     RolloutsLost,
     RunStopped,
     Stop,
     default_config,
+    from_launcher,
     in_one_line,
     launched_rank,
     launched_ranks,
@@ -203,7 +204,7 @@ def share_cores(c: dict, device) -> None:
     """With offload_optimizer the optimizer steps on the CPU, where torchrun and vLLM leave it one
     thread: gives it this rank's share of the machine's cores."""
     if c["offload_optimizer"] and device.type == "cuda":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks_here = from_launcher("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
@@ -291,8 +292,8 @@ def start(c: dict) -> Run:
         rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
         say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done{rest}")
         saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
-    # Resumed at its last step from a "shallow" checkpoint, one without a model, of a longer run:
-    # catch_up() saves that step again, with the model.
+    # The last step is saved already, but "shallow": without a model, because more steps were to
+    # follow. catch_up() saves it again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -343,21 +344,19 @@ def enough_memory(phase: str, c: dict):
 
 def less_memory(phase: str, c: dict) -> str:
     """What to change so that a phase takes less memory, as part of a sentence."""
-    if phase in ("rollout", "evaluate") and c["rollout_engine"] == "hf":  # as many rows as it likes
-        return (
-            f"lower max_completion_length={c['max_completion_length']}, or HF_TOKENS in rollout.py"
-        )
-    if phase == "rollout":
-        return (
-            f"lower num_generations={c['num_generations']} or "
-            f"max_completion_length={c['max_completion_length']}"
-        )
-    if phase == "evaluate":
-        return f"lower eval_num_generations={c['eval_num_generations']}"
+    length = f"max_completion_length={c['max_completion_length']}"
+    group = "num_generations" if phase == "rollout" else "eval_num_generations"
+    if phase in ("rollout", "evaluate"):
+        cure = f"lower {group}={c[group]} or {length}"
+        # as many rows as it likes, but whole groups
+        return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     if phase == "sync" and torch.cuda.is_available():  # vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
-    cure = f"lower max_tokens_per_micro_batch={c['max_tokens_per_micro_batch']}"
+    budget = c["max_tokens_per_micro_batch"]
+    cure = f"lower max_tokens_per_micro_batch={budget}"
+    if budget <= max_sequence_length(c):  # a micro-batch holds one row at least
+        cure += f" or {length}"
     if not c["gradient_checkpointing"]:
         cure += " or set gradient_checkpointing=True"
     return cure
@@ -559,8 +558,8 @@ def evaluation_due(step: int, c: dict) -> bool:
 
 
 def owes_evaluation(run: Run) -> bool:
-    """Whether this run goes on from a step that is to be evaluated and was not, most likely because
-    the run was asked to stop there. The same on all ranks."""
+    """Whether this launch begins at a step that is to be evaluated and was not: the start, or where
+    the run was asked to stop. The same on all ranks."""
     if not evaluation_due(run.step, run.config):
         return False
     return any_rank(run.log is not None and not has_evaluation(run.folder, run.step))
@@ -569,7 +568,7 @@ def owes_evaluation(run: Run) -> bool:
 def catch_up(run: Run) -> None:
     """What comes before the first step of this launch: an evaluation of the start, and what an
     earlier launch did not get to, its last evaluation, save or upload."""
-    if run.step == 0 or owes_evaluation(run):
+    if owes_evaluation(run):
         evaluate_now(run)
     if run.step < run.config["max_steps"]:
         return
@@ -681,7 +680,7 @@ def dry_run_main(c: dict) -> None:
         return
     size = launched_ranks()
     inputs = dry_run(c, size, deepspeed_config(c))
-    # last: everything shown above holds for any other folder too
+    # last: what is shown above holds for any other folder too
     check_run_folder(c, checkpoint.resumes_in_place(c))
     resume_path = checkpoint.asked_for(c)
     if resume_path:

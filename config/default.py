@@ -83,7 +83,7 @@ maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant"
 maxent_score_scale = 1.0  # multiplies sequence scores: how sharply they tell answers apart
 maxent_group_weight = "equal"  # a group's weight in the loss; "spread": 4 * variance of its rewards
 maxent_loss = "listwise"  # pulls p to w; "floored": p of bad rows counts as 1/G at least;
-#                           "policy_gradient": w - 1/G as advantage; "mle": no baseline
+#                           "policy_gradient": G * w - 1 as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent and flow also add beta * KL to the loss
 maxent_skip_equal_groups = "all"  # those of equal rewards; "wrong": at the step's lowest; "none"
 xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (favours length)

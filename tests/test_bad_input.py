@@ -224,6 +224,7 @@ def test_a_start_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
         journal.check_run_folder(c, resuming=False)
     assert "resume_from_checkpoint" not in str(caught.value)  # there is none
     (tmp_path / "step_000001.tmp").mkdir()  # half of one, which a kill has left
+    (tmp_path / "step_000001.abandoned2").mkdir()
     with pytest.raises(UserError, match=r"is not empty: replace it"):
         journal.check_run_folder(c, resuming=False)
     (tmp_path / "step_000001").mkdir()

@@ -244,6 +244,11 @@ READERS = {
     "maxent_tau_warmup_steps": (5, " ".join(SHIPPED)),
     "kl_horizon": (50, " ".join(SHIPPED)),
     "kl_ctl_step_size": (0.1, " ".join(SHIPPED)),
+    # by these values under some methods only, see below
+    "controller_meta_virtual_lr": (2.0, " ".join(SHIPPED)),
+    "controller_meta_use_hessian": (False, " ".join(SHIPPED)),
+    "controller_meta_truncation_steps": (9, " ".join(SHIPPED)),
+    "info_seed_temperature": (0.5, " ".join(SHIPPED)),
 }
 
 
@@ -300,6 +305,34 @@ def test_a_meta_controller_takes_the_place_of_the_two_rules():
     _, meta = SWITCHED["controller_meta_lr=0.1"]
     for key in ("maxent_tau_lr", "maxent_tau_warmup_steps", "kl_horizon", "kl_ctl_step_size"):
         assert f"{key}=" in warnings_of(100, f"--{key}={READERS[key][0]}", *meta.split())
+
+
+@pytest.mark.parametrize(
+    "key, wanted",
+    [
+        ("controller_meta_virtual_lr", "first_order truncated_backprop"),
+        ("controller_meta_use_hessian", "first_order truncated_backprop"),
+        ("controller_meta_truncation_steps", "truncated_backprop"),
+    ],
+)
+def test_a_meta_controller_without_virtual_steps_does_not_read_what_they_need(key, wanted):
+    _, meta = SWITCHED["controller_meta_lr=0.1"]
+    for method in ("analytic", "first_order", "truncated_backprop"):
+        flags = meta.replace("=analytic", f"={method}").split()
+        said = warnings_of(100, f"--{key}={READERS[key][0]}", *flags)
+        assert (f"{key}=" in said) == (method not in wanted.split())
+
+
+def test_a_trained_head_and_a_controller_that_may_not_move_read_nothing():
+    seeds = ["--info_seed_num_seeds=4", "--info_seed_temperature=0.5"]
+    assert "not used" not in warnings_of(100, *seeds)
+    said = warnings_of(100, *seeds, "--info_seed_loss_type=ce")
+    assert "info_seed_temperature=0.5: not used" in said
+    steered = ["--kl_target=0.1", "--beta=0.1"]
+    assert "not used" not in warnings_of(100, *steered)
+    for key in ("kl_horizon", "kl_ctl_step_size"):
+        said = warnings_of(100, *steered, f"--{key}=0")
+        assert f"kl_target=0.1: not used with {key}=0" in said
 
 
 def test_settings_of_policy_gradients_are_used_by_maxent_as_one():
@@ -478,9 +511,10 @@ def test_settings_that_work_against_each_other_are_warned_about():
         assert "not used" in said and "out of reach" not in said
     assert "takes the excess entropy below 0" in warnings_of(100, excess, *seeds)
     again = "--resample_equal_groups=2"
-    assert "would learn from them" in warnings_of(100, again, "--maxent_skip_equal_groups=none")
+    said = warnings_of(100, again, "--maxent_skip_equal_groups=none")
+    assert "maxent_skip_equal_groups='none' would learn from them" in said
     shaped = ["--objective=dr_grpo", "--unlikeliness_coef=0.25"]
-    assert "would learn from them" in warnings_of(100, again, *shaped)
+    assert "unlikeliness_coef=0.25 would learn from them" in warnings_of(100, again, *shaped)
     assert warnings_of(100, again) == warnings_of(100, *shaped) == ""
     entropy = ["--maxent_target_weight_entropy=1.0", "--maxent_tau_max=0.2"]
     assert warnings_of(100, *entropy, seeds[0], "--info_seed_reward=0") == ""

@@ -114,6 +114,17 @@ class Crowd:
         return ours, None
 
 
+def test_the_last_stranger_does_not_put_it_off_either(monkeypatch):
+    crowd = Crowd()
+    ends = []
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: crowd.now))
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "read_hello", lambda connection, end: ends.append(end) or b"")
+    with pytest.raises(RunStopped):
+        ranks.wait_for_peers(crowd, "secret")
+    assert min(ends) < ranks.MEETING_SECONDS == max(ends)
+
+
 def test_strangers_who_come_and_go_do_not_put_off_the_end_of_the_wait(monkeypatch):
     crowd = Crowd()
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: crowd.now))

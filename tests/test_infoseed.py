@@ -133,9 +133,9 @@ def test_the_metrics_of_seeds_are_of_the_tasks_reward_and_of_distances_between_m
     h = features(P, S, 0)
     seeds = infoseed.Seeds.__new__(infoseed.Seeds)  # measured already: no engine is needed
     seeds.count, seeds.h, seeds.log_q = S, h, torch.zeros(P * S, S)
-    seeds.task_rewards = torch.tensor([[1.0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]])
-    seeds.rewards = seeds.task_rewards + 5  # what InfoSeed adds is no reward of the task
-    metrics = seeds.metrics(SimpleNamespace(weights=None, active=None))
+    rewards = torch.tensor([[1.0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]])
+    seeds.rewards = rewards + 5  # what InfoSeed adds is no reward of the task
+    metrics = seeds.metrics(SimpleNamespace(task_rewards=rewards, weights=None, active=None))
     assert metrics["seed/reward"] == pytest.approx(1 / 9)
     means = [[sum(h[p * S + s][k] for p in range(P)) / P for k in range(5)] for s in range(S)]
     pairs = list(itertools.combinations(means, 2))

@@ -67,6 +67,17 @@ def test_tokens_a_second_are_those_of_a_step_without_its_evaluation_and_checkpoi
     assert timer.take(tokens=10)["tokens_per_second"] == 2.0
 
 
+def test_a_phase_that_fails_has_taken_its_time_all_the_same(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
+    timer = journal.Timer()
+    with pytest.raises(OSError):
+        with timer("evaluate"):
+            now[0] += 5
+            raise OSError
+    assert timer.take()["time/evaluate"] == 5.0
+
+
 class Run:
     """In place of one at Weights & Biases."""
 

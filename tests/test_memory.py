@@ -165,10 +165,10 @@ def in_vllms_allocator():
 @pytest.mark.parametrize(
     "phase, flags, words",
     [
-        ("learn", (), "lower max_tokens_per_micro_batch=64 or set gradient_checkpointing=True,"),
-        ("learn", ("--gradient_checkpointing=True",), "lower max_tokens_per_micro_batch=64, and"),
+        ("learn", (), "lower max_tokens_per_micro_batch=2048 or set gradient_checkpointing=True,"),
+        ("learn", ("--gradient_checkpointing=True",), "lower max_tokens_per_micro_batch=2048, and"),
         ("rollout", (), "lower num_generations=8 or max_completion_length=512, and"),
-        ("evaluate", (), "lower eval_num_generations=8, and"),
+        ("evaluate", (), "lower eval_num_generations=8 or max_completion_length=512, and"),
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
     ],
 )
@@ -177,7 +177,7 @@ def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
 ):
     # a fake GPU: without one a sync has no cache of vLLM to make room for
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    c = config("--max_tokens_per_micro_batch=64", *flags)
+    c = config("--max_tokens_per_micro_batch=2048", *flags)
     with pytest.raises(RunStopped) as caught:
         with train.enough_memory(phase, c):
             fail()
@@ -222,12 +222,21 @@ def test_memory_that_runs_out_outside_of_a_step_names_its_key_too(
 
 
 def test_transformers_sample_as_many_rows_at_once_as_they_like():
-    """So fewer of a prompt's would not help."""
-    cure = f"lower max_completion_length={config()['max_completion_length']}, or HF_TOKENS"
-    for phase in ("rollout", "evaluate"):
-        with pytest.raises(RunStopped, match=f"memory ran out .*: {cure}"):
-            with train.enough_memory(phase, config() | {"rollout_engine": "hf"}):
+    """So the number of a prompt's completions may not be what matters."""
+    c = config() | {"rollout_engine": "hf"}
+    for phase, key in (("rollout", "num_generations"), ("evaluate", "eval_num_generations")):
+        cure = f"lower {key}={c[key]} or max_completion_length={c['max_completion_length']}, or HF"
+        with pytest.raises(RunStopped, match=f"memory ran out .*: {cure}_TOKENS"):
+            with train.enough_memory(phase, c):
                 more_than_any_machine_has()
+
+
+def test_a_micro_batch_that_holds_one_row_only_can_be_made_smaller_by_shorter_rows_only():
+    c = config() | {"max_prompt_length": 40, "max_completion_length": 24}
+    for budget in (64, 65):
+        cure = train.less_memory("learn", c | {"max_tokens_per_micro_batch": budget})
+        assert cure.startswith(f"lower max_tokens_per_micro_batch={budget}")
+        assert ("or max_completion_length=24" in cure) == (budget == 64)
 
 
 def test_other_errors_of_the_learner_stay_what_they_are():

@@ -518,6 +518,10 @@ def test_positions_that_follow_the_longest_row_of_a_batch_are_refused():
     preflight.check_context(model, c)
     words = refusal(preflight.check_context, model, c | {"max_completion_length": 33})
     check_words(words, "'longrope'", "beyond 64 tokens")
+    endless = SimpleNamespace(
+        max_position_embeddings=None, rope_parameters={"rope_type": "dynamic"}
+    )
+    preflight.check_context(endless, c)
 
 
 def test_a_servers_address_is_checked_before_anything_loads():
