@@ -57,6 +57,7 @@ from common import (
     lost_a_rank,
     memory_text,
     merge,
+    near_path,
     quoted,
     say_on_rank_0,
     script,
@@ -605,6 +606,10 @@ def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
                 f"checkpoint (step_*)"
             )
         return path
+    if not Path(resume_from).is_dir():
+        raise UserError(
+            f"resume_from_checkpoint={resume_from!r} is not a folder{near_path(resume_from)}"
+        )
     problem = check(resume_from)
     if problem:
         problem = taken_for_checkpoint(Path(resume_from)) or problem

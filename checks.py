@@ -781,6 +781,11 @@ def data_claims(c: dict):
         (key, entries(c, key)) for key in ("easy_dataset", "eval_dataset")
     ]:
         yield (
+            not source["name"].startswith("["),  # as verl's data.train_files may be
+            f"{key}.name={source['name']!r} names one source: several are a list in a config file, "
+            "dataset = [{'name': ...}, {'name': ...}]",
+        )
+        yield (
             all(type(name) is str for name in source["more"]),
             f"{key}.more={source['more']} must be a list of names",
         )

@@ -677,11 +677,17 @@ def refuse_missing_folder(model: str) -> None:
     hint = ""
     if model.startswith("runs/"):
         hint = "; it comes from sft.py or train.py, the first lines of a shipped config say how"
-    folder, name = os.path.split(model.rstrip("/"))
-    if os.path.isdir(folder) and os.access(folder, os.R_OK):
-        near = difflib.get_close_matches(name, os.listdir(folder), n=1)
-        hint = f"; did you mean {os.path.join(folder, near[0])!r}?" if near else hint
-    raise UserError(f"model={model!r} is not a folder{hint}")
+    raise UserError(f"model={model!r} is not a folder{near_path(model) or hint}")
+
+
+def near_path(path: str) -> str:
+    """ "; did you mean ...?" with what lies beside a path that is missing; "" if nothing is like
+    it."""
+    folder, name = os.path.split(path.rstrip("/"))
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
+        return ""
+    near = difflib.get_close_matches(name, os.listdir(folder), n=1)
+    return f"; did you mean {os.path.join(folder, near[0])!r}?" if near else ""
 
 
 def scheduled(value, step: int) -> float:

@@ -350,9 +350,10 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     for column in [source["prompt"], source["answer"], *source["more"]]:
         whole = whole_column(dataset.features, column)
         if whole is None:
+            # Features are dicts within dicts, as rows are
+            columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
             raise UserError(
-                f"dataset {name!r} has no column {column!r}; "
-                f"its columns are {', '.join(dataset.column_names)}"
+                f"dataset {name!r} has no column {column!r}; its columns are {', '.join(columns)}"
             )
         wanted.append(whole)
     for column in (*OURS, *also):  # optional

@@ -231,31 +231,42 @@ def training_settings(model: Path) -> dict | None:
 
 def leakage_warning(count: int, c: dict) -> str:
     """A warning if the run that made this model may have learnt from some of the `count` rows; ""
-    otherwise. A file has no splits: what a run evaluates are its first rows, which it then
-    leaves out of training."""
-    source = eval_source(c)
-    if not has_no_splits(Path(source["name"])):
-        return ""
+    otherwise. What a run evaluates are the first rows of a file, which has no splits, or of a
+    split or slice; it leaves them out of training."""
     run = training_settings(Path(c["model"]))
     if run is None:
         return ""
+    source = eval_source(c)
 
-    def is_this(other: dict) -> bool:
-        return os.path.realpath(other["name"]) == os.path.realpath(source["name"])
+    def shares_rows(other: dict) -> bool:
+        """Whether another source may have rows of this one. Two slices of a split have not."""
+        if os.path.realpath(other["name"]) != os.path.realpath(source["name"]):
+            return False
+        if has_no_splits(Path(source["name"])):
+            return True
+        splits = {other["split"], source["split"]}
+        whole = {split.partition("[")[0] for split in splits}
+        same_split = len(splits) == 1 or (len(whole) == 1 and whole < splits)
+        return other["config"] == source["config"] and same_split
 
-    if not any(map(is_this, [*sources(run), entries(run, "easy_dataset")])):
+    if not any(map(shares_rows, [*sources(run), entries(run, "easy_dataset")])):
         return ""
     held_out = 0
+    kept = "no row"
     evaluated = eval_source(run)
-    if holds_out_rows(run) and not run["allow_leakage"] and evaluated and is_this(evaluated):
-        held_out = run["eval_max_prompts"]
+    holds_out = holds_out_rows(run) and not run["allow_leakage"] and evaluated is not None
+    if holds_out and shares_rows(evaluated):
+        if has_no_splits(Path(source["name"])) or evaluated["split"] == source["split"]:
+            held_out = run["eval_max_prompts"]
+            kept = f"the first {held_out} rows"
+        else:
+            kept = f"rows of {evaluated['split']!r}"
     if count <= held_out:
         return ""
-    kept = f"the first {held_out} rows" if held_out else "no row"
     return (
-        f"warning: {c['model']} was trained on {source['name']!r}, of which its run held out "
-        f"{kept} (eval_steps={run['eval_steps']}, eval_max_prompts={run['eval_max_prompts']}): it "
-        f"may have learnt the answers to {count - held_out} of these {count}"
+        f"warning: {c['model']} was trained on rows of {source['name']!r}, of which its run held "
+        f"out {kept} (eval_steps={run['eval_steps']}, eval_max_prompts={run['eval_max_prompts']}): "
+        f"it may have learnt the answers to {count - held_out} of these {count}"
     )
 
 

@@ -239,9 +239,9 @@ def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
 
 
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
-    """(P,) bool: groups that maxent and flow learn from. skip says which they leave out: "all": those
-    of equal rewards; "wrong": of these only those at the lowest reward of the step; "none": no
-    group. `rewards` are those of the whole step."""
+    """(P,) bool: groups that maxent and flow learn from. skip says which they leave out: "all":
+    those of equal rewards; "wrong": of these only those at the lowest reward of the step; "none":
+    no group. `rewards` are those of the whole step."""
     equal = equal_groups(rewards)
     if skip == "none":
         return torch.ones_like(equal)

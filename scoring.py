@@ -86,6 +86,11 @@ def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
     `most_timeouts` have timed out, the workers give up the others."""
     if pool := pool_of(c):
         return pool.answers(jobs, most_timeouts)
+    for path, _, _ in jobs.values():
+        try:
+            workers.imported(path)
+        except ValueError as error:
+            raise workers.refused(path, str(error)) from None
     # a copy, as a worker would get one: a reward may change what it is given
     return {key: workers.believed(workers.answer(*deepcopy(job))) for key, job in jobs.items()}
 
@@ -263,11 +268,15 @@ def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: st
                 raise UserError(
                     f"reward_funcs: {quoted(function.name)} can't score row {quoted(row['id'])} of "
                     f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
-                    f"({failed[0]['reason']}): {cure_for(function, row)}"
+                    f"({failed[0]['reason']}): {cure_for(function, row, failed[0])}"
                 )
 
 
-def cure_for(function: RewardFunction, row: dict) -> str:
+def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
+    if failure["kind"] == "timeout":
+        return "raise reward_timeout, or make it faster"
+    if "a reward must be" in failure["reason"]:  # None, NaN
+        return "let it return a number for every completion, 0 where it has nothing to say"
     if ":" not in function.name:
         return "name a reward that reads such answers, or another column as the answer"
     # what a function of the user's own may expect in vain, as one written for TRL does

@@ -315,7 +315,7 @@ class Pool:
                     f"needs but must return"
                 )
             case ["refused", name, reason]:
-                raise UserError(f"reward_funcs: {quoted(name)}: {quoted(reason, LONGEST_REFUSAL)}")
+                raise refused(name, reason)
             case _:
                 worker.fault = SAID_TOO_MUCH
 
@@ -552,6 +552,11 @@ def limit(memory_gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def refused(name: str, reason: str) -> UserError:
+    """The error for a function that can't be imported."""
+    return UserError(f"reward_funcs: {quoted(name)}: {quoted(reason, LONGEST_REFUSAL)}")
+
+
 @functools.cache
 def imported(name: str):
     """The function named "module:function"; ValueError with the reason if it can't be imported."""
@@ -577,7 +582,7 @@ def imported(name: str):
     if inspect.isclass(target):
         raise ValueError("is a class: name an instance of it, or a function")
     if inspect.iscoroutinefunction(target):
-        raise ValueError("is async: write a plain function, as it has a process to itself")
+        raise ValueError("is async: write a plain function")
     return target
 
 

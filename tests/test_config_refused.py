@@ -149,6 +149,7 @@ BAD = [
     "num_generations=1",
     "num_generations=0",
     "maxent_q_epsilon=0.2",
+    "dataset.name=[a.parquet]",
     "reward_funcs=[]",
     "reward_weights=[]",
     "reward_weights=[1.0, 2.0]",

@@ -71,6 +71,13 @@ def test_dots_lead_into_a_column_of_which_no_two_rows_are_alike(tmp_path):
     check_words(refusal(load, str(folder), answer="other.gt"), "no column 'other.gt'")
 
 
+def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
+    row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    said = refusal(load, str(tmp_path / "rows.parquet"), answer="reward_model.truth")
+    check_words(said, "no column 'reward_model.truth'", "reward_model.ground_truth")
+
+
 def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     columns = {"prompt": ["1+1", "2+2"], "answer": ["2", "4"], "bulk": [[0.5] * 9] * 2}
     dataset = datasets.Dataset.from_dict(columns)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -561,37 +560,3 @@ def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, cap
     named = [f"--dataset.name={rows}", "--reward_funcs=['math']"]
     preflight.load_inputs(load_config([*flags, *named, "--eval_steps=0"]), 1)
     assert "xdr_mode_adaptive_tau=True: no row is of a task with modes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "trained, asked, words",
-    [
-        ("eval_steps=0", "eval_max_prompts=3", "held out no row .* answers to 3 of these 3"),
-        ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .* to 2 of"),
-        ("eval_steps=1 eval_max_prompts=3", "eval_max_prompts=3", ""),
-        (
-            "eval_steps=1 eval_max_prompts=3 allow_leakage=True",
-            "eval_max_prompts=3",
-            "no row .* to 3 of",
-        ),
-        (
-            "dataset.name=a.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
-            "eval_max_prompts=3",
-            "no row .* to 3 of",
-        ),
-        ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
-        ("dataset.name=./rows.jsonl eval_steps=0", "eval_max_prompts=3", "no row"),
-    ],
-)
-def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(
-    trained, asked, words, tmp_path
-):
-    flags = ["--dataset.name=rows.jsonl", f"--model={tmp_path}"]
-    run = load_config([*flags, *(f"--{flag}" for flag in trained.split())])
-    c = load_config([*flags, *(f"--{flag}" for flag in asked.split())])
-    assert evaluate.leakage_warning(3, c) == ""  # the model of no run
-    for name, table in {"sft.json": {"config": run}, "train_config.json": run}.items():
-        (tmp_path / name).write_text(json.dumps(table))
-        assert bool(words) == bool(evaluate.leakage_warning(3, c))
-        assert re.search(words, evaluate.leakage_warning(3, c))
-        (tmp_path / name).unlink()

@@ -92,6 +92,20 @@ def test_a_function_of_ones_own_that_fails_is_told_what_it_gets_and_not_to_chang
     assert "another column" not in said
 
 
+@pytest.mark.parametrize("value, given", [("None", "None"), ("float('nan')", "nan")])
+def test_a_function_that_gives_no_number_is_told_to_give_one(reward_folder, value, given):
+    # modules are imported once: each value has its own
+    (reward_folder / f"gives_{given}.py").write_text(f"def f(*_, **row): return {value}\n")
+    c = config(f"gives_{given}:f", reward_workers=0)
+    row = row_of("math", "1")
+    functions = functions_for(c, [row])
+    said = refusal(scoring.check_answers, functions, [row], "data", c)
+    assert f"gave {given}" in said and "let it return a number for every completion" in said
+    assert "f(completion, answer" not in said
+    slow = {"kind": "timeout", "reason": "no answer in 0.5 s"}
+    assert "raise reward_timeout" in scoring.cure_for(functions[0], row, slow)
+
+
 SLEEPS = "import time\ntime.sleep(1000)\n"
 AT_FIRST_CALL = "import time\ndef f(completion, answer, **row): time.sleep(1000)\n"
 LEAVES = "import os\nos._exit(7)\n"
