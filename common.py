@@ -504,10 +504,13 @@ def unread(argv, instead: dict) -> str:
 
 def only_source(words: list[str], takes: str) -> Path:
     """The single file or folder among the words that own_flags() leaves. UserError, beginning with
-    `takes` (what the command takes), if these are not exactly one path."""
+    `takes` (what the command takes), if these are not exactly one path; or if nothing is there."""
     if len(words) != 1 or words[0].startswith("-"):
         raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
-    return Path(words[0])
+    source = Path(words[0])
+    if not source.exists():
+        raise UserError(f"{source} is not there")
+    return source
 
 
 def coerce_flag(word: str, defaults: dict) -> dict:

@@ -148,7 +148,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     are left out. found: {place: raw row}; more: names of further columns."""
     for column in source["more"]:
         # a dataset's columns were looked up when it was read; a .jsonl file has none but its rows'
-        if all(column_of(raw, column) is None for raw in found.values()):
+        if found and all(column_of(raw, column) is None for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
     for i, (place, raw) in enumerate(found.items()):
@@ -173,6 +173,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row["prompt"] = prompt if isinstance(prompt, str) else messages_of({"prompt": prompt}, "")
         row["answer"] = answer
         row.pop("completion", None)  # rewards have an argument of that name
+        row.pop("uncut_prompt", None)  # the trainer's own, see leave_out_evaluated()
         rows.append(row)
 
     name = source["name"]

@@ -244,9 +244,9 @@ def leakage_warning(count: int, c: dict) -> str:
             return False
         if has_no_splits(Path(source["name"])):
             return True
-        splits = {other["split"], source["split"]}
-        whole = {split.partition("[")[0] for split in splits}
-        same_split = len(splits) == 1 or (len(whole) == 1 and whole < splits)
+        mine, theirs = source["split"], other["split"]
+        whole = mine.partition("[")[0]  # "train" of "train[:10]": it alone meets all slices
+        same_split = mine == theirs or whole == theirs or mine == theirs.partition("[")[0]
         return other["config"] == source["config"] and same_split
 
     if not any(map(shares_rows, [*sources(run), entries(run, "easy_dataset")])):

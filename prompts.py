@@ -376,12 +376,10 @@ def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     template = c["info_seed_prompt_template"]
     if "{prompt}" not in template:
         template = "{prompt}\n" + template
-    # split, not str.format: a prompt may hold braces itself
-    before, after = template.split("{prompt}", 1)
+    parts = template.split("{prompt}")  # not str.format: a prompt may hold braces itself
     texts = []
     for z in range(c["info_seed_num_seeds"]):
-        head = before.replace("{seed}", str(z))
-        tail = after.replace("{seed}", str(z))
-        seeded = with_prompt(row, head + prompt_text(row) + tail)
+        filled = [part.replace("{seed}", str(z)) for part in parts]
+        seeded = with_prompt(row, prompt_text(row).join(filled))
         texts.append(render_prompt(seeded, tokenizer, c))
     return tokenise(texts, tokenizer)

@@ -217,7 +217,10 @@ def check(c: dict, own: dict, ranks: int) -> None:
     learning_rate = own["learning_rate"]
     # this refuses NaN and infinity too
     if steps < 1 or not 0 < learning_rate <= 1e30:
-        raise UserError(f"--steps={steps} and --learning_rate={learning_rate} must be above 0")
+        raise UserError(
+            f"--steps={steps} and --learning_rate={learning_rate} must be above 0, "
+            "and the rate at most 1e30"
+        )
     # every rank needs at least one row
     if own["batch_size"] < ranks:
         raise UserError(

@@ -341,6 +341,9 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
                 f"there is no flag and no scenario {word}: flags are {known}, a scenario is "
                 f"written like {GROWS_FROM} or {GROWS_FROM}tail, or is {REAL}"
             )
+        prompts, *_, vocabulary = map(int, re.findall(r"\d+", word)) if word != REAL else (1, 96)
+        if prompts > 64 or vocabulary < 96:
+            raise UserError(f"{word}: P is at most 64 and V at least 96 in these scenarios")
     if flags["arm"] and flags["arm"] not in ARMS:
         raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")
     if flags["against"] and flags["against"] not in PAIRS:

@@ -18,8 +18,8 @@ def driver_problem() -> str:
     """ "" also where there is no GPU: a login node, which shares its environment with others."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is found by who uses it
         return ""
     version = asked.stdout.partition("\n")[0].strip()
     major = version.partition(".")[0]

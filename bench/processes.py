@@ -67,8 +67,8 @@ def text_in(file) -> str:
 def kill_all(process: subprocess.Popen) -> None:
     """Ends a process that leads a session, all that is in the session, and all of its descendants:
     a run of train.py, say, which holds a GPU's memory."""
-    # Some are in other sessions, as torchrun's ranks are. They can be told only while it lives; if
-    # it has ended by itself they are not found, and ours end when their torchrun does
+    # Ranks of torchrun are in sessions of their own: looked up first, for only a living parent
+    # leads to them. If it has ended by itself they are not found, and end as it did
     pids = descendants(process.pid)
     with suppress(ProcessLookupError):  # none is left
         os.killpg(process.pid, signal.SIGKILL)

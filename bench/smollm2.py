@@ -68,7 +68,7 @@ def why_not_the_hub() -> str:
     # one question with a short patience: its own client tries for half a minute
     try:
         answer = httpx.head(hf_hub_url(HUB, "config.json"), timeout=PATIENCE)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return in_one_line(error, 300)
     return "" if answer.status_code < 400 else f"it answers with status {answer.status_code}"
 

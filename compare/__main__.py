@@ -21,6 +21,7 @@ held-out problem under --eval_seeds evaluation seeds.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import checkpoint
 import rewards
-from checks import eval_source
+from checks import INSTEAD, eval_source
 from common import (
     ROOT,
     RunStopped,
@@ -118,10 +119,11 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
 
 def check_patience(patience: int, config: dict) -> None:
     """UserError if --patience can't end a run early, or would leave one without a model."""
-    soonest = patience + (LAST - 1) * config["eval_steps"]
+    every = config["eval_steps"]
+    soonest = (math.ceil(patience / every) + LAST - 1) * every
     if patience and soonest >= config["max_steps"]:
         raise UserError(
-            f"--patience={patience} with eval_steps={config['eval_steps']} ends no run before "
+            f"--patience={patience} with eval_steps={every} ends no run before "
             f"step {soonest}, and max_steps is {config['max_steps']}"
         )
     if patience and config["checkpoint_mode"] == "shallow":
@@ -255,7 +257,10 @@ def command_of(run: dict, ranks: int) -> list[str]:
             f"--seeds={run['eval_seeds']}",
             f"--output={output}",
         ]
-        return [*launch, str(ROOT / "evaluate.py"), *run["flags"], *evaluation]
+        # without those that evaluate.py would warn about
+        foreign = tuple(f"--{key}=" for key in INSTEAD["evaluate"])
+        flags = [word for word in run["flags"] if not word.startswith(foreign)]
+        return [*launch, str(ROOT / "evaluate.py"), *flags, *evaluation]
     # the folder of a new run may hold remains, see state_of()
     how = "--overwrite_output_dir=True" if state == "new" else "--resume_from_checkpoint=latest"
     return [*launch, str(ROOT / "train.py"), *run["flags"], how]
@@ -296,11 +301,11 @@ def steps_done(run: dict) -> int:
 
 
 def end_if_settled(run: dict, before: int, now: int) -> None:
-    """Asks a run in training to end if an evaluation between two of its steps says so."""
+    """Asks a run in training to end if it has settled. before, now: its last steps at the last look
+    and at this one."""
     every = run["config"]["eval_steps"]
-    # an evaluation is written after the line of its step, so it is there when the next step's is
+    # step N's evaluation is written behind its line: it is there once step N + 1 has one
     evaluated = (now - 1) // every > (before - 1) // every
-    # all metrics are read, so not each time that we look
     if run["patience"] and evaluated and settled_at(run) is not None:
         (run["folder"] / "stop").touch()
 

@@ -56,8 +56,6 @@ def run_pass_at_k(run: Counts, k: int) -> float:
 
 
 def read_runs(source: Path) -> list[Counts]:
-    if not source.exists():
-        raise UserError(f"{source} is not there")
     runs = []
     asked = {}  # the ids of each file's problems
     if source.is_file():

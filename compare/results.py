@@ -30,6 +30,7 @@ PICTURES = (".png", ".pdf", ".svg")
 RECORD = {
     "id": str,
     "seed": int,
+    "samples": int,
     "correct": int,
     "distinct": int | None,
     "num_modes": int | float | None,  # a float where pandas wrote the dataset
@@ -124,6 +125,8 @@ def load_outcomes(runs: list[dict]) -> pd.DataFrame:
     for run in runs:
         file = run["folder"] / "eval.jsonl"
         for r in records[file]:
+            if r["samples"] != k:
+                raise damaged(file, f"{r['samples']} samples of a problem, not {k}")
             if not 0 <= r["correct"] <= k:
                 raise damaged(file, f"{r['correct']} of {k} answers are right")
             lines.append({"arm": run["arm"], "seed": run["seed"], **outcome_of(r, k)})
@@ -145,7 +148,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def outcome_of(record: dict, k: int) -> dict:
     """A problem's metrics under one evaluation seed."""
     # num_modes may be None or 0 if it is unknown
-    known_modes = bool(record["num_modes"])
+    known_modes = bool(record["num_modes"]) and record["distinct"] is not None
     return {
         "problem": record["id"],
         "correct": record["correct"],
@@ -201,9 +204,8 @@ def load_rewards(runs: list[dict]) -> pd.DataFrame:
 
 
 def settled_at(run: dict) -> int | None:
-    """The step of the first evaluation at which the record of mean@k, averaged over LAST
-    neighbouring evaluations, is run["patience"] steps old. None if there is none yet, or if that is
-    0."""
+    """The step at which mean@k, averaged over LAST neighbouring evaluations, had set no record for
+    run["patience"] steps, so that the run may end. None: not yet, or patience is 0."""
     if not run["patience"]:
         return None
     # lines that can't be read are left out, as train.py leaves them out when it goes on
@@ -282,18 +284,19 @@ def effects_on(metric: str, outcomes: pd.DataFrame, baseline: str) -> list[dict]
 
 
 def at_equal_mean(curves: pd.DataFrame, arm: str, baseline: str, metric: str) -> float:
-    """The arm's `metric` at its end, minus the baseline's when the baseline last had the same
-    mean@k: how far the arm's end lies above the baseline's path in the plane of mean@k and
-    `metric`. Both are averaged over LAST neighbouring evaluations of each run. NaN if the baseline
-    never had that mean@k; 0 for the baseline itself."""
+    """How far the arm's end lies above the baseline's path in the plane of mean@k and `metric`: its
+    `metric` minus the baseline's at the last moment of its training with the same mean@k. Both are
+    averaged over LAST neighbouring evaluations of each run. NaN if there was no such moment; 0 for
+    the baseline itself."""
     path = path_of(curves, baseline, metric, LAST)
     end = path_of(curves, arm, metric, LAST).iloc[-1]
-    # a path may go back: from its end, the first stretch that passes through the arm's mean
+    # backwards: a path may pass the arm's mean several times, and the last counts
     for i in reversed(range(1, len(path))):
         before, after = path.iloc[i - 1], path.iloc[i]
         low, high = sorted((before["mean"], after["mean"]))
         if low <= end["mean"] <= high:
-            share = (end["mean"] - before["mean"]) / ((after["mean"] - before["mean"]) or 1.0)
+            rise = after["mean"] - before["mean"]
+            share = (end["mean"] - before["mean"]) / rise if rise else 1.0
             return end[metric] - (before[metric] + share * (after[metric] - before[metric]))
     return nan
 
@@ -429,8 +432,7 @@ def doses(runs: list[dict]) -> list[tuple[str, list[tuple]]]:
     arms that differ in one numeric key only, ordered by its value, the dose."""
     configs = {}
     for run in runs:
-        settings = {key: value for key, value in run["config"].items() if key not in SET_HERE}
-        configs[run["arm"]] = settings
+        configs[run["arm"]] = {k: v for k, v in run["config"].items() if k not in SET_HERE}
     lines = {}
     for arm, config in configs.items():
         for key, value in config.items():

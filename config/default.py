@@ -95,7 +95,7 @@ mode_entropy_score_norm = "sum"  # what becomes equal: "sum" log-probs, "length"
 # --- controllers
 maxent_target_weight_entropy = -1.0  # (steps) target for the entropy of w, nats; steers tau; -1 off
 maxent_target_excess_entropy = -1.0  # (steps) or this: 0 uniform over best rows, 1 over all; -1 off
-maxent_tau_lr = 0.03  # change of log tau a step and unit of error: 1 nat, or 1.0 of excess
+maxent_tau_lr = 0.03  # change of log tau in a step, for an error of 1 (nat, or share of excess)
 maxent_tau_min = 0.01  # bounds of tau under a controller
 maxent_tau_max = 1.0  # 1 is much: above checks.tau_limit, 1 / ln(vocabulary), wrong answers win
 maxent_tau_warmup_steps = -1  # steps before tau moves; -1: warmup_steps; meta does not wait

@@ -84,9 +84,10 @@ def flags_of(options: dict) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{word}" if value else f"--no-{word}")
             continue
-        if isinstance(value, (dict, list)):
+        if isinstance(value, dict):
             value = json.dumps(value)
-        flags += [f"--{word}", str(value)]
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{word}", *map(str, values)]
     return flags
 
 

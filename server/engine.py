@@ -70,12 +70,12 @@ class ServerEngine(Engine):
         # one thread for the whole run: reward workers that it starts die when it ends
         self.background = ThreadPoolExecutor(1)
 
-        self.name, models = self.on_rank_0(partial(self.start, config))
+        self.name, models = self.on_rank_0(self.start)
         for server, served in zip(self.servers, models):
             server.model = served
         self.transfer = self.make_transfer(model, config, dtype)
 
-    def start(self, config: dict) -> tuple[str, list[str]]:
+    def start(self) -> tuple[str, list[str]]:
         """Waits until all servers answer, and checks their settings. Returns the name of this run's
         weights, and each server's name for the model. Runs on rank 0."""
         self.wait_for_servers()
@@ -127,7 +127,7 @@ class ServerEngine(Engine):
     def make_transfer(self, model: str, config: dict, dtype: torch.dtype):
         """The object that takes the weights to the servers, by its send(named_parameters,
         version)."""
-        if config["weight_sync"] == "nccl":
+        if self.transfers:
             from server.nccl import NcclTransfer  # imports vLLM
 
             return NcclTransfer(self, model, dtype)

@@ -142,7 +142,7 @@ class Server:
             with self.exchange(path, body, headers, end) as (answer, timeouts):
                 answered = True
                 with turn(end):
-                    # the headers come after sampling, so the rest should take no time
+                    # what comes after the headers has a limit of its own, which the error names
                     seconds = min(BODY_SECONDS, left(end))
                     timeouts["read"] = time.monotonic() + seconds
                     for piece in answer.iter_stream():
@@ -154,6 +154,8 @@ class Server:
                                 f"than the {largest} that an answer to this can have"
                             )
                     return self.checked(path, answer, data, headers)
+        except httpcore.ConnectTimeout:
+            raise ServerError(f"{self.url} took no connection in {CONNECT_SECONDS} s") from None
         except httpcore.TimeoutException:
             said = f"sent {len(data)} bytes and no end" if answered else "did not answer"
             raise ServerError(f"{self.url}{path} {said} within {seconds:.0f} s") from None

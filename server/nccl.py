@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import RunStopped, leave
+from common import RunStopped, leave, quoted
 from policy import named_weights
 from ranks import wait_for_gpu
 from server.http import Server, on_each
 
-# Bytes sent at a time. A server holds three such parts beside its weights and its cache, in the
-# tenth of its GPU that vLLM leaves: of vLLM's usual 1 GiB there would be no room on 24 or 40 GB
+# Bytes sent at a time, not vLLM's 1 GiB: a server needs room for three such parts in the tenth of
+# its GPU that vLLM leaves beside weights and cache, and 24 or 40 GB have none for 3 GiB
 PART = 2**28
 
 
@@ -135,7 +135,14 @@ class NcclTransfer:
         on_each(self.members, lambda server: server.call("/shutdown_weight_transfer_engine", {}))
         sizes = []
         for server in self.members:
-            sizes.append(int(server.call("/get_world_size")["world_size"]))
+            answer = server.call("/get_world_size")
+            try:
+                sizes.append(int(answer["world_size"]))
+            except (LookupError, TypeError, ValueError):
+                raise RunStopped(
+                    f"weight_sync='nccl': {server.url}/get_world_size gave {quoted(answer)}, which "
+                    f"is no number of workers"
+                ) from None
         return sizes, *own_address()
 
     def close(self) -> None:

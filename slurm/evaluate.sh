@@ -65,7 +65,7 @@ code = {
     "reward_funcs": [name for name in config["reward_funcs"] if ":" in name or name == "auto"],
     "vllm_options": [name for name in config["vllm_options"] if name not in harmless],
 }
-trusted = "--trust_checkpoint=true" in [flag.lower() for flag in flags]
+trusted = {"--trust_checkpoint", "--trust_checkpoint=true"} & {flag.lower() for flag in flags}
 for key, named in code.items():
     # a flag replaces the checkpoint's
     if named and not trusted and not any(flag.startswith(f"--{key}=") for flag in flags):
@@ -75,7 +75,7 @@ json.dump(config, open(target, "w"))
 END
 flags=()
 for argument in "${@:2}"; do
-  [[ $argument == --trust_checkpoint=* ]] || flags+=("$argument")
+  [[ $argument == --trust_checkpoint || $argument == --trust_checkpoint=* ]] || flags+=("$argument")
 done
 
 model=$checkpoint

@@ -187,8 +187,8 @@ if ((${SLURM_RESTART_COUNT:-0} == 0)); then
   echo "$SLURM_JOB_ID" > "$run/logs/job"
 elif [[ $(cat "$run/logs/job" 2> /dev/null) == "$SLURM_JOB_ID" &&
   $run/launches.jsonl -nt $run/logs/job ]]; then
-  # what is there is this job's own; if not, it was requeued before it began, and an older run there
-  # is what the arguments make of it
+  # what is there is this job's own. If not, the job was requeued before it began, and train.py
+  # decides what becomes of an older run there
   if [[ $before ]]; then
     more+=(--resume_from_checkpoint=latest)
   else

@@ -84,12 +84,8 @@ def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
     the smallest keys (these are hashes, so frequent classes are not preferred). "test" has the
     first problem of each; their other problems are in neither split."""
     keys = sorted(classes)  # the same in every process
-    test = []
-    for key in keys[:count]:
-        test.append(classes[key][0])  # the other problems of the class are left out
-    train = []
-    for key in keys[count:]:
-        train += classes[key]
+    test = [classes[key][0] for key in keys[:count]]
+    train = [problem for key in keys[count:] for problem in classes[key]]
     return {"train": train, "test": test}
 
 

@@ -224,9 +224,11 @@ def is_whole(value) -> bool:
 def reward(completion: str, answer: dict, **row) -> float:
     """1.0 for a correct completion, else 0.0. Covered and not covered: see the top of this file.
     ValueError for an answer that no completion could match, such as numbers given as text."""
-    numbers = answer["numbers"]
+    given = answer if isinstance(answer, dict) else {}
+    numbers = given.get("numbers")
     known = isinstance(numbers, (list, tuple)) and len(numbers) > 0
-    if not known or type(answer["target"]) not in (int, float) or not all(map(is_whole, numbers)):
+    known = known and type(given.get("target")) in (int, float)
+    if not known or not all(map(is_whole, numbers)):
         raise ValueError(
             "countdown: the answer must be a list of whole numbers from 0 up and a target, not "
             f"{answer!r:.100}"

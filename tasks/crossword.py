@@ -187,10 +187,8 @@ def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str
 
 
 def draw_fodder(rng: random.Random, kind: str, letters: str, pattern: str) -> str:
-    """The letters hidden among others, or an anagram of them.
-
-    The crossing letters fit the fodder of a hidden word in exactly one place, so that there is only
-    one answer. They fit the fodder of an anagram nowhere, so that it is well mixed."""
+    """The letters hidden among others, or mixed. Read as a pattern, the crossing letters fit once
+    where the word is hidden, so that there is one answer, and nowhere if it is mixed well."""
     # P__A as the regular expression P..A, in a lookahead so that places may overlap
     crossing = re.compile(f"(?={pattern.replace(' ', '').replace('_', '.')})")
     while True:

@@ -112,9 +112,15 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 def is_graph(answer: dict) -> bool:
     """Whether an answer is a graph of one vertex or more, each with a colour or free."""
-    n = answer["n"]
-    partial = answer["partial"]
-    if n != len(partial) or not partial or not set(partial) <= {*COLORS, FREE}:
+    if not isinstance(answer, dict) or not {"n", "partial", "edges"} <= answer.keys():
+        return False
+    n, partial = answer["n"], answer["partial"]
+    if (
+        not isinstance(partial, str)
+        or n != len(partial)
+        or not partial
+        or not set(partial) <= {*COLORS, FREE}
+    ):
         return False
     for edge in answer["edges"]:
         # not isinstance: True is no vertex. Nor is 1.0, which is no place in a text

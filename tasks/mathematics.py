@@ -221,9 +221,9 @@ def same_answer(gold: str, given: str) -> bool:
             return True
         if not is_product(gold_word):
             return False
-    told_apart = differ_in_kind(gold, given)
-    if told_apart is not None:
-        return told_apart
+    equal = equal_in_kind(gold, given)
+    if equal is not None:
+        return equal
     if hedges(given) and not hedges(gold):
         return False
     if OTHER.search(given) and not OTHER.search(gold):
@@ -245,7 +245,7 @@ def same_answer(gold: str, given: str) -> bool:
     return bool(is_inequality) and math_verify.verify(answer, right, timeout_seconds=None)
 
 
-def differ_in_kind(gold: str, given: str) -> bool | None:
+def equal_in_kind(gold: str, given: str) -> bool | None:
     """Whether two answers are equal, for the kinds that math-verify would mix up: times of day, two
     units, angles, letters of choices, values by name, sets beside pairs. Otherwise None."""
     time = TIME_OF_DAY.fullmatch(gold)

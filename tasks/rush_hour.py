@@ -112,8 +112,8 @@ def read_board(text: str, size: int) -> dict:
     """{"size", "letters": the cars' letters, A first; "start": each car's cells; "lanes": each
     car's row or column without walls}. ValueError if the text is not a board.
 
-    A set of cells is an int in which cell i is bit size + i. The offset lets a car that is pushed
-    over the top or left edge leave its lane without losing bits."""
+    A set of cells is an int in which cell i is bit size + i. The lowest `size` bits are no cells: a
+    car that is pushed over the top or left edge lands there, and keeps all of its bits."""
     # rows may be on separate lines, and o is an empty cell too
     text = "".join(text.split()).replace("o", ".")
     if len(text) != size * size or "AA" not in text:
@@ -234,11 +234,11 @@ def judge(completion: str, answer) -> dict:
     has none, "exact": bool, "solve", "progress": 0 to 1}. ValueError for an answer that can't be
     read or does not solve its board."""
     given = answer if isinstance(answer, dict) else {"solution": answer}
-    gold = read_moves(str(given["solution"]).strip())
+    gold = read_moves(str(given.get("solution")).strip())
     # the row is wrong, not the completion: a reward of 0 would hide that
     if not gold:
         raise ValueError(
-            f"rush_hour: the answer {given['solution']!r} is not a list of moves like BD2,AR3"
+            f"rush_hour: the answer {given.get('solution')!r} is not a list of moves like BD2,AR3"
         )
     text = given.get("board")
     board = None

@@ -182,6 +182,8 @@ def test_the_last_evaluation_has_as_many_seeds_as_are_asked_for(tmp_path, flags,
     command = compare.command_of(run, 1)
     assert str(ROOT / "evaluate.py") in command
     assert seeds in command
+    # which evaluate.py would warn about
+    assert not any(word.startswith("--seed=") for word in command)
 
 
 class Busy:
@@ -434,7 +436,8 @@ SHIPPED = sorted(path.name for path in (ROOT / "compare").glob("*arms.py"))
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_arms_that_are_shipped_fit_their_config(name):
-    config = "countdown_steered.py" if name == "steering_arms.py" else "countdown_tiny.py"
+    others = {"steering_arms.py": "countdown_steered.py", "real_arms.py": "smollm2_between.py"}
+    config = others.get(name, "countdown_tiny.py")
     argv = [f"config/{config}", f"--arms=compare/{name}", "--seeds=1", "--output=runs/none"]
     runs = compare.plan_runs(*compare.read_own(argv))
     # no two of them are the same run
@@ -467,6 +470,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ("a = {}", ["--seeds", "3"], ["--seeds=3"]),
         ("a = {}", ["--jobs=0"], ["--jobs=0"]),
         ("a = {}", ["--patience=-1"], ["--patience=-1"]),
+        ("a = {}", ["--patience=25", "--max_steps=46"], ["before step 50", "max_steps is 46"]),
         ("a = {}", ["--patience=300"], ["--patience=300", "before step 320", "max_steps is 20"]),
         (
             'a = {"checkpoint_mode": "shallow"}',

@@ -219,8 +219,11 @@ def test_runs_that_ended_at_different_steps_count_alike_at_the_end():
 
 
 def test_an_arm_that_is_the_baseline_gains_nothing_at_equal_mean():
-    """Though its path goes back: read at its first crossing, the baseline had lost nothing yet."""
+    """Though its path goes back: read at its first crossing, the baseline had lost nothing yet. Nor
+    if its mean stands still at the end while it goes on losing."""
     rng = np.random.default_rng(3)
-    path = [(0.3 + 0.1 * rng.random(), 0.8 - 0.03 * i) for i in range(15)]
-    curves = curves_of(base=path, arm=path)
-    assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(0, abs=1e-9)
+    goes_back = [(0.3 + 0.1 * rng.random(), 0.8 - 0.03 * i) for i in range(15)]
+    stands_still = [(0.5, 0.8 - 0.03 * i) for i in range(15)]
+    for path in (goes_back, stands_still):
+        curves = curves_of(base=path, arm=path)
+        assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(0, abs=1e-9)

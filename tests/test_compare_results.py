@@ -158,7 +158,7 @@ def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):
         ("x", 1, 2, 1, None),
         ("x", 2, 2, 0, None),
     ]
-    lines = [dict(zip(keys, record)) for record in records]
+    lines = [dict(zip(keys, record)) | {"samples": 8} for record in records]
     write_lines(run["folder"] / "eval.jsonl", lines)
     outcomes = results.load_outcomes([run])
     table = outcomes.set_index("problem")
@@ -200,6 +200,7 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
         lambda text: "",
         lambda text: text.replace('"000"', '"other"'),
         lambda text: text.replace('"correct": ', '"correct": 9'),
+        lambda text: text.replace('"samples": 8', '"samples": 64'),
         lambda text: text.replace('"seed": 1', '"sead": 1'),
         lambda text: text + "{}\n",
         lambda text: text.replace('"correct": ', '"correct": null, "was": '),
@@ -213,6 +214,7 @@ def test_the_training_reward_is_averaged_over_neighbouring_steps_by_hand(tmp_pat
         "empty",
         "another problem",
         "too many are right",
+        "more samples than the training's evaluations",
         "a key missing",
         "an empty record",
         "no number of right answers",

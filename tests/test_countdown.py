@@ -289,6 +289,8 @@ def test_a_hundred_characters_of_parentheses_are_the_limit():
         {"numbers": [1.5, 2], "target": 3},
         {"numbers": [math.nan, 2], "target": 3},
         {"numbers": [math.inf, 2], "target": 3},
+        {"target": 3},
+        "24",
     ],
 )
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):

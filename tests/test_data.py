@@ -48,8 +48,10 @@ def test_other_columns_are_renamed_to_prompt_and_answer(tmp_path):
     path = jsonl(tmp_path, {"problem": "1+1", "gold": "2"})
     (row,) = load(path, prompt="problem", answer="gold")
     assert (row["prompt"], row["answer"]) == ("1+1", "2")
-    path = jsonl(tmp_path, {"prompt": "1+1", "completion": "2"})
+    # the trainer has an "uncut_prompt" of its own
+    path = jsonl(tmp_path, {"prompt": "1+1", "completion": "2", "uncut_prompt": 5})
     (row,) = load(path, answer="completion")
+    assert "uncut_prompt" not in row
     assert score(r"\boxed{2}", row, "math") == 1
 
 

@@ -127,6 +127,9 @@ def test_no_training_graph_is_a_held_out_one_in_disguise(config):
         {"n": 3, "edges": [[0, 0]], "partial": "..."},
         {"n": 3, "edges": [[0, 1]], "partial": "r.."},
         {"n": 3, "edges": [[0, 1]], "partial": ".. "},
+        {"n": 3, "edges": [[0, 1]], "partial": None},
+        {"n": 3},
+        "RGB",
     ],
 )
 def test_an_answer_that_nothing_could_match_is_an_error_and_not_0(answer):

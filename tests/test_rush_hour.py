@@ -480,13 +480,14 @@ UNSOLVED = ["BD2,AR1", "AR2", "BD2,ZU1,AR2", "BD2,AR2,AL1"]
         ({**ONE, "board": "..B.AA.C.....CC."}, "car B .* 2 or more cells"),
         ({**ONE, "board": "...AA..........."}, "car A of the board"),
         ({**ONE, "moves": "many"}, "many"),
+        ({"board": "x"}, "the answer None is not a list of moves"),
         ({**ONE, "solution": "BD2,AR3"}, "'BD2,AR3' does not solve the board '..B.AAB.....CC..'"),
         *(({**ONE, "solution": moves}, f"'{moves}' does not solve") for moves in UNSOLVED),
     ],
     ids=repr,
 )
 def test_an_answer_that_cannot_be_read_is_an_error_that_names_it(answer, message):
-    solution = str(answer["solution"] if isinstance(answer, dict) else answer)
+    solution = str(answer.get("solution") if isinstance(answer, dict) else answer)
     for function in (rush_hour_exact, rush_hour_shaped, mode):
         for text in ("no moves at all", solution):
             with pytest.raises(ValueError, match=message):

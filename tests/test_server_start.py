@@ -257,10 +257,12 @@ def test_serve_hands_the_configs_vllm_options_on(serve_with):
         "--vllm_options.max_num_seqs=7",
         "--vllm_options.enable_prefix_caching=False",
         "--vllm_options.tensor_parallel_size=2",
+        "--vllm_options.cudagraph_capture_sizes=[1,2]",
     )
     text = " ".join(argv)
     assert "--max-num-seqs 7" in text
     assert "--no-enable-prefix-caching" in text
+    assert "--cudagraph-capture-sizes 1 2" in text  # as vLLM reads a list
     assert "--tensor-parallel-size 1" in text  # of a server that is --tp
 
 

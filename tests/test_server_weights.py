@@ -344,6 +344,16 @@ def test_every_server_gets_its_place_in_the_group_and_the_calls_come_in_order(
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()
 
 
+def test_a_server_that_does_not_say_how_many_workers_it_has_stops_the_run(
+    world, make, three, lm, monkeypatch
+):
+    FakeNccl(monkeypatch)
+    three[1].other["/get_world_size"] = lambda request: (200, {}, {})
+    engine = make(*three, synced=False, weight_sync="nccl")
+    with pytest.raises(RunStopped, match=f"{three[1].url}/get_world_size gave {{}}, which"):
+        engine.sync(named_weights(lm, 0))
+
+
 def test_the_group_is_made_anew_when_other_servers_take_part(
     world, make, three, tiny_model_dir, lm, monkeypatch
 ):
