@@ -1,7 +1,7 @@
 """Measures how good and how diverse a model is on held-out problems: samples k answers to each and
 scores them by the first reward function.
 
-    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300
+    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200
     torchrun --standalone --nproc_per_node 8 evaluate.py config/math_maxent.py --model=...
     python evaluate.py config/countdown_tiny.py --model=... --seeds=3 --output=eval.jsonl
 

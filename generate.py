@@ -2,7 +2,7 @@
 file, to distil from or to look at. It takes every row that it is given: evaluation prompts too,
 where they are among the training rows.
 
-    python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
+    python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200 \\
         --output=out.jsonl
     torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 

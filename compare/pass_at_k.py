@@ -7,7 +7,7 @@
 A folder has <arm>/seed_<n>/eval.jsonl, as evaluate.py writes them with --output, for example at the
 end of `python -m compare`: 8 samples under 3 evaluation seeds are 24 of each problem. For more:
 
-    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000300 \\
+    python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200 \\
         --eval_num_generations=64 --output=runs/k64/maxent/seed_1/eval.jsonl
 
 A file has what is needed of them, a line {"arm", "seed", "samples", "problems"} for each run, where

@@ -85,6 +85,8 @@ COUNTDOWN_K64 = {
     "maxrl, cosine (start .225, pass@8 .727)": "maxrl_cosine",
     'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
     "maxent, τ = .2, lr 2e-4 (start .219, pass@8 .730)": "maxent_20",
+    "xdr, τ = .05, lr 2e-4 (the same start)": "xdr_05",
+    "maxrl, lr 2e-4 (the same start)": "maxrl",
     "maxent, groups weighted by spread, lr 2e-4 (the same start)": "maxent_spread",
     "maxent, τ = .2, lr 1e-4": "maxent_half",
     "the same run, diverging": "maxent_half_1500",
