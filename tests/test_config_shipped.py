@@ -65,11 +65,13 @@ def test_a_steered_recipe_differs_from_its_plain_one_in_the_keys_of_steering_onl
     plain = name.replace("steered", "tiny" if "countdown" in name else "maxent")
     ours, base = (load_config([str(ROOT / "config" / f"{n}.py")]) for n in (name, plain))
     differing = {key for key in ours if ours[key] != base[key]}
+    # the demo's rate falls; targets of Countdown were measured at a constant one
+    schedule = {"lr_scheduler_type", "max_steps"} if "countdown" in name else set()
     assert steers_beta(ours) and ours["beta"] > 0
     assert steers_tau(ours) == (name == "countdown_steered")
     assert {
         key
-        for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"}
+        for key in differing - {"output_dir", "beta", "kl_target", "reference_placement"} - schedule
         if not key.startswith(("maxent_t", "warmup_steps"))
     } == set()
 
