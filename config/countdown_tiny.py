@@ -1,5 +1,5 @@
 # Countdown (reach a target with three numbers) by a 0.8M-parameter character model: the whole
-# method on two CPU cores. 2 minutes, once, then 4 minutes (`make demo` has it beside dr_grpo):
+# method on two CPU cores. 2 minutes, once, then 3 minutes (`make demo` has it beside dr_grpo):
 #   torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py \
 #     --model=tiny --output_dir=runs/countdown_sft \
 #     --steps=800 --batch_size=128 --learning_rate=2e-3
