@@ -48,11 +48,15 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
             f"a .jsonl or .parquet file, a folder or a Hugging Face dataset"
         )
     if name in tasks.NAMES:
-        return task_rows(source, seed)
-    if name.endswith((".jsonl", ".parquet")):
-        check_single(source)
-    raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
-    return usable_rows(raw_rows, source, [*source["more"], *also])
+        rows = task_rows(source, seed)
+    else:
+        if name.endswith((".jsonl", ".parquet")):
+            check_single(source)
+        raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
+        rows = usable_rows(raw_rows, source, [*source["more"], *also])
+    for row in rows:
+        row.pop("uncut_prompt", None)  # the trainer's own, see leave_out_evaluated()
+    return rows
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
@@ -173,7 +177,6 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row["prompt"] = prompt if isinstance(prompt, str) else messages_of({"prompt": prompt}, "")
         row["answer"] = answer
         row.pop("completion", None)  # rewards have an argument of that name
-        row.pop("uncut_prompt", None)  # the trainer's own, see leave_out_evaluated()
         rows.append(row)
 
     name = source["name"]

@@ -86,7 +86,7 @@ def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
     `most_timeouts` have timed out, the workers give up the others."""
     if pool := pool_of(c):
         return pool.answers(jobs, most_timeouts)
-    for path, _, _ in jobs.values():
+    for path in {path for path, _, _ in jobs.values()}:
         try:
             workers.imported(path)
         except ValueError as error:

@@ -40,7 +40,7 @@ from pathlib import Path
 from bench.arms import memory_so_far, ours, ours_compiled, ours_hf
 from bench.limits import limits
 from bench.processes import run_for
-from bench.scenarios import REAL, prepare
+from bench.scenarios import REAL, parts, prepare
 from bench.trl_arms import trl, trl_vllm
 from common import ROOT, RunStopped, UserError, own_flags, script
 
@@ -341,8 +341,8 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
                 f"there is no flag and no scenario {word}: flags are {known}, a scenario is "
                 f"written like {GROWS_FROM} or {GROWS_FROM}tail, or is {REAL}"
             )
-        prompts, *_, vocabulary = map(int, re.findall(r"\d+", word)) if word != REAL else (1, 96)
-        if prompts > 64 or vocabulary < 96:
+        size = parts(word)
+        if size["P"] > 64 or size["V"] < 96:
             raise UserError(f"{word}: P is at most 64 and V at least 96 in these scenarios")
     if flags["arm"] and flags["arm"] not in ARMS:
         raise UserError(f"there is no --arm={flags['arm']}: arms are {', '.join(ARMS)}")

@@ -155,7 +155,8 @@ class Server:
                             )
                     return self.checked(path, answer, data, headers)
         except httpcore.ConnectTimeout:
-            raise ServerError(f"{self.url} took no connection in {CONNECT_SECONDS} s") from None
+            limit = min(CONNECT_SECONDS, seconds)
+            raise ServerError(f"{self.url} took no connection in {limit:.0f} s") from None
         except httpcore.TimeoutException:
             said = f"sent {len(data)} bytes and no end" if answered else "did not answer"
             raise ServerError(f"{self.url}{path} {said} within {seconds:.0f} s") from None

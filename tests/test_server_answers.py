@@ -169,6 +169,18 @@ def test_connecting_has_a_limit_of_its_own_within_that_of_the_call(monkeypatch):
     assert given == [server_http.CONNECT_SECONDS, 3]
 
 
+@pytest.mark.parametrize("limit, named", [(3600.0, "10"), (3.0, "3")])
+def test_a_server_that_takes_no_connection_is_told_with_the_limit_that_held(
+    limit, named, monkeypatch
+):
+    def connect_tcp(self, *given, **more):
+        raise httpcore.ConnectTimeout
+
+    monkeypatch.setattr(server_http.Network, "connect_tcp", connect_tcp)
+    with pytest.raises(server_http.ServerError, match=f"a:1 took no connection in {named} s$"):
+        server_http.Server("http://a:1", limit).call("/v1/completions", {})
+
+
 def test_a_request_that_is_read_slowly_is_cut_off_too(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(server_http, "time", SimpleNamespace(monotonic=lambda: clock.now))
