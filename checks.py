@@ -1085,6 +1085,11 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
     if c["kl_target"] > 0 and not moves_beta(c):
         off = [f"{key}=0" for key in ("kl_horizon", "kl_ctl_step_size") if c[key] == 0]
         warnings.append(f"kl_target={c['kl_target']}: not used with {' and '.join(off)}")
+    if c["warmup_steps"] > c["max_steps"]:
+        warnings.append(
+            f"warmup_steps={c['warmup_steps']} is more than max_steps={c['max_steps']}: the "
+            f"learning rate ends on its way up to learning_rate={c['learning_rate']}"
+        )
     if c["keep_every"] and c["save_steps"] <= 0:
         warnings.append(
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "

@@ -42,6 +42,7 @@ OF_A_START = ("config.json", "launches.jsonl", "stop", "wandb", "wandb_id", TRIA
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
+GIT_SECONDS = 10  # that `git describe` may take
 # Errors of a file system that has no locks.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -78,7 +79,11 @@ def git_commit() -> str:
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+    except subprocess.TimeoutExpired:  # it reads every tracked file, from a slow disk maybe
+        return f"unknown: git gave no answer in {GIT_SECONDS} seconds"
+    return done.stdout.strip()
 
 
 # --- the folder

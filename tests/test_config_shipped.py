@@ -543,3 +543,9 @@ def test_mathematics_sends_gradients_once_a_step(name):
 def test_checkpoints_to_keep_that_are_never_saved_are_warned_about():
     assert "keep_every=5 keeps no checkpoint" in warnings_of(100, "--keep_every=5")
     assert warnings_of(100, "--keep_every=5", "--save_steps=5") == ""
+
+
+def test_a_warm_up_that_does_not_end_is_warned_about():
+    warning = "warmup_steps=20 is more than max_steps=3"
+    assert warning in warnings_of(100, "--warmup_steps=20", "--max_steps=3")
+    assert warnings_of(100, "--warmup_steps=20", "--max_steps=20") == ""

@@ -1,5 +1,6 @@
 """What a run writes about itself, in a folder that may be a stranger's."""
 
+import os
 import subprocess
 
 import pytest
@@ -115,6 +116,15 @@ def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatc
     assert clean and "dirty" not in clean
     (tmp_path / "train.py").write_text("2")
     assert journal.git_commit() == f"{clean}-dirty"
+
+
+def test_a_git_that_hangs_does_not_hold_up_a_run(tmp_path, monkeypatch):
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nexec sleep 60\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(journal, "GIT_SECONDS", 0.2)
+    assert journal.git_commit() == "unknown: git gave no answer in 0.2 seconds"
 
 
 def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp_path):
