@@ -740,8 +740,9 @@ def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
     """{what: bytes} that the rollout engine holds while the policy learns."""
     if c["rollout_engine"] == "server":
         return {}
-    if c["rollout_engine"] == "hf":
-        return {"rollout engine's weights": weights}
+    if c["rollout_engine"] == "hf":  # see HfEngine.sync
+        shares = c["zero_stage"] < 3 and not c["lora_rank"]
+        return {"rollout engine's weights": 0 if shares else weights}
     share = entries(c, "vllm_options")["tensor_parallel_size"]
     if torch.cuda.is_available():  # its cache is free while it sleeps
         size = weights / share

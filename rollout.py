@@ -292,7 +292,7 @@ class Engine:
         raise NotImplementedError
 
     def sync(self, named_parameters) -> None:
-        """Copies the weights from an iterator of (name, tensor)."""
+        """Takes the weights from an iterator of (name, tensor)."""
         raise NotImplementedError
 
     # what an engine has no use for does nothing
@@ -509,9 +509,9 @@ class Draws(LogitsProcessor):
 
 
 class HfEngine(Engine):
-    """transformers' own generate() on a second copy of the model: slow and plain, the oracle for
-    the fast engines. A prompt's completions depend on that prompt's seed only, but for rounding:
-    prompts that are sampled together are padded to the longest."""
+    """transformers' own generate(), slow and plain, the oracle for the fast engines. A prompt's
+    completions depend on that prompt's seed only, but for rounding: prompts that are sampled
+    together are padded to the longest."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
@@ -576,11 +576,12 @@ class HfEngine(Engine):
             )
         return groups_of(rollouts, len(prompts_ids))
 
-    @torch.no_grad()
     def sync(self, named_parameters) -> None:
-        weights = self.model.state_dict()
+        """Takes over the tensors themselves. From the first sync on, sampler and policy share their
+        memory, but for what is a copy already: ZeRO-3's gathered weights and those merged with
+        adapters."""
         for name, tensor in named_parameters:
-            weights[name].copy_(tensor)
+            self.model.get_parameter(name).data = tensor
 
 
 # --- which engine

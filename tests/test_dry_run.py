@@ -153,7 +153,8 @@ def test_an_engine_elsewhere_takes_no_memory_here(given):
         return {what: size for what, size in table.items() if what.startswith("rollout")}
 
     assert of_engine("--rollout_engine=server") == {}
-    assert of_engine("--rollout_engine=hf") == {"rollout engine's weights": 40_000}
+    for flags, size in [((), 0), (("--zero_stage=3",), 40_000), (("--lora_rank=4",), 40_000)]:
+        assert of_engine("--rollout_engine=hf", *flags) == {"rollout engine's weights": size}
     # all but the vocabulary's 101 x 32 twice
     assert of_engine()["rollout engine's weights"] == 4 * (20_000 - 101 * 32)
     assert of_engine()["rollout engine's cache"] > 0

@@ -24,12 +24,12 @@ def config(model, *flags) -> dict:
 
 
 class Sampler(rollout.HfEngine):
-    """drops(name): whether a weight never arrives after the first sync; all of them if broken."""
+    """It copies the weights, as other engines do. drops(name): whether a weight never arrives."""
 
     drops = staticmethod(lambda name: False)
 
     def sync(self, named_parameters):
-        kept = [(name, tensor) for name, tensor in named_parameters if not self.drops(name)]
+        kept = [(name, w.clone()) for name, w in named_parameters if not self.drops(name)]
         super().sync(kept)
 
 
@@ -107,6 +107,21 @@ def test_a_run_begins_with_a_proof_that_leaves_everything_as_it_was(stage, dtype
     followed, stale = map(float, re.match(pattern, run.said[0]).groups())
     assert followed < (1e-5 if dtype == "float32" else 0.02)
     assert stale > 0.1
+
+
+@pytest.mark.parametrize("stage, shared", [(0, True), (1, True), (2, True), (3, False)])
+def test_the_hf_engine_holds_no_second_copy_of_weights_that_are_whole(
+    stage, shared, lively, device
+):
+    c = config(lively, f"--zero_stage={stage}")
+    lm = train.load_policy(c, device).module.lm
+    sampler = rollout.HfEngine(c["model"], c, policy.dtype_of(c), device)
+    flip_signs(lm, stage)
+    sampler.sync(named_weights(lm, stage))
+    held = sampler.model.state_dict()
+    for name, weight in named_weights(lm, stage):
+        assert torch.equal(held[name], weight)
+        assert (held[name].data_ptr() == weight.data_ptr()) == shared
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ class FakeLLM:
             raise RuntimeError(f"fake vLLM: no {method}({', '.join(kwargs)})")
         self.refuse_asleep("reload_weights", {"weights"})
         calls.append("reload")
-        self.sampler.sync(kwargs["weights_iterator"])
+        # vLLM copies what it is given
+        self.sampler.sync((name, w.clone()) for name, w in kwargs["weights_iterator"])
 
     def reset_prefix_cache(self) -> None:
         self.refuse_asleep("reset_prefix_cache", {"kv_cache"})
