@@ -28,6 +28,7 @@ without.
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -245,6 +246,8 @@ def code_in(path, rank: int = 0, ranks: int = 1) -> str:
     import torch
 
     for file in sorted(Path(path).rglob("*.pt"))[rank::ranks]:
+        if not file.is_file():  # to open a named pipe would wait for ever
+            return f"{file} is not a file"
         try:
             with no_code():
                 contents = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -473,14 +476,24 @@ def save(state: TrainerState, engine, tokenizer, config: dict) -> Path:
     return path
 
 
-def not_written(path: Path, error: Exception) -> str:
+def not_written(path: Path, error: Exception, cure: str = "") -> str:
+    """A sentence about a folder. cure: its end, for what is no checkpoint of a run."""
     folder = path.parent
     if not folder.is_dir():
         return gone(folder)
     return (
         f"{path} could not be written ({type(error).__name__}: {first_line(error)}; "
-        f"{free_gib(folder):.1f} GiB are free there); {how_to_go_on(folder)}"
+        f"{free_gib(folder):.1f} GiB are free there); {cure or how_to_go_on(folder)}"
     )
+
+
+@contextmanager
+def stops_if_unwritten(path: Path, cure: str):
+    """RunStopped, with a sentence, if the model folder `path` can't be written in this context."""
+    try:
+        yield
+    except Exception as error:  # any: a full disk is an OSError here and safetensors' own there
+        raise RunStopped(not_written(path, error, cure)) from error
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -778,15 +791,16 @@ def check_state(path: Path, config: dict) -> None:
         raise damaged(file) from None
     if not alike(saved, example):
         raise damaged(file)
-    for _, _, variance in saved["replay"].get("prompts", {}).values():
-        if variance < 0:  # stream.py takes its root
-            raise damaged(file)
+    variances = [v for _, _, v in saved["replay"].get("prompts", {}).values()]
+    variances += saved["controllers"]["meta"]["v"]
+    if min(variances) < 0:  # stream.py and controllers.py take their roots
+        raise damaged(file)
 
 
 def alike(value, example) -> bool:
     """Whether a value that was read from a file has the form of an example: its keys, lengths and
     types. In the example 1 stands for an int from 1 on, 0.0 for a number but NaN, None for null or
-    a float, "" for a text. An int that a float can't hold fits nothing."""
+    a finite float, "" for a text. An int that a float can't hold fits nothing."""
     if type(value) is int and abs(value) > sys.float_info.max:
         return False
     if isinstance(example, dict):
@@ -801,7 +815,7 @@ def alike(value, example) -> bool:
         return type(value) in (int, float) and value == value
     if isinstance(example, str):
         return isinstance(value, str)
-    return value is None or type(value) is float
+    return value is None or (type(value) is float and math.isfinite(value))
 
 
 def check_model(path: Path, model_config) -> None:
@@ -981,13 +995,15 @@ def export(path, out) -> None:
     weights = dict(model_weights(lm, 0))
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
-    lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
-    # the checkpoint's own: it may have stop tokens that config.json lacks
-    if (path / "generation_config.json").exists():
-        shutil.copy(path / "generation_config.json", tmp)
-    save_adapter(tmp / "adapter", lm, 0, 0)
-    AutoTokenizer.from_pretrained(path, trust_remote_code=False).save_pretrained(tmp)
-    tmp.rename(out)  # whole or absent, like a checkpoint
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with stops_if_unwritten(tmp, f"make room and remove {tmp}"):
+        lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
+        # the checkpoint's own: it may have stop tokens that config.json lacks
+        if (path / "generation_config.json").exists():
+            shutil.copy(path / "generation_config.json", tmp)
+        save_adapter(tmp / "adapter", lm, 0, 0)
+        tokenizer.save_pretrained(tmp)
+        tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
 
 

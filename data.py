@@ -267,7 +267,8 @@ def is_texts(value) -> bool:
 
 
 def is_count(value) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**31  # NaN is not
+    in_range = type(value) in (int, float) and 0 <= value < 2**31  # NaN is not
+    return in_range and value == int(value)
 
 
 # field -> (check of its value if a row has it, the check in words). Not "task" and "solutions",
@@ -275,7 +276,7 @@ def is_count(value) -> bool:
 # sft.py checks solutions.
 FIELDS = {
     "id": (is_name, "text or a number"),
-    "num_modes": (is_count, "a number from 0 on"),
+    "num_modes": (is_count, "a whole number from 0 on"),
 }
 
 

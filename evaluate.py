@@ -39,7 +39,8 @@ from common import UserError, check_writable, say_on_rank_0
 from data import has_no_splits
 from journal import is_evaluation, read_metrics
 from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
-from ranks import World, gather_objects, leave_together, start_distributed
+from prompts import prompts_hash
+from ranks import World, check_alike, gather_objects, leave_together, start_distributed
 
 # environment variables that torchrun sets for its ranks, beside TORCHELASTIC_*
 OF_TORCHRUN = {
@@ -156,8 +157,10 @@ def report(folder: Path) -> None:
         change = ["change"] if len(evals) > 1 else []
         print()
         print_row("held-out problems", [f"step {line['step']}" for line in shown] + change)
-        # reward_failures may be in one of them only
-        for key in [key for key in first if key.startswith("eval/") and key in last]:
+        for key in [key for key in first if key.startswith("eval/")]:
+            # reward_failures may be in one of them only; null: not finite
+            if first[key] is None or last.get(key) is None:
+                continue
             change = [f"{last[key] - first[key]:+.3f}"] if len(evals) > 1 else []
             print_row(key[5:], [f"{line[key]:.3f}" for line in shown] + change)
     print(f"\nmetrics: {folder / 'metrics.jsonl'}")
@@ -301,6 +304,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     check_context(model_config, c)
     rows = checked_eval_rows(c, tokenizer)
     world = start_distributed()
+    check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
     if warning := leakage_warning(len(rows), c):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)

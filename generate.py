@@ -46,9 +46,10 @@ from common import (
     scheduled,
     tell,
 )
-from journal import hold_folder
+from journal import hold_folder, write_whole
 from preflight import check_context, load_model_files
-from ranks import leave_together, start_distributed
+from prompts import prompts_hash
+from ranks import check_alike, leave_together, start_distributed
 
 # keys that may change when an interrupted file is continued: the lines don't depend on them
 FREE = (
@@ -95,7 +96,7 @@ def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # settings first: a file without them would be refused for ever
-        Path(f"{path}.config.json").write_text(json.dumps(settings, indent=1))
+        write_whole(Path(f"{path}.config.json"), json.dumps(settings, indent=1))
         path.touch()
     with open(path, "rb") as file:
         # lengths in bytes, for truncate; only the last line can lack its end
@@ -205,6 +206,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     scoring.check_answers(functions, rows, data.names(c), c)
 
     world = start_distributed()
+    check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
     # only rank 0 opens the file, which it may cut; the others learn the number from it
     shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)

@@ -35,10 +35,13 @@ LOCK = ".lock"  # this file is in the folder while a run holds it
 CONVERTED = "universal.tmp"
 # Files that don't make a folder count as used. logs: a batch script makes it before the run starts
 NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
-# What a run writes before its first step, beside an empty metrics.jsonl. The trial of the disk is
-# deleted, unless the run is killed
+# What a run writes before its first step, beside an empty metrics.jsonl. Files named .tmp are left
+# only by a run that was killed
 TRIAL_SAVE = "trial.tmp"
-OF_A_START = ("config.json", "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
+CONFIG_FILES = ("config.json", "config.tmp")
+OF_A_START = (*CONFIG_FILES, "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
+# What a run that goes on opens by its name: a symbolic link there would lead it out of its folder
+NO_LINKS = ("curves.png", "rollouts", "rollouts/*", "reward_failures.rank_*.jsonl")
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -158,10 +161,22 @@ def open_own(path: Path, mode: str, buffering: int = -1):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UserError(
-            f"{str(path)!r} is a symbolic link, and a run writes through none: remove it, or "
-            f"choose another --output_dir"
-        ) from None
+        raise a_link(path) from None
+
+
+def a_link(path: Path) -> UserError:
+    return UserError(
+        f"{str(path)!r} is a symbolic link, and a run writes through none: remove it, or choose "
+        f"another --output_dir"
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that a kill leaves whole or absent. A link of its name is replaced."""
+    part = path.with_suffix(".tmp")
+    with open_own(part, "w") as file:
+        file.write(text)
+    part.rename(path)
 
 
 def try_lock(lock) -> bool:
@@ -227,6 +242,10 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     check_writable("output_dir", folder, folder=True)
     if "/" in config["weight_sync"]:  # a folder, not "disk" or "nccl"
         check_writable("weight_sync", config["weight_sync"], folder=True)
+    for pattern in NO_LINKS if resuming else ():
+        for path in folder.glob(pattern):
+            if path.is_symlink():
+                raise a_link(path)
     # resuming: the files there are this run's own
     if resuming or is_empty(folder) or was_only_started(folder):
         return
@@ -275,8 +294,7 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     # first: by this file a start that broke off is known
     with open_own(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
         file.write(json.dumps(header) + "\n")
-    with open_own(folder / "config.json", "w") as file:
-        file.write(json.dumps(config, indent=1))
+    write_whole(folder / "config.json", json.dumps(config, indent=1))
 
 
 def asked_to_stop(folder: Path) -> bool:
@@ -307,7 +325,7 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     rows = []
     broken = []  # line numbers
     # bytes: half a character at the end must not make the whole file unreadable
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -336,12 +354,8 @@ def rewind_lines(path: Path, step: int) -> None:
     rows, broken = read_metrics(path)
     if broken:
         print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
-    kept = path.with_suffix(".tmp")  # renamed once complete: a kill in between loses nothing
-    with open_own(kept, "w") as file:
-        for row in rows:
-            if row["step"] <= step:
-                file.write(json.dumps(row) + "\n")
-    kept.rename(path)
+    kept = [row for row in rows if row["step"] <= step]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def rewind(folder: Path, step: int) -> None:

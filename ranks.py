@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from common import DEADLINE, RunStopped, UserError, under_torchrun, write_stderr
+from common import DEADLINE, RunStopped, UserError, quoted, under_torchrun, write_stderr
 
 MEETING_SECONDS = 45  # how long ranks started by hand wait for each other
 HELLO_SECONDS = 10  # for the one line that a rank sends as soon as it is connected
@@ -467,3 +467,17 @@ def gather_objects(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_alike(told: dict) -> None:
+    """RunStopped, on all ranks alike, if a rank was started otherwise than rank 0. Such ranks would
+    train different things, or wait for each other in different collectives. told: {what: value},
+    without NaN. All ranks together."""
+    first, *others = gather_objects(told)
+    for rank, other in enumerate(others, start=1):
+        for what, value in first.items():
+            if other[what] != value:
+                raise RunStopped(
+                    f"rank {rank} was started with {what}={quoted(other[what])} and rank 0 with "
+                    f"{quoted(value)}: start all ranks with the same command, code and data"
+                )

@@ -32,12 +32,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import data
 import packing
 import rollout
+from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, eval_rows_of, load_model_files
 from prompts import seed_prompts
-from ranks import World, across_ranks, leave_together, start_distributed
+from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
 # Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
 # With 0.3 or 0 InfoSeed found nothing to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
@@ -176,11 +177,12 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
 
 
 def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
-    lm.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "sft.json").write_text(
-        json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1)
-    )
+    with stops_if_unwritten(folder, "make room and remove that folder"):
+        lm.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "sft.json").write_text(
+            json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1)
+        )
     print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
 
 
@@ -269,6 +271,7 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
 def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     """Trains on all ranks together; rank 0 saves the model to output_dir."""
     world = start_distributed()
+    check_alike(c | own | {"number of problems": len(groups)})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))

@@ -101,6 +101,7 @@ from ranks import (
     World,
     across_ranks,
     any_rank,
+    check_alike,
     gather_rows,
     leave_together,
     mean_over_ranks,
@@ -240,7 +241,7 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
     size = dist.get_world_size()
     if resume_path and checkpoint.ranks_of(resume_path) == size:
         tokens = checkpoint.settings_of(resume_path)["max_tokens_per_micro_batch"]
-        if tokens:
+        if tokens > 0:
             return tokens
     fitting = fitting_tokens(c, inputs.model_config, parameters, size)
     fitting = int(across_ranks(torch.tensor(fitting), dist.ReduceOp.MIN))  # machines may differ
@@ -263,6 +264,7 @@ def start(c: dict) -> Run:
         check_wandb(c)
 
     world = start_distributed()
+    check_alike(c | {"hash of the training prompts": inputs.prompts_hash})
     resume_path = checkpoint.find(c)
     if resume_path:
         checkpoint.check_model(resume_path, inputs.model_config)

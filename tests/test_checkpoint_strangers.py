@@ -1,6 +1,8 @@
 """Checkpoints that somebody else, an older version or another number of ranks has made."""
 
 import json
+import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +116,43 @@ def loads(stage: int, asked: list) -> SimpleNamespace:
         zero_optimization_stage=lambda: stage,
         load_checkpoint=load_checkpoint,
     )
+
+
+def test_an_export_that_does_not_fit_on_the_disk_is_one_sentence(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    engine = FakeEngine(tiny_model_dir)
+    weights = engine.module.lm.state_dict()
+    shard = {"module": {f"lm.{name}": tensor for name, tensor in weights.items()}}
+    path = signed(save(tmp_path, 1, engine), "engine/mp_rank_00_model_states.pt", shard)
+
+    def full(lm, folder, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(engine.module.lm), "save_pretrained", full)
+    with pytest.raises(RunStopped, match=r"out\.tmp could not be written .*No space left.*; make"):
+        checkpoint.export(path, tmp_path / "out")
+
+
+def test_a_named_pipe_among_the_shards_is_not_waited_for(tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    os.mkfifo(path / "engine" / "x.pt")
+    assert checkpoint.code_in(path).endswith("x.pt is not a file")
+
+
+@pytest.mark.parametrize(
+    "change", [{"entropy": math.nan}, {"entropy": math.inf}, {"meta": {"v": [-1.0, 0.0]}}]
+)
+def test_a_controllers_state_that_no_run_saves_is_one_sentence(change, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    checkpoint.check_state(path, c)
+    state = checkpoint.read_state(path)
+    meta = state["controllers"]["meta"] | change.get("meta", {})
+    state["controllers"] |= change | {"meta": meta}
+    signed(path, "controller_state.json", state)
+    with pytest.raises(UserError, match=r"controller_state\.json is damaged"):
+        checkpoint.check_state(path, c)
 
 
 @pytest.mark.parametrize("contents", [{}, torch.zeros(3, dtype=torch.uint8)])

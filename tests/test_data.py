@@ -73,11 +73,12 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
 @pytest.mark.parametrize(
     "field, words",
     [
-        ('"num_modes": "3"', "'num_modes' must be a number from 0 on, not '3'"),
-        ('"num_modes": true', "'num_modes' must be a number from 0 on, not True"),
-        ('"num_modes": -1', "'num_modes' must be a number from 0 on, not -1"),
-        ('"num_modes": NaN', "'num_modes' must be a number from 0 on, not nan"),
-        ('"num_modes": 1' + "0" * 400, "'num_modes' must be a number from 0 on, not 100"),
+        ('"num_modes": "3"', "'num_modes' must be a whole number from 0 on, not '3'"),
+        ('"num_modes": true', "'num_modes' must be a whole number from 0 on, not True"),
+        ('"num_modes": 1e-310', "'num_modes' must be a whole number from 0 on, not 1e-310"),
+        ('"num_modes": -1', "'num_modes' must be a whole number from 0 on, not -1"),
+        ('"num_modes": NaN', "'num_modes' must be a whole number from 0 on, not nan"),
+        ('"num_modes": 1' + "0" * 400, "'num_modes' must be a whole number from 0 on, not 100"),
         ('"id": ["a"]', "'id' must be text or a number, not ['a']"),
         ('"prompt": 5', "'prompt') must be text or a list of chat messages, not a int"),
         (r'"prompt": "a\ud800"', r"'\ud800' is not a character but half of one"),
@@ -180,7 +181,7 @@ GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
         ([GOOD | {"check": lambda: 0}], ["row 0 can not leave this process", "pickle"]),
         ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can not leave this process", "keys must be"]),
         ([GOOD | {"deep": json.loads("[" * 200 + "]" * 200)}], ["row 0: a column is nested deep"]),
-        ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a number from 0 on"]),
+        ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a whole number from 0 on"]),
     ],
 )
 def test_what_is_wrong_with_the_rows_of_a_task_is_one_sentence(monkeypatch, made, words):

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ def take_up(folder) -> None:
 
 
 WRITES = {
-    "config.json": take_up,
+    "config.tmp": take_up,
     "launches.jsonl": take_up,
     "metrics.tmp": lambda folder: journal.MetricsLog(folder, CONFIG, 0),
     "wandb_id": journal.wandb_id,
@@ -43,6 +44,38 @@ def test_a_link_in_a_run_folder_leads_no_run_that_goes_on_there_to_other_files(
         if there:
             assert diary.read_text() == "mine"
             diary.unlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["curves.png", "rollouts", "rollouts/step_000009.jsonl", "reward_failures.rank_0.jsonl"]
+)
+def test_a_run_does_not_go_on_where_a_link_would_lead_it_out_of_its_folder(name, tmp_path):
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    theirs.mkdir()
+    c = CONFIG | {"output_dir": str(run)}
+    take_up(run)
+    journal.check_run_folder(c, resuming=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(theirs)
+    with pytest.raises(UserError, match=f"{name}' is a symbolic link"):
+        journal.check_run_folder(c, resuming=True)
+
+
+def test_a_config_is_whole_or_absent(tmp_path, monkeypatch):
+    def killed(self, target) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        take_up(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    monkeypatch.undo()
+    journal.check_run_folder(CONFIG | {"output_dir": str(tmp_path)}, resuming=False)
+
+
+def test_a_file_of_metrics_that_is_a_device_is_not_read(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/zero")
+    assert journal.read_metrics(tmp_path / "metrics.jsonl") == ([], "")
 
 
 def test_metrics_that_are_a_link_become_a_file_of_the_runs_own(tmp_path):

@@ -51,3 +51,30 @@ def test_a_rank_that_does_not_know_its_place_is_one_sentence(environment, tmp_pa
     log = tmp_path / "log"
     assert child.status(child.start(meet, 0, environment, 3, log=log)) == 2
     assert "without a usable WORLD_SIZE, MASTER_PORT: " in log.read_text()
+
+
+def compare_notes(rank: int, environment: dict, told: dict) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+
+    def work(argv) -> None:
+        ranks.start_distributed()
+        ranks.check_alike(told)
+        print("alike")
+
+    common.script(work, ())
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
+    steps, environment, tmp_path
+):
+    logs = [tmp_path / str(rank) for rank in range(3)]
+    told = [{"seed": 1, "max_steps": 2}] * 2 + [{"seed": 1, "max_steps": steps}]
+    children = [
+        child.start(compare_notes, rank, environment, told[rank], log=logs[rank])
+        for rank in range(3)
+    ]
+    status = 0 if steps == 2 else 1
+    assert [child.status(process, 120) for process in children] == [status] * 3
+    words = "alike" if steps == 2 else "rank 2 was started with max_steps=3 and rank 0 with 2"
+    assert words in logs[0].read_text()

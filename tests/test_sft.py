@@ -96,6 +96,7 @@ def alone(monkeypatch):
         return Policy(lm, temperature, *given, **more)
 
     monkeypatch.setattr(sft, "start_distributed", lambda: World(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(sft, "check_alike", lambda told: None)
     monkeypatch.setattr(sft, "DistributedDataParallel", lambda policy: policy)
     monkeypatch.setattr(sft, "across_ranks", lambda sums: sums)
     monkeypatch.setattr(sft, "leave_together", lambda: None)

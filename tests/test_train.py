@@ -522,15 +522,15 @@ def test_curves_have_no_empty_panels():
 
 def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     lines = [
-        {"step": 0, "eval/mean@8": 0.25, "eval/reward_failures": 1.0},
+        {"step": 0, "eval/mean@8": 0.25, "eval/coverage@8": None, "eval/reward_failures": 1.0},
         {"step": 1, "reward": 0.5},
-        {"step": 2, "eval/mean@8": 0.5, "eval/pass@8": 0.75},
+        {"step": 2, "eval/mean@8": 0.5, "eval/coverage@8": None, "eval/pass@8": 0.75},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evaluate.report(tmp_path)
     table = capsys.readouterr().out
     assert "mean@8                  0.250      0.500     +0.250" in table
-    assert "reward_failures" not in table
+    assert "reward_failures" not in table and "coverage" not in table
     assert (tmp_path / "curves.png").exists()
 
 
