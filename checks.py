@@ -101,7 +101,8 @@ SWITCHES = (
 )
 # key -> whether it has any effect with this objective and config
 USED = {
-    "scale_rewards": lambda o, c: o.advantage == "centred" and not o.group_loss,
+    # a user's own advantages are given both
+    "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
     "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
     "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
     "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
@@ -114,7 +115,7 @@ USED = {
     ),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
     "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
-    "pkpo_k": lambda o, c: o.advantage == "pass_at_k",
+    "pkpo_k": lambda o, c: o.advantage != "centred" and not o.group_loss,
     "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
@@ -847,7 +848,7 @@ def objective_claims(c: dict):
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
     yield (
-        objective.advantage != "pass_at_k" or max(values_of(c["pkpo_k"])) <= G,  # k of G are drawn
+        objective.advantage == "centred" or max(values_of(c["pkpo_k"])) <= G,  # k of G are drawn
         f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
     )
     yield (

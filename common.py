@@ -334,6 +334,13 @@ def coerce_key(key: str, value, before, where: str):
         if type(value) is dict:
             return coerce_points(value, default, where)
     check_literal(value, where)
+    if type(value) is str and value[:1] in ("[", "{") and type(default) is not str:
+        raise UserError(
+            f"{where}={quoted(value)} is no Python literal: it needs quotes around names and "
+            f"texts, every bracket closed, and '...' around the whole in a shell"
+        )
+    if value is True and key == "resume_from_checkpoint":
+        raise UserError(f"{where}: write --{key}=latest, or name a step_* folder")
     if type(value) is str and key.endswith("dataset"):
         raise UserError(f"{where} has entries: write {key}.name={quoted(value)}")
     if key == "dataset":
@@ -666,8 +673,9 @@ def read_settings(path: Path) -> dict:
         beside = path.parent / "train_config.json"  # the other config.json there is the model's
         saved = f"; the settings of this checkpoint are {beside}" if beside.exists() else ""
         raise UserError(
-            f"{str(path)!r} is somebody else's: it holds no settings that this program wrote; a "
-            f"config of your own is a .py file, and output needs another place{saved}"
+            f"{str(path)!r} is somebody else's: it holds no settings that this program wrote. A "
+            f"config of your own is a .py file of `key = value` lines; an --output needs another "
+            f"name{saved}"
         )
     return settings
 
@@ -981,6 +989,9 @@ REPLACED = {
     "hub_private_repo": "a repository that push_to_hub makes is always private",
 }
 WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
+ENDS = (
+    "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
+)
 # the same for keys of TRL and verl, which no run of ours has in its config.json
 FOREIGN = {
     "lr": "learning_rate",
@@ -1020,7 +1031,11 @@ FOREIGN = {
     "shuffle_dataset": "rows come in shuffled passes, by --seed",
     "data_seed": "--seed orders the rows too",
     "repetition_penalty": WHOLE,
-    "generation_kwargs": WHOLE,
+    "generation_kwargs": f"{WHOLE}; {ENDS}",
+    "min_tokens": WHOLE,
+    "stop": ENDS,
+    "stop_strings": ENDS,
+    "stop_token_ids": ENDS,
     "generation_batch_size": "--prompts_per_step says how many groups are sampled at once, and "
     "each of --num_iterations updates takes all of them",
     "num_train_epochs": "a run has a number of steps: --max_steps",

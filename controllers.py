@@ -139,8 +139,8 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
     """Moves beta so that the KL nears kl_target (nats per token). `kl`: the mean of k3 over the
     step's completion tokens.
 
-    beta changes by at most the share kl_ctl_step_size / kl_horizon of itself. A missing or
-    non-finite KL changes nothing but `skipped`."""
+    beta changes by at most kl_ctl_step_size / kl_horizon of itself; without a finite KL only
+    `skipped` does. The step is counted by update_tau()."""
     if not steers_beta(config):
         return dict(state)
     if not is_measured(kl):
@@ -213,9 +213,9 @@ def virtual_policy(config: dict) -> Virtual:
 
 
 def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[float]]:
-    """((Phi, H, K), what to subtract from (log tau, log beta), times a learning rate). That is the
-    gradient of Phi through the virtual steps; for "analytic", the residuals (H - H*, KL* - K),
-    which need no differentiation."""
+    """((Phi, H, K), slopes by log tau and log beta, for descend()): the gradient of Phi through
+    the virtual steps; for "analytic" the residuals (H - H*, KL* - K), which need no
+    differentiation."""
     import torch
 
     setpoints = Setpoints(entropy_target(state["step"], config), config["kl_target"])

@@ -187,8 +187,9 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         raise UserError(
             f"{name!r}{split}: none of its {len(found)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
-            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer; "
-            f"an eval_dataset with a name of its own needs eval_dataset.prompt and .answer"
+            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
+            f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
+            f"needs eval_dataset.prompt and .answer"
         )
     make_ids_unique(rows, name)
     if len(rows) < len(found):

@@ -186,7 +186,7 @@ class Experience:
         return torch.stack([sampled[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
-        """Replaces, in place, the rows of the groups that taught nothing, equal (P,) bool. Returns
+        """Changes `rows`: groups that taught nothing, equal (P,) bool, get other prompts. Returns
         this rank's places that have to be sampled again."""
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks

@@ -180,9 +180,10 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
         shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
     )
     weights = goals = None
-    if OBJECTIVES[c["objective"]].group_loss == "weights":
+    kind = OBJECTIVES[c["objective"]].group_loss
+    if kind == "weights":
         weights = L.maxent_weights(utilities, ref_scores, tau, beta)
-    else:
+    elif kind == "balance":
         goals = L.balance_goals(utilities, ref_scores, tau, beta)
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
@@ -296,6 +297,8 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
         if c["maxent_loss"] == "floored":
             floored = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
         return L.listwise_loss(*given, floored)
+    if kind:  # a name that was added to checks.Objective alone
+        raise ValueError(f"learner.group_loss has no group_loss={kind!r}")
     # summed log-probs are divided by the longest length; the other scores are per token already
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
@@ -311,6 +314,8 @@ def surrogate(logps, part: dict, c: dict) -> tuple:
         return L.cispo_surrogate(logps, log_ratio, part["advantages"], c["cispo_epsilon_max"])
     if ratio == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]  # (n, 1)
+    elif ratio != "token":  # a name that was added to checks.Objective alone
+        raise ValueError(f"learner.surrogate has no ratio={ratio!r}")
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: epsilon
     return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
 
@@ -359,9 +364,12 @@ def may_have_gradient(rewards, beta: float, c: dict):
     resting_rows() is exact, but needs forwards that come later."""
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
-    if acts_on_all(beta, c) or seeds_earn:
+    objective = OBJECTIVES[c["objective"]]
+    # advantages of a user's own may compare rows across groups
+    own = objective.advantage not in ("centred", "pass_at_k")
+    if acts_on_all(beta, c) or seeds_earn or own:
         return torch.ones(len(rewards), dtype=torch.bool)
-    if OBJECTIVES[c["objective"]].group_loss:
+    if objective.group_loss:
         return L.active_groups(rewards, skipped_groups(c))
     differ = ~L.equal_groups(rewards)  # in equal ones an entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but no wrong ones
@@ -452,7 +460,7 @@ def micro_batch_loss(
     engine, part: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
 ) -> tuple:
     """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
-    Without "old_logps" in `part` this is the first update of a batch."""
+    Sets part["old_logps"] in the first update of a batch."""
     logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
     # the first update is made by the policy of that moment: its log-probs are the old ones
     if "old_logps" not in part:
@@ -620,8 +628,8 @@ class Unit(NamedTuple):
 
 def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
-    learning ones, at least one each: the optimizer needs a backward before it steps. together: so
-    many neighbouring rows stay in one micro-batch if they fit, G or 1."""
+    learning ones, at least one each: the optimizer needs a backward before it steps. together: how
+    many neighbouring rows share a micro-batch if they fit, G or 1."""
     budget = c["max_tokens_per_micro_batch"]
     resting, learning = fill_micro_batches(batch, budget, together, c["pack_sequences"], rests)
     splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
@@ -655,7 +663,7 @@ def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rest
 def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     """Every `together` neighbouring rows as a unit."""
     rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
         repeated = packing.repeats_prompt(batch["ids"], batch["prompt_lengths"])  # (N,) bool
         prompt = (batch["prompt_lengths"] * repeated).cpu()[rows]  # 0 where it is new

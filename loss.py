@@ -69,10 +69,10 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
     rows and -1 on wrong ones. It estimates the gradient of log p's series, -sum_k (1 - p)^k / k, up
     to k = G - 1 (Tajwar et al. 2026, arXiv:2602.02710). The term k = G is lost by subtracting the
-    mean: groups with K = 0, which have none to divide by, would have to count too. The right rows
-    of a group add up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A
-    is 0 where no reward is above 0. Negative rewards could bring the mean to nearly 0, so the
-    divisor is at least max_group(r) / G; the mean of rewards >= 0 is never below that."""
+    mean: groups with K = 0, whose mean is 0, would have to count too. The right rows of a group add
+    up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A is 0 where no
+    reward is above 0. Negative rewards could bring the mean to nearly 0, so the divisor is at least
+    max_group(r) / G; the mean of rewards >= 0 is never below that."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
@@ -386,7 +386,7 @@ def balance_loss(
     proportional to exp(u / tau), over answers with summed scores, per token with means. That holds
     whoever sampled the answers, so there is no importance ratio. Unlike maxent's, the pull does
     not saturate in p; it grows with 1 / tau. Groups of equal rewards, where they are not skipped,
-    have their scores pulled together; as tau -> inf all groups have."""
+    have their scores pulled together; as tau -> inf, all groups do."""
     d = scores - goals  # (P, G)
     # the group's mean stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
@@ -454,7 +454,9 @@ def token_weights(
         return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
     if aggregation == "token_mean":
         return mask / tokens
-    return mask / (rows * max_length)
+    if aggregation == "constant":
+        return mask / (rows * max_length)
+    raise ValueError(f"token_weights has no token_sum={aggregation!r}")
 
 
 def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -619,8 +621,8 @@ def kept_size(hidden: Tensor) -> int:
 
 def room_for_softmaxes(hidden: Tensor) -> int:
     """Bytes that softmaxes may take between forward and backward. On a GPU a quarter of the free
-    memory: a kept softmax saves the backward the product of hidden states and vocabulary head, 2 of
-    the head's 8 units of compute."""
+    memory: a kept softmax saves the backward the product of hidden states and vocabulary head, one
+    of the head's four products."""
     if not hidden.is_cuda:
         return KEPT_BYTES
     free = torch.cuda.mem_get_info(hidden.device)[0]
@@ -678,7 +680,7 @@ def gpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept
 
 
 def softmax_statistics(logits, scale, targets, kept_type):
-    """gpu_statistics, to be compiled: two passes over the logits."""
+    """gpu_statistics, to be compiled; the entropy is always made."""
     logits = logits * scale
     log_z = logits.logsumexp(1)  # (c,)
     logps = logits.gather(1, targets[:, None])[:, 0] - log_z

@@ -1,8 +1,8 @@
 """Reads everything that a run needs before it loads weights, and checks it.
 
-files = load_model_files(model)          # every command: config, tokenizer, stop tokens
-inputs = load_inputs(config, ranks)      # the same, and rows and rewards
-dry_run(config, ranks, deepspeed_config)            # the same, then prints what would run
+files = load_model_files(model)           # every command: config, tokenizer, stop tokens
+inputs = load_inputs(config, ranks)       # the same, and rows and rewards
+dry_run(config, ranks, deepspeed_config)  # the same, then prints what would run
 """
 
 import json
@@ -74,8 +74,8 @@ from prompts import (
 from rollout import VLLM_ROWS, plan_cache, rows_at_once, stays_on_gpu
 
 GIB = 2**30
-# bounds for max_tokens_per_micro_batch=0. Above the upper ones a step gets no faster: on a GPU
-# tokens, on a CPU values in one activation, tokens x width (LOG.md, 2026-11-26)
+# bounds for max_tokens_per_micro_batch=0. A step gets no faster above MOST_TOKENS on a GPU,
+# MOST_VALUES_ON_CPU = tokens x hidden_size on a CPU (LOG.md, 2026-11-26)
 MOST_TOKENS = 16384
 MOST_VALUES_ON_CPU = 2**19
 FEWEST_TOKENS = 256  # below this the activations are small beside the weights anyway
@@ -84,7 +84,7 @@ LIBRARIES = int(0.85 * GIB)
 # GPU memory of CUDA's context, NCCL and a sleeping vLLM (an assumption)
 CUDA_LIBRARIES = 2 * GIB
 IN_CPU_MEMORY = " (in CPU memory)"
-BUCKET = 500_000_000  # values in DeepSpeed's reduce_bucket_size, its default
+BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in values
 # share of a rank's memory that an estimate may fill; estimates leave things out
 MEMORY_SHARE = 0.8
 SAMPLE = 4096  # values read from every tensor: enough to notice weights that are all NaN
@@ -142,7 +142,7 @@ def quiet():
     """Silences transformers' reports and progress bars: this file reports what matters in them."""
     verbosity = logging.get_verbosity()  # global, so it must be restored
     logging.set_verbosity_error()
-    logging.disable_progress_bar()  # for good: where weights load, a bar for one shard is noise
+    logging.disable_progress_bar()  # not restored: when weights load, one shard's bar is noise
     try:
         yield
     finally:
@@ -434,8 +434,8 @@ def refuse_nan(model: str, path: Path) -> None:
 
 
 def check_context(model_config, c: dict) -> None:
-    """UserError if the model has fewer positions than a prompt and its completion need. Models that
-    stretch their positions (YaRN and so on) are left to vLLM to check."""
+    """UserError if the model has fewer positions than the longest row needs, or turns them by the
+    longest of a batch. Those that YaRN and others stretch are left to vLLM."""
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or limit
@@ -646,7 +646,7 @@ def device_memory() -> int:
 
 
 def on_device(table: dict) -> float:
-    """The sum of an estimate's entries, in bytes, that are in the memory of device_memory()."""
+    """Bytes of an estimate in the memory that device_memory() measures."""
     everything = not torch.cuda.is_available()
     return sum(size for what, size in table.items() if everything or IN_CPU_MEMORY not in what)
 
@@ -691,7 +691,7 @@ def memory_estimate(c: dict, model_config, parameters, ranks: int) -> dict:
     inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
     hidden = model_config.hidden_size
     layers = model_config.num_hidden_layers
-    # numbers that are kept for the backward, per token
+    # kept for the backward, per token (LOG.md, 2026-11-22)
     kept = layers * (18 * hidden + 4 * inner)
     if c["gradient_checkpointing"]:  # what went into each layer; layers are recomputed one by one
         kept = layers * hidden + (18 * hidden + 4 * inner)
@@ -731,7 +731,7 @@ def head_bytes(model_config, tokens: int, trains: bool) -> int:
     V = model_config.vocab_size
     gradient = 4 * V * model_config.hidden_size if trains else 0
     if torch.cuda.is_available():
-        # compiled: fewer tensors; what a chunk adds to the gradient is one of its size
+        # compiled: fewer tensors; 2 gradients: a chunk's is added to the sum
         return 2 * 4 * CHUNK * V + 2 * gradient
     return 4 * 4 * CPU_CHUNK * V + gradient + min(KEPT_BYTES, 4 * tokens * V)
 

@@ -62,7 +62,7 @@ def last_number(completion: str, answer, **row) -> float:
 
 def plain_number(text: str) -> str:
     text = text.translate(mathematics.MINUS).replace("{,}", ",")
-    text = re.sub(r"\\[a-zA-Z]+(?=-)", " ", text)  # \approx-12: its last letter is no operand
+    text = re.sub(r"\\[a-zA-Z]+(?=-)", " ", text)  # \approx-12: behind a letter - is no sign
     return THOUSANDS.sub(",", text)
 
 
@@ -86,7 +86,7 @@ def format_reward(completion: str, answer=None, **row) -> float:
     # each tag occurs once, so the first that find() meets is the only one
     think, think_end, answer_start, answer_end = map(text.find, TAGS)
     # think == 0: nothing may stand before <think>
-    in_order = think == 0 < think_end < answer_start < answer_end
+    in_order = think == 0 and think_end < answer_start < answer_end
     at_the_end = answer_end == len(text) - len("</answer>")
     gap = text[think_end + len("</think>") : answer_start]
     return float(in_order and at_the_end and not gap.strip())

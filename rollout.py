@@ -51,12 +51,12 @@ from policy import dtype_of, named_weights
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
-# Completions that HfEngine samples at once, and their tokens in all; one prompt's always.
+# Most completions and tokens that HfEngine samples at once, but at least one prompt's.
 HF_ROWS = 64  # each has a row of logits
 HF_TOKENS = 32_768  # each has keys and values
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
-SMALL = 0.1  # see stays_on_gpu()
+SMALL = 0.1  # of a GPU's memory
 
 
 class Sampling(NamedTuple):
@@ -346,7 +346,7 @@ class VllmEngine(Engine):
             self.process_group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
-        """The vllm.LLM; UserError if it doesn't know an option or can't start with it."""
+        """The vllm.LLM; UserError if vLLM does not know an option or can't start."""
         wait = (
             "" if settings["enforce_eager"] else ", and compiling it, which takes a minute or two"
         )
@@ -554,8 +554,8 @@ class HfEngine(Engine):
             mask += [[0] * padding + [1] * len(prompt_ids)] * n
         draws = Draws(n, sampling.seeds, sampling.temperature)
         sequences = self.model.generate(
-            torch.tensor(ids, device=self.model.device),  # (rows, P)
-            attention_mask=torch.tensor(mask, device=self.model.device),  # (rows, P)
+            torch.tensor(ids, device=self.model.device),  # (rows, longest)
+            attention_mask=torch.tensor(mask, device=self.model.device),  # (rows, longest)
             generation_config=greedy,
             logits_processor=[draws],
         )
@@ -645,8 +645,8 @@ def generate(
     sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
     """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
-    RuntimeError if they are fewer or more, or if a token has no log-prob: a missing one must not
-    pass for 0. RunStopped if one is not finite.
+    RuntimeError if they are fewer or more, if one is empty or lacks a log-prob, which must not
+    pass for 0. RunStopped if a log-prob is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""

@@ -10,19 +10,19 @@ loss -> DeepSpeed -> controllers. The function `train` below is that step: read 
 
 Where this departs from the papers:
 1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so
-   the split into micro-batches and ranks never changes it. In bfloat16 it changes the rounding:
-   DeepSpeed adds up the gradients of micro-batches in the model's type.
+   the split into micro-batches and ranks never changes it. In bfloat16 the split changes the
+   rounding: DeepSpeed adds up the gradients of micro-batches in the model's type.
 2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
    of a clipped surrogate is that of REINFORCE. With more updates, the log-probs of the first one
    serve as the old ones.
 4. Sampler and trainer compute slightly different log-probs. Their ratio is measured every step.
-   Policy-gradient objectives correct for it, capped at 3; maxent's listwise loss does not need to,
+   Policy-gradient objectives correct for it up to a cap; maxent's listwise loss does not need to,
    because its fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
    xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
 6. InfoSeed without a trained head judges a row by the mean hidden state of each seed. These means
-   leave out all rows of the row's own prompt; otherwise chance would not be 1 / seeds.
+   leave out all rows of the row's own prompt; else guessing would be below chance.
 """
 
 from checks import FLAGS
@@ -164,11 +164,11 @@ def deepspeed_config(c: dict) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, though ours have as many rows as fit
         "managed_gradient_accumulation": False,  # any number of backward() per step()
-        "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],  # 0 off
+        "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],  # off: Checked clips
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for offloading must be compiled
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU optimizer must be compiled
         "steps_per_print": sys.maxsize,  # never: the progress bar is ours
     }
 
@@ -232,9 +232,9 @@ def load_reference(c: dict, engine, device):
 
 
 def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
-    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0), it is
-    the value that the checkpoint was made with, so that a run resumed on as many ranks goes on to
-    the bit; otherwise as many tokens as fit into memory. All ranks call it together."""
+    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0): in a
+    run resumed on as many ranks, the checkpoint's value, so that it goes on to the bit; in others
+    as many tokens as fit into memory. All ranks call it together."""
     tokens = c["max_tokens_per_micro_batch"]
     if tokens:
         return tokens
@@ -253,7 +253,7 @@ def start(c: dict) -> Run:
     """Loads everything that a run needs; makes the run's folder, or takes it up again."""
     in_place = checkpoint.resumes_in_place(c)
     check_run_folder(c, in_place)
-    # before ranks meet: each can report what is wrong and exit without leaving a collective
+    # before ranks meet: one that reports what is wrong and exits keeps no other waiting
     inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model_config.vocab_size)
     hub = None
@@ -350,7 +350,7 @@ def less_memory(phase: str, c: dict) -> str:
     group = "num_generations" if phase == "rollout" else "eval_num_generations"
     if phase in ("rollout", "evaluate"):
         cure = f"lower {group}={c[group]} or {length}"
-        # as many rows as it likes, but whole groups
+        # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     if phase == "sync" and torch.cuda.is_available():  # vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
@@ -483,21 +483,21 @@ def prove_sync(run: Run) -> None:
     with enough_memory("learn", c):
         move_frozen(lm, run.world.device)
         set_temperature([run.engine], 1.0)
-        followed = learner.sampler_distance(run.engine, batch, c)
+        to_new = learner.sampler_distance(run.engine, batch, c)
         flip_signs(lm, c["zero_stage"])
-        stale = learner.sampler_distance(run.engine, batch, c)
+        to_old = learner.sampler_distance(run.engine, batch, c)
     sync_weights(run)
-    limit = TRIAL_SHARE[dtype_of(c)] * stale
-    if not followed <= limit:  # NaN stops it too
+    limit = TRIAL_SHARE[dtype_of(c)] * to_old
+    if not to_new <= limit:  # NaN stops it too
         raise RunStopped(
             f"the weights of the policy do not arrive in the rollout engine: for a trial they were "
-            f"changed, and its log-probs are {followed:.4f} nats a token from those of the changed "
-            f"weights (wanted: at most {limit:.4f}), {stale:.4f} from the old ones; "
+            f"changed, and its log-probs are {to_new:.4f} nats a token from those of the changed "
+            f"weights (wanted: at most {limit:.4f}), {to_old:.4f} from the old ones; "
             f"max_logp_difference=-1 skips this check"
         )
     run.say(
-        f"the sampler follows the weights: {followed:.2g} nats a token from changed ones, "
-        f"{stale:.2g} from those before"
+        f"the sampler follows the weights: {to_new:.2g} nats a token from changed ones, "
+        f"{to_old:.2g} from those before"
     )
 
 
@@ -578,7 +578,7 @@ def catch_up(run: Run) -> None:
         save_now(run)
     elif run.hub:
         newest = checkpoint.latest(run.folder)
-        # another one, or none, where the run went on from a checkpoint of another name
+        # not so if it resumed from another folder, such as step_N.abandoned
         if newest and checkpoint.number_of(newest) == run.step:
             run.hub.push(newest, last=True)
 
@@ -599,7 +599,7 @@ def evaluate_and_save(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Ends a run that is done or was asked to stop: its last files and lines, ranks leave."""
+    """Ends a run that is done or was asked to stop: writes what is left, then ranks leave."""
     c = run.config
     if run.log:
         if run.step == c["max_steps"]:
@@ -649,8 +649,8 @@ def stop_if_folder_is_gone(run: Run) -> None:
 def warn_of_equal_rewards(run: Run, rewards) -> None:
     """Warns when for EQUAL_STEPS steps in a row no group's rewards (P, G) could teach anything."""
     c = run.config
-    # InfoSeed's rows have rewards and a loss of their own
     beta = run.controllers["beta"]
+    # InfoSeed's rows have rewards and a loss of their own
     teach = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, beta, c).any()
     run.equal_steps = 0 if teach else run.equal_steps + 1
     if run.equal_steps == EQUAL_STEPS:

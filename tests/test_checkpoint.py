@@ -541,5 +541,5 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
 
 def test_a_save_keeps_what_the_config_says(alone, tiny_model_dir, tmp_path):
     for step in range(1, 6):
-        save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=1, keep_every=2)
-    assert names(checkpoint.steps_of(tmp_path)) == ["step_000002", "step_000004", "step_000005"]
+        save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=1, keep_every=3)
+    assert names(checkpoint.steps_of(tmp_path)) == ["step_000003", "step_000005"]

@@ -155,6 +155,18 @@ def test_a_controllers_state_that_no_run_saves_is_one_sentence(change, tiny_mode
         checkpoint.check_state(path, c)
 
 
+@pytest.mark.parametrize("name", ["pid", "skipped"])
+def test_a_checkpoint_of_another_controllers_py_says_so(name, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    state = checkpoint.read_state(path)
+    if state["controllers"].pop(name, None) is None:
+        state["controllers"][name] = 0.0
+    signed(path, "controller_state.json", state)
+    with pytest.raises(UserError, match=f"has {name}, or lacks it, .*: the checkpoint is of other"):
+        checkpoint.check_state(path, c)
+
+
 @pytest.mark.parametrize("contents", [{}, torch.zeros(3, dtype=torch.uint8)])
 def test_a_random_state_that_is_none_is_one_sentence(contents, tiny_model_dir, tmp_path):
     path = signed(save(tmp_path, 1, FakeEngine(tiny_model_dir)), "rng_0.pt", contents)

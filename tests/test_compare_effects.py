@@ -216,6 +216,10 @@ def test_runs_that_ended_at_different_steps_count_alike_at_the_end():
     end = results.path_of(curves, "arm", "pass").iloc[-1]
     assert end.tolist() == pytest.approx([0.2, 0.7])
     assert results.at_equal_mean(curves, "arm", "base", "pass") == pytest.approx(0.2)
+    # of the early run its last three, not its very last
+    curves.loc[early & (curves["step"] == 50), "pass"] = 0.3
+    end = results.path_of(curves, "arm", "pass", last=3).iloc[-1]
+    assert end.tolist() == pytest.approx([0.2, (0.7 + 0.5) / 2])
 
 
 def test_an_arm_that_is_the_baseline_gains_nothing_at_equal_mean():

@@ -169,6 +169,8 @@ def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):
     by_hand = [0.25, 1 - 43_758 / 735_471, 1]
     assert table.loc["x", shown[:3]].tolist() == pytest.approx(by_hand)
     assert np.isnan(table["coverage"]["x"])
+    unknown = dict(zip(keys, ("x", 0, 2, 2, 0)))
+    assert np.isnan(results.outcome_of(unknown, K)["coverage"])
     # a metric of some problems is no metric of the set
     assert results.complete_metrics(outcomes) == ["pass", "mean", "distinct"]
 
@@ -281,6 +283,8 @@ def test_doses_are_arms_that_differ_in_one_number(tmp_path):
         ("mode_entropy_coef", [(0.0, "base"), (0.1, "e1"), (0.3, "e2")]),
         ("mode_entropy_coef", [(0.1, "l1"), (0.2, "l2"), (0.3, "l3")]),
     ]
+    twice = [{"arm": arm, "config": {"maxent_tau": tau}} for arm, tau in zip("abc", (1, 1, 2))]
+    assert results.doses(twice) == []
 
 
 def test_a_default_tau_is_a_dose_with_its_number(tmp_path, monkeypatch, tiny_model_dir):

@@ -260,6 +260,16 @@ def test_a_target_may_end_at_zero_nats():
     assert targets == [1.0, 0.5, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("step", [0, 5, 10])
+def test_tau_moves_towards_the_target_of_its_own_step(step):
+    key = "maxent_target_weight_entropy"
+    state = controllers.init_state(TAU_ON) | {"step": step}
+    annealed, constant = TAU_ON | {key: {0: 1.0, 10: 0.0}}, TAU_ON | {key: 1 - step / 10}
+    moved = controllers.update_tau(state, 0.4, annealed)
+    assert moved["tau"] == pytest.approx(controllers.update_tau(state, 0.4, constant)["tau"])
+    assert moved["tau"] != state["tau"]
+
+
 # --- state
 
 

@@ -132,6 +132,9 @@ def test_only_a_loss_over_the_shares_of_a_group_has_a_pull(
     targets = group_targets(GroupMeasures(REWARDS, REWARDS, lengths), 0.2, 0.0, c)
     metrics = learner.weight_metrics(targets, batch, c)
     assert ("weights/pull" in metrics, "weights/entropy" in metrics) == (has_pull, has_weights)
+    if has_weights:  # of the groups with a target alone
+        entropies = torch.special.entr(targets.weights[:2]).sum(1)
+        assert metrics["weights/entropy"] == pytest.approx(entropies.mean().item())
     if has_pull:
         means = (batch["old_logps"].sum(1) / batch["lengths"]).view(P, G)
         p, w = means.softmax(1), targets.weights

@@ -107,7 +107,7 @@ def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
             train.start(common.load_config(flags))
         return [p for p in loaded.value.args[0].parameters() if p.requires_grad]
 
-    inputs = SimpleNamespace(model_config=SimpleNamespace(vocab_size=101))
+    inputs = SimpleNamespace(model_config=SimpleNamespace(vocab_size=101), prompts_hash="")
     monkeypatch.setattr(train, "load_inputs", lambda c, ranks: inputs)
     asleep = SimpleNamespace(sleep=lambda: None)
     monkeypatch.setattr(train.rollout, "start_engine", lambda c, device: asleep)
@@ -161,10 +161,16 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
     (path / "config.json").write_text(json.dumps(wider))
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
     monkeypatch.setattr(
-        train, "load_inputs", lambda c, ranks: SimpleNamespace(model_config=model_config)
+        train,
+        "load_inputs",
+        lambda c, ranks: SimpleNamespace(model_config=model_config, prompts_hash=""),
     )
     monkeypatch.setattr(train.checkpoint, "find", lambda c: path)
     monkeypatch.setattr(train.rollout, "start_engine", lambda *args: pytest.fail("it goes on"))
+    told = []
+    monkeypatch.setattr(train, "check_alike", told.append)
     c = common.load_config([f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}"])
     with pytest.raises(common.UserError, match="hidden_size=999"):
         train.start(c)
+    # the ranks had compared before what they were started with
+    assert told == [c | {"maxent_tau": told[0]["maxent_tau"], "hash of the training prompts": ""}]

@@ -175,6 +175,9 @@ def test_active_groups_follow_the_table():
     assert loss.active_groups(rewards, "all").tolist() == [False, True, False, False]
     assert loss.active_groups(rewards, "wrong").tolist() == [True, True, True, False]
     assert loss.active_groups(rewards, "none").tolist() == [True] * 4
+    # the lowest reward need not be 0
+    for shift in (-2.0, 2.0):
+        assert loss.active_groups(rewards + shift, "wrong").tolist() == [True, True, True, False]
 
 
 def test_weight_metrics_are_means_over_active_groups():

@@ -43,10 +43,15 @@ def test_every_optimizer_measures_the_gradient_clips_it_and_refuses_a_nan(name):
     # clipped to a norm of 1
     assert optimizer.param_groups[0]["params"][0].grad.norm() == pytest.approx(1.0, rel=1e-4)
     assert optimizer.overflow is False
+    for limit, norm in ((0.25, 0.25), (0.0, 6.4)):
+        optimizer, *_ = one_step(name, max_grad_norm=limit)
+        clipped = optimizer.param_groups[0]["params"][0].grad.norm()
+        assert clipped == pytest.approx(norm, rel=1e-4)
 
-    optimizer, before, after = one_step(name, float("nan"))
-    assert torch.equal(before, after)
-    assert optimizer.overflow is True
+    for value in (float("nan"), float("inf")):
+        optimizer, before, after = one_step(name, value)
+        assert torch.equal(before, after)
+        assert optimizer.overflow is True
 
 
 def test_weight_decay_is_off_unless_it_is_asked_for():

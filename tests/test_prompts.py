@@ -70,6 +70,11 @@ def test_a_prompt_is_known_by_its_text_alone():
     assert prompts.prompt_key(row) == prompts.prompt_key({"prompt": " 2+2? "})
 
 
+def test_other_prompts_another_order_and_other_ends_of_prompts_have_another_hash():
+    texts = (["ab", "c"], ["c", "ab"], ["a", "bc"], ["ab", "d"])
+    assert len({prompts.prompts_hash([{"prompt": t} for t in two]) for two in texts}) == 4
+
+
 # --- templates of one's own
 
 

@@ -1,0 +1,60 @@
+"""Objectives of a user's own: what they are given, and what a forgotten line does."""
+
+import pytest
+import torch
+
+import checks
+import learner
+import loss
+from checks import Objective, warn_config
+from common import default_config, load_config
+from learner import GroupMeasures
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])  # (P, G)
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """config(objective, *flags): a config whose objective is one that checks.OBJECTIVES lacks, and
+    whose names may be new to checks.Objective too."""
+
+    def make(objective: Objective, *flags: str) -> dict:
+        monkeypatch.setitem(checks.OBJECTIVES, "mine", objective)
+        return load_config(["--num_generations=3", *flags]) | {"objective": "mine"}
+
+    return make
+
+
+def test_a_group_loss_without_a_formula_does_not_train_on_nothing(config):
+    c = config(Objective(group_loss="pairs"))
+    lengths = torch.ones(2, 3)
+    measured = GroupMeasures(REWARDS, REWARDS, lengths)
+    targets = learner.group_targets(measured, 0.1, 0.0, c)
+    counts = learner.step_counts(targets, lengths)
+    with pytest.raises(ValueError, match="no group_loss='pairs'"):
+        learner.group_loss(torch.zeros(2, 3), targets, c, counts)
+
+
+def test_a_ratio_and_a_sum_without_a_formula_do_not_train_another_objective(config):
+    c = config(Objective(ratio="mine"))
+    part = {"old_logps": torch.zeros(3, 2), "advantages": torch.ones(3, 1)}
+    with pytest.raises(ValueError, match="no ratio='mine'"):
+        learner.surrogate(torch.zeros(3, 2), part, c)
+    with pytest.raises(ValueError, match="no token_sum='prompt_mean'"):
+        loss.token_weights("prompt_mean", torch.ones(3, 2), 3, 6, 2)
+
+
+def test_advantages_of_ones_own_may_use_scale_and_k_and_compare_groups(config, monkeypatch):
+    def whole_step(rewards, scale: str, k: int):
+        return (rewards - rewards.mean()) * k
+
+    monkeypatch.setitem(loss.ADVANTAGES, "whole_step", whole_step)
+    c = config(Objective(advantage="whole_step"), "--scale_rewards=group", "--pkpo_k=3")
+    warnings = " ".join(warn_config(c, 100, default_config()))
+    assert "scale_rewards" not in warnings and "pkpo_k" not in warnings
+    # the second group's rewards are equal, and yet it teaches
+    targets = learner.group_targets(GroupMeasures(REWARDS, REWARDS, torch.ones(2, 3)), 0.1, 0.0, c)
+    assert targets.advantages[1, 0] == pytest.approx(3 * (1 - 4 / 6))
+    assert learner.may_have_gradient(REWARDS, 0.0, c).tolist() == [True, True]
+    usual = load_config(["--objective=dr_grpo"])
+    assert learner.may_have_gradient(REWARDS, 0.0, usual).tolist() == [True, False]
