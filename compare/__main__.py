@@ -237,10 +237,10 @@ def check_evaluation(run: dict) -> None:
         )
     seeds = evaluation_seeds(run["folder"])
     if seeds != run["eval_seeds"]:
+        other = f", or give --eval_seeds={seeds}" if seeds else ""
         raise UserError(
             f"{run['folder'] / 'eval.jsonl'} has {seeds} evaluation seed(s) instead of "
-            f"--eval_seeds={run['eval_seeds']}: delete it to evaluate again, or give "
-            f"--eval_seeds={seeds}"
+            f"--eval_seeds={run['eval_seeds']}: delete it to evaluate again{other}"
         )
 
 
