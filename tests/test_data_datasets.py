@@ -126,7 +126,7 @@ def test_prompts_of_a_dataset_that_are_not_text_are_refused(tmp_path):
 
 def test_a_field_of_the_wrong_type_in_a_parquet_file_is_refused_with_its_row(tmp_path):
     path = parquet(tmp_path, prompt=["a", "b"], answer=["1", "1"], num_modes=["2", "3"])
-    check_words(refusal(load, path), path, "row 0", "'num_modes' must be a number")
+    check_words(refusal(load, path), path, "row 0", "'num_modes' must be a whole number")
 
 
 def test_a_parquet_file_with_bytes_for_text_is_one_sentence(tmp_path):
