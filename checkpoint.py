@@ -782,15 +782,14 @@ def check_state(path: Path, config: dict) -> None:
     """UserError if a checkpoint's controller_state.json is not of the form that save() writes."""
     file = path / "controller_state.json"
     saved = read_state(path)
-    held = saved.get("controllers")
-    ours = controllers.init_state(config).keys()
-    if isinstance(held, dict) and held.keys() != ours:
-        raise UserError(
-            f"{file} has {', '.join(sorted(held.keys() ^ ours))}, or lacks it, unlike "
-            f"controllers.init_state: the checkpoint is of other code; go on with that, or start "
-            f"a new run from its weights: --model={path} --output_dir=..."
-        )
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
+    held = saved.get("controllers")
+    if isinstance(held, dict) and (missing := example["controllers"].keys() - held.keys()):
+        raise UserError(
+            f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: it is "
+            f"of older code; go on with that, or start a new run from its weights: "
+            f"--model={path} --output_dir=..."
+        )
     try:
         if saved["replay"]:
             prompts = {key: [1, 0.0, 0.0] for key in saved["replay"]["prompts"]}
