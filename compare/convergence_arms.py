@@ -64,6 +64,12 @@ maxent_pg_half = {
     "learning_rate": 1e-4,
 }
 xdr_05 = {"objective": "xdr", "maxent_tau": 0.05}
+xdr_05_cosine = {
+    "objective": "xdr",
+    "maxent_tau": 0.05,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 100,
+}
 xdr_80 = {"objective": "xdr", "maxent_tau": 0.8}
 token_entropy_01 = {"objective": "token_entropy", "token_entropy_coef": 0.01}
 token_entropy_03 = {"objective": "token_entropy", "token_entropy_coef": 0.03}

@@ -21,6 +21,7 @@ COUNTDOWN = {
     "maxent, τ = .2, cosine": "maxent_cosine",
     "maxrl, cosine": "maxrl_cosine",
     'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
+    "xdr, τ = .05, cosine (start .219 / .730)": "xdr_05_cosine",
     "maxrl, lr 1e-4": "maxrl_half",
     "xdr, τ = .05": "xdr_05",
     "maxent, τ = .2": "maxent_20",
@@ -85,6 +86,7 @@ COUNTDOWN_K64 = {
     "maxrl, cosine (start .225, pass@8 .727)": "maxrl_cosine",
     'maxent "floored", τ = .4, cosine': "maxent_floored_40_cosine",
     "maxent, τ = .2, lr 2e-4 (start .219, pass@8 .730)": "maxent_20",
+    "xdr, τ = .05, cosine (the same start), two seeds": "xdr_05_cosine",
     "xdr, τ = .05, lr 2e-4 (the same start)": "xdr_05",
     "maxrl, lr 2e-4 (the same start)": "maxrl",
     "maxent, groups weighted by spread, lr 2e-4 (the same start)": "maxent_spread",
@@ -222,4 +224,4 @@ def test_best_points_of_countdown():
         where = sum(point["step"] for point in points) / len(points)
         assert int(step.replace(",", "")) == round(where), name
         checked += 1
-    assert checked == 11
+    assert checked == 12
