@@ -466,18 +466,25 @@ def save(state: TrainerState, engine, tokenizer, config: dict) -> Path:
     Returns the path. All ranks call it together. RunStopped if it can't be written; earlier
     checkpoints then stay as they are."""
     path = Path(config["output_dir"]) / f"step_{state.step:06d}"
-    try:
+    with stops_if_unwritten(path):
         write(path, state, engine, tokenizer, config)
+    return path
+
+
+@contextmanager
+def stops_if_unwritten(path: Path, cure: str = ""):
+    """RunStopped, with a sentence, if the folder `path` can't be written in this context. cure: the
+    end of the sentence, for what is no checkpoint of a run."""
+    try:
+        yield
     except Exception as error:
         # any Exception: torch, safetensors and DeepSpeed each have their own for a full disk
         if lost_a_rank(error):
             raise  # the disk is not to blame; common.script prints what is
-        raise RunStopped(not_written(path, error)) from error
-    return path
+        raise RunStopped(not_written(path, error, cure)) from error
 
 
-def not_written(path: Path, error: Exception, cure: str = "") -> str:
-    """A sentence about a folder. cure: its end, for what is no checkpoint of a run."""
+def not_written(path: Path, error: Exception, cure: str) -> str:
     folder = path.parent
     if not folder.is_dir():
         return gone(folder)
@@ -485,15 +492,6 @@ def not_written(path: Path, error: Exception, cure: str = "") -> str:
         f"{path} could not be written ({type(error).__name__}: {first_line(error)}; "
         f"{free_gib(folder):.1f} GiB are free there); {cure or how_to_go_on(folder)}"
     )
-
-
-@contextmanager
-def stops_if_unwritten(path: Path, cure: str):
-    """RunStopped, with a sentence, if the model folder `path` can't be written in this context."""
-    try:
-        yield
-    except Exception as error:  # any: a full disk is an OSError here and safetensors' own there
-        raise RunStopped(not_written(path, error, cure)) from error
 
 
 def how_to_go_on(folder: Path) -> str:

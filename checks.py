@@ -42,6 +42,11 @@ class Objective(NamedTuple):
         """Whether tau and beta make weights w of the rows of a group."""
         return self.row_weights or self.group_loss == "weights"
 
+    @property
+    def has_own_advantages(self) -> bool:
+        """Whether the advantages are of a formula that did not come with this project."""
+        return self.advantage not in ("centred", "pass_at_k")
+
 
 OBJECTIVES = {
     "maxent": Objective(group_loss="weights", beta_acts_on="weights"),
@@ -848,7 +853,7 @@ def objective_claims(c: dict):
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
     yield (
-        objective.advantage == "centred" or max(values_of(c["pkpo_k"])) <= G,  # k of G are drawn
+        objective.advantage != "pass_at_k" or max(values_of(c["pkpo_k"])) <= G,  # k of G are drawn
         f"pkpo_k={c['pkpo_k']} must be at most num_generations={G}",
     )
     yield (

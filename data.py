@@ -426,8 +426,9 @@ def open_dataset(source: dict):
     except Exception as error:
         reason = error.__cause__ or error  # the cause says more than the library's wrapper
         words = quoted(" ".join(str(reason).split()), 300)
-        # it may be another dataset's, left from the config file
-        clear = "; --dataset.config= clears its config" if source["config"] else ""
+        clear = (
+            "; its config may be left from a config file: set it to ''" if source["config"] else ""
+        )
         raise UserError(
             f"dataset {name!r} (config={source['config']!r}, "
             f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "

@@ -365,9 +365,8 @@ def may_have_gradient(rewards, beta: float, c: dict):
     # a seed's reward will make equal rewards differ
     seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     objective = OBJECTIVES[c["objective"]]
-    # advantages of a user's own may compare rows across groups
-    own = objective.advantage not in ("centred", "pass_at_k")
-    if acts_on_all(beta, c) or seeds_earn or own:
+    # a user's own advantages may compare rows across groups
+    if acts_on_all(beta, c) or seeds_earn or objective.has_own_advantages:
         return torch.ones(len(rewards), dtype=torch.bool)
     if objective.group_loss:
         return L.active_groups(rewards, skipped_groups(c))

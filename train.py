@@ -164,9 +164,8 @@ def deepspeed_config(c: dict) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, though ours have as many rows as fit
         "managed_gradient_accumulation": False,  # any number of backward() per step()
-        "gradient_clipping": 0.0
-        if is_checked(c)
-        else c["max_grad_norm"],  # off: policy.Checked clips
+        # 0: off, where policy.Checked clips
+        "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS

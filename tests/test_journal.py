@@ -78,6 +78,15 @@ def test_a_file_of_metrics_that_is_a_device_is_not_read(tmp_path):
     assert journal.read_metrics(tmp_path / "metrics.jsonl") == ([], "")
 
 
+def test_a_config_that_is_a_link_becomes_a_file_of_the_runs_own(tmp_path):
+    run, diary = tmp_path / "run", tmp_path / "diary"
+    run.mkdir()
+    diary.write_text("mine")
+    (run / "config.json").symlink_to(diary)
+    take_up(run)
+    assert diary.read_text() == "mine" and not (run / "config.json").is_symlink()
+
+
 def test_metrics_that_are_a_link_become_a_file_of_the_runs_own(tmp_path):
     run, theirs = tmp_path / "run", tmp_path / "metrics.jsonl"
     run.mkdir()

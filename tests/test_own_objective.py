@@ -49,6 +49,9 @@ def test_advantages_of_ones_own_may_use_scale_and_k_and_compare_groups(config, m
         return (rewards - rewards.mean()) * k
 
     monkeypatch.setitem(loss.ADVANTAGES, "whole_step", whole_step)
+    c = config(Objective(advantage="whole_step"))
+    assert c["pkpo_k"] > c["num_generations"]  # the default of k is no reason to refuse it
+    assert all(holds for holds, _ in checks.objective_claims(c))
     c = config(Objective(advantage="whole_step"), "--scale_rewards=group", "--pkpo_k=3")
     warnings = " ".join(warn_config(c, 100, default_config()))
     assert "scale_rewards" not in warnings and "pkpo_k" not in warnings
