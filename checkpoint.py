@@ -11,6 +11,7 @@
                                  how many steps in a row were skipped or taught nothing,
                                  a hash of the training prompts
         train_config.json        the resolved config
+        trained_prompts.txt      a hash of every prompt that it may have learnt: evaluate.py warns
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
 
@@ -65,6 +66,7 @@ from common import (
     tell,
 )
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
+from prompts import TRAINED, write_trained
 
 # Settings of which a change at a resume is not told: where, how long, and what follows from memory.
 UNTOLD = (
@@ -88,7 +90,14 @@ SHAPE = (
     "tie_word_embeddings",
 )
 # A push leaves out files whose names begin with these: they are the trainer's, not the model's.
-PRIVATE = ("engine", "rng_", "controller_state.json", "train_config.json", "manifest.json")
+PRIVATE = (
+    "engine",
+    "rng_",
+    "controller_state.json",
+    "train_config.json",
+    "trained_prompts.txt",
+    "manifest.json",
+)
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
 # deleted, an upload's copy, converted shards (earlier versions put those beside the checkpoint).
 LEFT = re.compile(r"((push_)?step_\d+|step_\d+\.universal|universal)\.tmp|step_\d+\.old\d*")
@@ -461,13 +470,15 @@ def trial_seconds(folder: Path) -> float:
 # --- save
 
 
-def save(state: TrainerState, engine, tokenizer, config: dict) -> Path:
+def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str]) -> Path:
     """Writes output_dir/step_N, then prunes older checkpoints (save_total_limit, keep_every).
     Returns the path. All ranks call it together. RunStopped if it can't be written; earlier
-    checkpoints then stay as they are."""
+    checkpoints then stay as they are.
+
+    trained: prompts.prompt_keys() of all prompts that the model could be trained on."""
     path = Path(config["output_dir"]) / f"step_{state.step:06d}"
     with stops_if_unwritten(path):
-        write(path, state, engine, tokenizer, config)
+        write(path, state, engine, tokenizer, config, trained)
     return path
 
 
@@ -510,7 +521,9 @@ def gone(folder: Path) -> str:
     )
 
 
-def write(path: Path, state: TrainerState, engine, tokenizer, config: dict) -> None:
+def write(
+    path: Path, state: TrainerState, engine, tokenizer, config: dict, trained: set[str]
+) -> None:
     """save() without the error messages."""
     import torch
     import torch.distributed as dist
@@ -531,6 +544,7 @@ def write(path: Path, state: TrainerState, engine, tokenizer, config: dict) -> N
         tokenizer.save_pretrained(tmp)
         (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
         (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
+        write_trained(tmp, trained)
     dist.barrier()  # the manifest lists every rank's files
     if rank == 0:
         (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
@@ -688,14 +702,9 @@ def settings_of(path: Path) -> dict:
     have has its default, one that no longer exists is left out. UserError if a value is of another
     type."""
     file = path / "train_config.json"
-    return todays_settings(read_table(file), file)
-
-
-def todays_settings(table: dict, file: Path) -> dict:
-    """The settings in `table`, which `file` holds, as settings_of() has them."""
     config = default_config()
     known = {}
-    for name, value in table.items():
+    for name, value in read_table(file).items():
         today = RENAMED.get(name, name)  # or a sentence, which is no key
         if today.partition(".")[0] in config:
             known[today] = value
@@ -1008,6 +1017,8 @@ def export(path, out) -> None:
             shutil.copy(path / "generation_config.json", tmp)
         save_adapter(tmp / "adapter", lm, 0, 0)
         tokenizer.save_pretrained(tmp)
+        if (path / TRAINED).exists():
+            shutil.copy(path / TRAINED, tmp)
         tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
 

@@ -14,7 +14,7 @@ distinct@k  number of different correct answers (modes) among k
 coverage@k  distinct@k / number of all correct answers that the problem has
 """
 
-from checks import FLAGS, INSTEAD, entries, eval_source, holds_out_rows, sources
+from checks import FLAGS, INSTEAD
 from common import load_with_flags, script
 
 # Read the config before the other imports: they take ten seconds, and a wrong config is reported
@@ -34,12 +34,10 @@ from statistics import fmean
 import rewards
 import rollout
 import scoring
-from checkpoint import damaged, read_table, settings_of, todays_settings
 from common import UserError, check_writable, say_on_rank_0
-from data import has_no_splits
 from journal import is_evaluation, read_metrics
 from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
-from prompts import prompts_hash
+from prompts import leakage_warning, prompts_hash
 from ranks import World, check_alike, gather_objects, leave_together, start_distributed
 
 # environment variables that torchrun sets for its ranks, beside TORCHELASTIC_*
@@ -219,60 +217,6 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def training_settings(model: Path) -> dict | None:
-    """The config of the train.py or sft.py that made this folder. None: neither did."""
-    if (model / "train_config.json").exists():
-        return settings_of(model)
-    record = model / "sft.json"
-    if not record.exists():
-        return None
-    table = read_table(record).get("config")
-    if not isinstance(table, dict):
-        raise damaged(record)
-    return todays_settings(table, record)
-
-
-def leakage_warning(count: int, c: dict) -> str:
-    """A warning if the run that made this model may have learnt from some of the `count` rows; ""
-    otherwise. What a run evaluates are the first rows of a file, which has no splits, or of a
-    split or slice; it leaves them out of training."""
-    run = training_settings(Path(c["model"]))
-    if run is None:
-        return ""
-    source = eval_source(c)
-
-    def shares_rows(other: dict) -> bool:
-        """Whether another source may have rows of this one. Two slices of a split have not."""
-        if os.path.realpath(other["name"]) != os.path.realpath(source["name"]):
-            return False
-        if has_no_splits(Path(source["name"])):
-            return True
-        mine, theirs = source["split"], other["split"]
-        whole = mine.partition("[")[0]  # "train" of "train[:10]": it alone meets all slices
-        same_split = mine == theirs or whole == theirs or mine == theirs.partition("[")[0]
-        return other["config"] == source["config"] and same_split
-
-    if not any(map(shares_rows, [*sources(run), entries(run, "easy_dataset")])):
-        return ""
-    held_out = 0
-    kept = "no row"
-    evaluated = eval_source(run)
-    holds_out = holds_out_rows(run) and not run["allow_leakage"] and evaluated is not None
-    if holds_out and shares_rows(evaluated):
-        if has_no_splits(Path(source["name"])) or evaluated["split"] == source["split"]:
-            held_out = run["eval_max_prompts"]
-            kept = f"the first {held_out} rows"
-        else:
-            kept = f"rows of {evaluated['split']!r}"
-    if count <= held_out:
-        return ""
-    return (
-        f"warning: {c['model']} was trained on rows of {source['name']!r}, of which its run held "
-        f"out {kept} (eval_steps={run['eval_steps']}, eval_max_prompts={run['eval_max_prompts']}): "
-        f"it may have learnt the answers to {count - held_out} of these {count}"
-    )
-
-
 def check_output(path: Path) -> None:
     """UserError if --output would replace a file that is no evaluation."""
     if not path.exists() or not path.stat().st_size:
@@ -305,7 +249,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     rows = checked_eval_rows(c, tokenizer)
     world = start_distributed()
     check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
-    if warning := leakage_warning(len(rows), c):
+    if warning := leakage_warning(rows, c["model"]):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
     exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding_functions(rows, c))

@@ -66,7 +66,10 @@ from prompts import (
     check_chat_template,
     encode_prompts,
     end_of_turn,
+    leakage_warning,
+    prompt_keys,
     prompts_hash,
+    read_trained,
     render_prompt,
     set_chat_template,
     with_prompt,
@@ -471,6 +474,7 @@ class Inputs(NamedTuple):
     reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
     prompts_hash: str  # of the training rows, for checkpoints
+    trained: set[str]  # prompts.prompt_keys() of the training rows, and of the model's own training
 
 
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
@@ -511,6 +515,9 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
 
     eval_rows = checked_eval_rows(c, files.tokenizer) if holds_out_rows(c) else []
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
+    if warning := leakage_warning(eval_rows, c["model"]):
+        say_on_rank_0(warning)
+    left = data.all_rows([*pools, easy])
     return Inputs(
         model_config=files.config,
         tokenizer=files.tokenizer,
@@ -520,7 +527,8 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         easy=easy,
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
-        prompts_hash=prompts_hash(data.all_rows([*pools, easy])),
+        prompts_hash=prompts_hash(left),
+        trained=prompt_keys(left) | read_trained(c["model"]),
     )
 
 

@@ -9,6 +9,7 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 import hashlib
 import re
 from functools import cached_property
+from pathlib import Path
 
 from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
 
@@ -107,6 +108,61 @@ def prompts_hash(rows: list[dict]) -> str:
     for row in rows:
         whole.update(prompt_identity(row).encode("utf-8", "surrogatepass") + b"\0\0")
     return whole.hexdigest()[:16]
+
+
+# --- which prompts a model may have learnt
+
+TRAINED = "trained_prompts.txt"  # in a model's folder: prompt_keys(), one a line
+LONGEST_LIST = 2**30  # bytes, 60 million keys: no run that we could start has more
+
+
+def prompt_keys(rows: list[dict]) -> set[str]:
+    """prompt_key() of every row, and of the whole prompt of those that encode_prompts() has cut."""
+    keys = set()
+    for row in rows:
+        keys.add(prompt_key(row))
+        if "uncut_prompt" in row:
+            keys.add(prompt_key(row | {"prompt": row["uncut_prompt"]}))
+    return keys
+
+
+def write_trained(folder: Path, keys: set[str]) -> None:
+    (folder / TRAINED).write_text("".join(f"{key}\n" for key in sorted(keys)))
+
+
+def read_trained(folder) -> set[str]:
+    """The keys of all prompts that the model in this folder could be trained on, by the run that
+    saved it and by those before. Empty if it has no list. UserError if the list is damaged."""
+    path = Path(folder) / TRAINED
+    if not path.is_file():
+        return set()
+    if path.stat().st_size <= LONGEST_LIST:
+        keys = set(path.read_text(errors="replace").split("\n"))
+        keys.discard("")  # behind the last line
+        if all(re.fullmatch("[0-9a-f]{16}", key) for key in keys):
+            return keys
+    raise UserError(f"{path} is damaged: it is not what train.py and sft.py write")
+
+
+def leakage_warning(rows: list[dict], model) -> str:
+    """A warning if `model`, a folder, may have learnt from some of the evaluation rows; "" if it
+    has not, or if it is a model of somebody else's, of which nothing is known."""
+    folder = Path(model)
+    if not (folder / TRAINED).is_file():
+        if not any((folder / name).exists() for name in ("train_config.json", "sft.json")):
+            return ""
+        return (
+            f"warning: {model} is of an earlier version, which kept no list of the training "
+            f"prompts: whether it has learnt the answers to some of these {len(rows)} is unknown"
+        )
+    trained = read_trained(folder)
+    count = sum(not trained.isdisjoint(prompt_keys([row])) for row in rows)
+    if not count:
+        return ""
+    return (
+        f"warning: {count} of these {len(rows)} evaluation prompts are among those that {model} "
+        f"was trained on ({TRAINED}): it may have learnt their answers"
+    )
 
 
 # --- chat templates

@@ -37,7 +37,7 @@ from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, eval_rows_of, load_model_files
-from prompts import seed_prompts
+from prompts import prompt_keys, read_trained, seed_prompts, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
 # Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
@@ -176,14 +176,14 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
     return chosen | {"prompt_ids": seeded[z]}
 
 
-def save(folder: Path, lm, tokenizer, config: dict, loss: float, seconds: float) -> None:
+def save(folder: Path, lm, tokenizer, trained: set[str], record: dict) -> None:
+    """Saves the model, prompts.prompt_keys() of what it was trained on, and sft.json: `record`."""
     with stops_if_unwritten(folder, "make room and remove that folder"):
         lm.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "sft.json").write_text(
-            json.dumps({"config": config, "loss": loss, "seconds": seconds}, indent=1)
-        )
-    print(f"saved {folder}, loss {loss:.3f} nats a token, {seconds:.0f} s")
+        write_trained(folder, trained)
+        (folder / "sft.json").write_text(json.dumps(record, indent=1))
+    print(f"saved {folder}, loss {record['loss']:.3f} nats a token, {record['seconds']:.0f} s")
 
 
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
@@ -198,7 +198,8 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
             pools = data.leave_out_evaluated(pools, held_out, c)
         rows = data.all_rows(pools)
         groups = demonstrations(rows, tokenizer, c)
-        train(c, own, lm, tokenizer, groups)
+        trained = prompt_keys(rows) | read_trained(c["model"])
+        train(c, own, lm, tokenizer, groups, trained)
 
 
 def check(c: dict, own: dict, ranks: int) -> None:
@@ -268,8 +269,8 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
-def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
-    """Trains on all ranks together; rank 0 saves the model to output_dir."""
+def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str]) -> None:
+    """Trains on all ranks together; rank 0 saves the model to output_dir. trained: see save()."""
     world = start_distributed()
     check_alike(c | own | {"number of problems": len(groups)})
     device = world.device
@@ -312,7 +313,8 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list) -> None:
     bar.close()
     if world.rank == 0:
         seconds = time.perf_counter() - started
-        save(Path(c["output_dir"]), lm, tokenizer, c, -total_logp / tokens, seconds)
+        record = {"config": c, "loss": -total_logp / tokens, "seconds": seconds}
+        save(Path(c["output_dir"]), lm, tokenizer, trained, record)
     leave_together()  # the other ranks wait here until rank 0 has saved
 
 

@@ -97,6 +97,7 @@ from policy import (
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
+from prompts import leakage_warning, read_trained
 from ranks import (
     World,
     across_ranks,
@@ -250,6 +251,25 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
     return fitting
 
 
+def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
+    """Loads a checkpoint into the engine, and tells what is other than when it was saved. Returns
+    its TrainerState, and the inputs with what it was trained on. All ranks call it together."""
+    saved = checkpoint.load(path, engine, Path(c["output_dir"]))
+    if changes := checkpoint.changes(path, c):
+        say_on_rank_0(changes)
+    if saved.prompts and saved.prompts != inputs.prompts_hash:
+        say_on_rank_0(
+            f"warning: the training prompts are not those of {path}: from here on the run takes "
+            f"other prompts than it would have taken"
+        )
+    if warning := leakage_warning(inputs.eval_rows, path):
+        say_on_rank_0(warning)
+    rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
+    say_on_rank_0(f"resumed from {path}, {saved.step} steps done{rest}")
+    saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
+    return saved, inputs._replace(trained=inputs.trained | read_trained(path))
+
+
 def start(c: dict) -> Run:
     """Loads everything that a run needs; makes the run's folder, or takes it up again."""
     in_place = checkpoint.resumes_in_place(c)
@@ -284,17 +304,7 @@ def start(c: dict) -> Run:
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
-        saved = checkpoint.load(resume_path, engine, Path(c["output_dir"]))
-        if changes := checkpoint.changes(resume_path, c):
-            say_on_rank_0(changes)
-        if saved.prompts and saved.prompts != inputs.prompts_hash:
-            say_on_rank_0(
-                f"warning: the training prompts are not those of {resume_path}: from here on the "
-                f"run takes other prompts than it would have taken, held-out ones among them maybe"
-            )
-        rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
-        say_on_rank_0(f"resumed from {resume_path}, {saved.step} steps done{rest}")
-        saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
+        saved, inputs = resume(resume_path, engine, inputs, c)
     # The last step is saved already, but "shallow": without a model, because more steps were to
     # follow. catch_up() saves it again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
@@ -531,7 +541,8 @@ def save_now(run: Run) -> None:
         replay = run.experience.replay_state
         prompts = run.inputs.prompts_hash
         state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, prompts)
-        saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c)
+        trained = run.inputs.trained
+        saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c, trained)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
         evaluate.start_command(c["eval_command"], saved)

@@ -86,7 +86,7 @@ def test_a_step_learns_and_a_checkpoint_goes_on_to_the_bit(stage, tiny_model_dir
     assert {w.dtype for w in after.values()} == {torch.bfloat16}
 
     memory = TrainerState(1, {"tau": 0.2, "beta": 0.0}, {})
-    saved = checkpoint.save(memory, run.engine, sft.tiny_tokenizer(), run.config)
+    saved = checkpoint.save(memory, run.engine, sft.tiny_tokenizer(), run.config, set())
     random_state = torch.get_rng_state()
     wanted = step(run), weights_of(run)
     other = run_of(tiny_model_dir, tmp_path, stage, world)

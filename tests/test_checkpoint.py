@@ -64,7 +64,7 @@ def save(folder: Path, step: int, engine, **changes) -> Path:
     config = CONFIG | {"output_dir": str(folder)} | changes
     state = controllers.init_state(config) | {"tau": 0.1 * step}
     memory = checkpoint.TrainerState(step, state, {})
-    return checkpoint.save(memory, engine, sft.tiny_tokenizer(), config)
+    return checkpoint.save(memory, engine, sft.tiny_tokenizer(), config, {"0" * 16})
 
 
 def save_again_and_again(folder: Path, notes: Path, model: Path) -> None:

@@ -12,8 +12,8 @@ from test_checkpoint import CONFIG, GROUP_OF_ONE, FakeEngine, names, save
 from transformers import AutoModelForCausalLM
 
 import checkpoint
-import evaluate
 from common import RunStopped, UserError
+from prompts import TRAINED, read_trained
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +49,13 @@ def test_a_checkpoint_with_other_settings_is_gone_on_from_or_refused_in_one_sent
 ):
     path = signed(save(tmp_path, 1, FakeEngine(tiny_model_dir)), "train_config.json", settings)
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
-    asked = c | {"model": str(path), "eval_dataset": {"name": "rows.jsonl"}}
     if not words:
         assert checkpoint.find(c) == path
-        assert bool(evaluate.leakage_warning(9, asked)) == ("dataset_name" in settings)
         return
     for work in (
         lambda: checkpoint.find(c),
         lambda: checkpoint.changes(path, c),
         lambda: checkpoint.export(path, tmp_path / "out"),
-        lambda: evaluate.leakage_warning(9, asked),
     ):
         with pytest.raises(UserError, match=f"{path / 'train_config.json'}: {words}"):
             work()
@@ -93,6 +90,12 @@ def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(tiny_m
     checkpoint.export(path, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    assert read_trained(tmp_path / "out") == read_trained(path) == {"0" * 16}
+    # a checkpoint of an earlier version has no such list
+    (path / TRAINED).unlink()
+    signed(path, "train_config.json", {})
+    checkpoint.export(path, tmp_path / "older")
+    assert not (tmp_path / "older" / TRAINED).exists()
 
 
 @pytest.mark.parametrize("out", [".", "/", ".."])

@@ -499,7 +499,7 @@ def test_a_warm_start_learns_no_held_out_solution(tiny_model_dir, tmp_path, monk
     rows = [{"prompt": f"{i}+1", "answer": str(i), "solutions": [str(i)]} for i in range(3)]
     path = jsonl(tmp_path, *rows)
     learnt = []
-    monkeypatch.setattr(sft, "train", lambda c, own, lm, tokenizer, groups: learnt.append(groups))
+    monkeypatch.setattr(sft, "train", lambda *given: learnt.append(given[4]))  # the groups
     out = tmp_path / "out"
     argv = [f"--model={tiny_model_dir}", f"--dataset.name={path}", f"--output_dir={out}"]
     argv += ["--eval_steps=5", "--eval_max_prompts=1"]

@@ -1,8 +1,6 @@
 """evaluate.evaluate_problems with an engine that needs no model: what it asks for, what it counts,
 and that any number of ranks finds the same."""
 
-import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -108,50 +106,3 @@ def test_another_evaluation_seed_draws_other_samples(monkeypatch):
     assert {record["seed"] for record in records} == {0}
     assert {record["seed"] for record in others} == {1}
     assert set(call["seeds"]).isdisjoint(other["seeds"])
-
-
-@pytest.mark.parametrize(
-    "trained, asked, words",
-    [
-        ("eval_steps=0", "eval_max_prompts=3", "held out no row .* answers to 3 of these 3"),
-        ("eval_steps=1 eval_max_prompts=1", "eval_max_prompts=3", "first 1 rows .* to 2 of"),
-        ("eval_steps=1 eval_max_prompts=3", "eval_max_prompts=3", ""),
-        (
-            "eval_steps=1 eval_max_prompts=3 allow_leakage=True",
-            "eval_max_prompts=3",
-            "no row .* to 3 of",
-        ),
-        (
-            "dataset.name=a.jsonl easy_dataset.name=rows.jsonl easy_dataset.share=.5 eval_steps=0",
-            "eval_max_prompts=3",
-            "no row .* to 3 of",
-        ),
-        ("dataset.name=other.jsonl", "eval_max_prompts=3", ""),
-        ("dataset.name=./rows.jsonl eval_steps=0", "eval_max_prompts=3", "no row"),
-        ("dataset.name=gsm8k", "dataset.name=gsm8k", ""),  # "train", "test"
-        ("dataset.name=gsm8k", "dataset.name=gsm8k eval_dataset.split=train", "no row .* 3 of"),
-        ("dataset.name=gsm8k dataset.config=a", "dataset.name=gsm8k eval_dataset.split=train", ""),
-        (
-            "dataset.name=gsm8k dataset.split=train[3:] eval_dataset.split=train[:3] eval_steps=1",
-            "dataset.name=gsm8k eval_dataset.split=train",
-            r"rows of 'train\[:3\]'",
-        ),
-        (
-            "dataset.name=gsm8k dataset.split=train[3:] eval_dataset.split=train[:3]",
-            "dataset.name=gsm8k eval_dataset.split=train[:3]",
-            "",
-        ),
-    ],
-)
-def test_rows_that_a_checkpoint_may_have_learnt_from_are_warned_about(
-    trained, asked, words, tmp_path
-):
-    flags = ["--dataset.name=rows.jsonl", f"--model={tmp_path}"]
-    run = load_config([*flags, *(f"--{flag}" for flag in trained.split())])
-    c = load_config([*flags, *(f"--{flag}" for flag in asked.split())])
-    assert evaluate.leakage_warning(3, c) == ""  # the model of no run
-    for name, table in {"sft.json": {"config": run}, "train_config.json": run}.items():
-        (tmp_path / name).write_text(json.dumps(table))
-        assert bool(words) == bool(evaluate.leakage_warning(3, c))
-        assert re.search(words, evaluate.leakage_warning(3, c))
-        (tmp_path / name).unlink()

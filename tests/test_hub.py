@@ -173,7 +173,7 @@ def test_a_slow_hub_does_not_hold_up_the_run_and_models_arrive_whole_and_the_tok
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     for name, contents in files.items():
         assert contents == (folder / "step_000002" / name).read_bytes()
-        ours = ("engine", "rng_", "controller", "manifest", "train_config")
+        ours = ("engine", "rng_", "controller", "manifest", "train_config", "trained")
         assert not name.startswith(ours)
 
     assert hub.tokens == {f"Bearer {TOKEN}"}

@@ -144,7 +144,7 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     run = SimpleNamespace(step=4, saved_step=0, skipped_steps=0, equal_steps=0, timer=Timer())
     run.config = {"save_steps": 1, "eval_command": "ls {checkpoint}", "max_steps": 9}
     run.experience = SimpleNamespace(replay_state={})
-    run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="")
+    run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", trained=set())
     run.world = SimpleNamespace(rank=rank)
     run.controllers = run.engine = run.hub = None
     run.say = lambda sentence: None

@@ -247,7 +247,7 @@ def saved(tiny_model_dir, tmp_path_factory):
 
 def save(policy, step: int) -> Path:
     memory = checkpoint.TrainerState(step, {}, {})
-    return checkpoint.save(memory, policy.engine, policy.tokenizer, policy.c)
+    return checkpoint.save(memory, policy.engine, policy.tokenizer, policy.c, set())
 
 
 def logits_of(lm):

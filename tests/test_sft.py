@@ -111,7 +111,7 @@ def test_the_rate_of_a_warm_start_rises_and_falls_and_its_temperature_is_1(alone
     lm, tokenizer = sft.load_model(c)
     demonstration = {"prompt_ids": [5, 6], "completion_ids": [7, 0], "logprobs": [0.0, 0.0]}
     own = {"steps": 40, "batch_size": 2, "learning_rate": 1e-3}
-    sft.train(c, own, lm, tokenizer, [([demonstration], [])])
+    sft.train(c, own, lm, tokenizer, [([demonstration], [])], set())
     rates, temperatures = alone
     assert len(rates) == 40
     assert max(rates) == pytest.approx(1e-3)

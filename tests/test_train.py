@@ -27,11 +27,13 @@ import common
 import evaluate
 import learner
 import loss
+import preflight
 import rollout
 import sft
 import train
 from common import UserError, load_config, progress
 from journal import MetricsLog
+from prompts import leakage_warning, prompt_keys, read_trained
 
 SMALL = [
     *SMALL_DATA,
@@ -202,6 +204,9 @@ def test_a_checkpoint_is_whole_and_a_hugging_face_model(two_ranks):
     assert checkpoint.latest(folder) == last
     assert AutoModelForCausalLM.from_pretrained(last).config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(last).eos_token_id == 0
+    inputs = preflight.load_inputs(checkpoint.settings_of(last), 2)
+    assert read_trained(last) == prompt_keys(inputs.pools[0])
+    assert leakage_warning(inputs.eval_rows, last) == ""
 
 
 def test_a_damaged_checkpoint_is_noticed_and_passed_over(two_ranks, tmp_path):
@@ -452,6 +457,7 @@ def test_a_tiny_model_is_built_and_learns_from_demonstrations(tmp_path):
     assert warm_start(folder, 2, "--steps=30") < 3.0  # ln(101 tokens) before: 4.6
     parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
     assert 0.5e6 < sum(parameter.numel() for parameter in parameters) < 1.5e6
+    assert len(read_trained(folder)) > 100
 
 
 @pytest.mark.slow
