@@ -109,13 +109,13 @@ def summarize(records: list[dict], k: int) -> dict:
     return metrics
 
 
-def evaluate(sampler, inputs, c: dict, world: World) -> dict:
-    """The metrics of summarize() over all held-out rows. inputs: preflight.Inputs."""
+def evaluate(sampler, inputs, c: dict, world: World) -> list[dict]:
+    """evaluate_problems() of all held-out rows of a run. inputs: preflight.Inputs."""
     rows = inputs.eval_rows
     exam = scoring.Exam(
         sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding_functions(rows, c)
     )
-    return summarize(evaluate_problems(exam, c, world), c["eval_num_generations"])
+    return evaluate_problems(exam, c, world)
 
 
 def start_command(command: str, checkpoint: Path) -> None:

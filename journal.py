@@ -41,7 +41,7 @@ TRIAL_SAVE = "trial.tmp"
 CONFIG_FILES = ("config.json", "config.tmp")
 OF_A_START = (*CONFIG_FILES, "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
 # What a run that goes on opens by its name: a symbolic link there would lead it out of its folder
-NO_LINKS = ("curves.png", "rollouts", "rollouts/*", "reward_failures.rank_*.jsonl")
+NO_LINKS = ("curves.png", "evaluations", "rollouts", "rollouts/*", "reward_failures.rank_*.jsonl")
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -362,7 +362,8 @@ def rewind(folder: Path, step: int) -> None:
     """Removes what a run that died, or went another way, wrote into its folder after `step`."""
     for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
         rewind_lines(path, step)
-    for path in folder.glob("rollouts/step_*.rank_*.jsonl"):
+    of_a_step = ("rollouts/step_*.rank_*.jsonl", "evaluations/step_*.jsonl")
+    for path in [path for pattern in of_a_step for path in folder.glob(pattern)]:
         number = path.name.removeprefix("step_").partition(".")[0]
         if number.isdecimal() and int(number) > step:
             path.unlink()
@@ -448,6 +449,14 @@ class MetricsLog:
             row[name] = value if math.isfinite(value) else None
         self.file.write(json.dumps(row) + "\n")
         self.tell_wandb(lambda run: run.log(metrics, step=step))
+
+    def write_evaluation(self, step: int, records: list[dict]) -> None:
+        """Writes evaluations/step_N.jsonl, a line for each held-out problem, like --output of
+        evaluate.py. FileNotFoundError if the run's folder is gone."""
+        folder = self.folder / "evaluations"
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(record) + "\n" for record in records]
+        write_whole(folder / f"step_{step:06d}.jsonl", "".join(lines))
 
     def lost(self) -> bool:
         """Whether the run's folder has been deleted, renamed or replaced since the run began."""

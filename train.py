@@ -551,16 +551,22 @@ def save_now(run: Run) -> None:
 
 
 def evaluate_now(run: Run) -> None:
-    """Evaluates on the held-out problems and logs mean@k, pass@k and the other metrics."""
+    """Evaluates on the held-out problems, writes a line for each, and logs mean@k, pass@k and the
+    other metrics."""
     if not run.inputs.eval_rows:
         return
     try:
         with run.timer("evaluate"), enough_memory("evaluate", run.config):
-            metrics = evaluate.evaluate(run.sampler, run.inputs, run.config, run.world)
+            records = evaluate.evaluate(run.sampler, run.inputs, run.config, run.world)
     except RolloutsLost as error:  # the next step will fail too, and saves before it stops
         run.say(f"step {run.step}: not evaluated: {error}")
         return
+    metrics = evaluate.summarize(records, run.config["eval_num_generations"])
     if run.log:
+        try:
+            run.log.write_evaluation(run.step, records)
+        except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
+            raise RunStopped(checkpoint.gone(run.folder)) from None
         run.log.write(run.step, metrics)
     figures = " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
     run.say(f"step {run.step}: {figures}")

@@ -54,7 +54,7 @@ from common import (
     with_tau,
 )
 from compare.results import LAST, SET_HERE, draw, evaluation_seeds, settled_at, write_results
-from journal import hold_folder
+from journal import hold_folder, write_whole
 
 OWN = {
     "arms": "",  # the arms file, see above
@@ -244,6 +244,17 @@ def check_evaluation(run: dict) -> None:
         )
 
 
+def take_own_evaluation(run: dict) -> bool:
+    """Whether train.py has evaluated a finished run's last checkpoint as it is asked for, under one
+    seed: then that becomes its eval.jsonl. evaluate.py would sample the same answers again."""
+    last = checkpoint.steps_of(run["folder"])[-1].name
+    evaluation = run["folder"] / "evaluations" / f"{last}.jsonl"
+    if run["eval_seeds"] > 1 or not evaluation.exists():
+        return False
+    write_whole(run["folder"] / "eval.jsonl", evaluation.read_text())
+    return True
+
+
 def command_of(run: dict, ranks: int) -> list[str]:
     """The next command of a run, train.py or evaluate.py, under torchrun."""
     state = state_of(run)
@@ -344,7 +355,8 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.remove((run, process))
                 # state_of(): a run may end with status 0 but without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
-                    waiting.insert(0, run)  # to be evaluated
+                    # to be evaluated at once
+                    waiting[:0] = [] if take_own_evaluation(run) else [run]
                     # a settled run has taken fewer steps than were announced
                     bar.total -= run["config"]["max_steps"] - steps[run["folder"]]
                     continue

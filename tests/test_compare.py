@@ -562,7 +562,10 @@ def test_two_arms_for_real_then_two_seeds_after_an_interruption(
     assert "| maxent | mean@8 |" in text
     assert (out / "comparison.png").stat().st_size > 10_000
     for run in runs:
-        assert len(read_lines(run["folder"] / "eval.jsonl")) == 12  # 4 problems, 3 seeds
+        evaluated = read_lines(run["folder"] / "eval.jsonl")
+        assert len(evaluated) == 12  # 4 problems, 3 seeds
+        # what take_own_evaluation() relies on
+        assert evaluated[:4] == read_lines(run["folder"] / "evaluations" / "step_000002.jsonl")
 
     # training takes long: second seeds are copies of the first
     for arm in ("plain", "maxent"):

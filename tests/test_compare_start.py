@@ -41,3 +41,31 @@ def test_a_folder_stays_locked_while_a_run_lives_though_we_were_killed(tmp_path,
         process.communicate()
     with journal.hold_folder(tmp_path / "out"):
         assert log.read_text() == "of an earlier try\nnew\n"
+
+
+@pytest.mark.parametrize("seeds, evaluated", [(1, True), (1, False), (3, True)])
+def test_a_run_that_has_evaluated_its_last_checkpoint_is_not_evaluated_again(
+    seeds, evaluated, tmp_path, monkeypatch
+):
+    (run,), _ = plan(tmp_path, "a = {}", f"--eval_seeds={seeds}")
+    started = []
+
+    def start(run, ranks, locked):
+        started.append(compare.state_of(run))
+        if started == ["new"]:
+            write_run(run, evaluated=False)
+            (run["folder"] / "evaluations").mkdir()
+            for step in (10, 20) if evaluated else (10,):
+                path = run["folder"] / "evaluations" / f"step_{step:06d}.jsonl"
+                path.write_text(f"of step {step}\n")
+        else:
+            (run["folder"] / "eval.jsonl").write_text("of evaluate.py\n")
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(compare, "start", start)
+    monkeypatch.setattr(compare, "listen", lambda handler: None)
+    compare.carry_out([run], {"jobs": 1, "ranks": 1, "output": "out"}, None)
+    taken = seeds == 1 and evaluated
+    assert started == (["new"] if taken else ["new", "trained"])
+    words = "of step 20\n" if taken else "of evaluate.py\n"
+    assert (run["folder"] / "eval.jsonl").read_text() == words

@@ -56,10 +56,12 @@ def test_a_run_evaluates_its_held_out_rows_and_always_with_the_same_seeds(monkey
         eval_rows=ROWS[:2], pools=[ROWS[2:]], easy=ROWS[2:], tokenizer=TOKENIZER, stop_ids=[0]
     )
     c = load_config([*FLAGS, "--seed=7"])
-    metrics = evaluate.evaluate(engine, inputs, c, World(0, 1, torch.device("cpu")))
+    records = evaluate.evaluate(engine, inputs, c, World(0, 1, torch.device("cpu")))
+    assert [record["id"] for record in records] == [row["id"] for row in ROWS[:2]]
     (call,) = engine.calls
     assert call["prompts_ids"] == [row["prompt_ids"] for row in ROWS[:2]]
     assert call["seeds"] == [rollout.prompt_seed("eval", 0, i) for i in range(2)]
+    metrics = evaluate.summarize(records, 4)
     assert metrics["eval/mean@4"] == metrics["eval/pass@1"]
 
 

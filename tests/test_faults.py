@@ -27,10 +27,12 @@ from fake_wandb import WANDB, Service
 import checkpoint
 import common
 import data
+import evaluate
 import journal
 import scoring
 import train
 from common import RunStopped, UserError
+from journal import Timer
 from policy import ParameterCounts
 
 HF = [
@@ -391,7 +393,14 @@ def test_what_came_after_the_checkpoint_leaves_the_folder_with_its_metrics(tmp_p
     (tmp_path / "rollouts" / "step_of_mine.jsonl").touch()
     failures = tmp_path / "reward_failures.rank_1.jsonl"
     failures.write_text('{"step": 2, "id": "a"}\n{"step": 3, "id": "b"}\n')
+    log = journal.MetricsLog(tmp_path, CONFIG, 3)
+    for step in (2, 3):
+        log.write_evaluation(step, [{"id": "a", "correct": step}, {"id": "b", "correct": 0}])
+    log.close()
     journal.MetricsLog(tmp_path, CONFIG, 2).close()
+    (evaluation,) = (tmp_path / "evaluations").iterdir()
+    assert evaluation.name == "step_000002.jsonl"
+    assert evaluation.read_text() == '{"id": "a", "correct": 2}\n{"id": "b", "correct": 0}\n'
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["step_000002.rank_0.jsonl", "step_000002.rank_1.jsonl", "step_of_mine.jsonl"]
     assert failures.read_text() == '{"step": 2, "id": "a"}\n'
@@ -443,6 +452,20 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
             rank=1, own_rewards=torch.zeros(2, 4), rewards_per_func=empty, right=empty
         )
         train.show_rollouts(run, collected)
+
+
+def test_so_is_one_that_goes_just_before_an_evaluation_is_written(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    log = journal.MetricsLog(tmp_path / "gone", CONFIG, 0)
+    shutil.rmtree(tmp_path / "gone")
+    record = {"id": "a", "samples": 8, "correct": 2, "failures": 0, "distinct": None}
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given: [record | {"num_modes": None}])
+    run = SimpleNamespace(config=CONFIG, log=log, folder=tmp_path / "gone", step=5, timer=Timer())
+    run.inputs = SimpleNamespace(eval_rows=[{}])
+    run.sampler = run.world = None
+    with pytest.raises(RunStopped, match="gone' is gone or another folder now"):
+        train.evaluate_now(run)
+    log.close()
 
 
 # --- a row that can't be read

@@ -47,7 +47,14 @@ def test_a_link_in_a_run_folder_leads_no_run_that_goes_on_there_to_other_files(
 
 
 @pytest.mark.parametrize(
-    "name", ["curves.png", "rollouts", "rollouts/step_000009.jsonl", "reward_failures.rank_0.jsonl"]
+    "name",
+    [
+        "curves.png",
+        "evaluations",
+        "rollouts",
+        "rollouts/step_000009.jsonl",
+        "reward_failures.rank_0.jsonl",
+    ],
 )
 def test_a_run_does_not_go_on_where_a_link_would_lead_it_out_of_its_folder(name, tmp_path):
     run, theirs = tmp_path / "run", tmp_path / "theirs"

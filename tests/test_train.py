@@ -189,6 +189,8 @@ def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
     for row in rows:
         (value,) = row["rewards"].values()
         assert value == row["reward"] and row["correct"] == (value >= 1)
+    for path in (two_ranks[0] / f"evaluations/step_{step:06d}.jsonl" for step in (0, 2, 3)):
+        assert len(path.read_text().splitlines()) == 6
 
 
 def test_wandb_offline_holds_the_run(two_ranks):
