@@ -1025,6 +1025,7 @@ FOREIGN = {
     "deepspeed": "--zero_stage=0 to 3; train.py:deepspeed_config has the rest",
     "fp16": "the type of the model is --dtype=bfloat16 or float32",
     "attn_implementation": "packed rows have an attention of their own, see packing.py",
+    "vllm_importance_sampling_clip_min": "ratios have no lower bound here",
     "vllm_importance_sampling_correction": "--importance_sampling=none is False",
     "vllm_max_model_length": "it is max_prompt_length + max_completion_length",
     "top_entropy_quantile": "all tokens count",

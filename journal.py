@@ -500,7 +500,7 @@ class Timer:
     def __call__(self, phase: str):
         if self.bar is not None:
             # at once on a terminal only: a log file gets a line with the phase now and then
-            self.bar.set_description_str(f"{phase:10}", refresh=sys.stderr.isatty())
+            self.bar.set_description_str(f"{phase:11}", refresh=sys.stderr.isatty())
         start = time.perf_counter()
         inside = sum(self.seconds.values())
         try:

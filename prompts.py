@@ -148,6 +148,8 @@ def leakage_warning(rows: list[dict], model) -> str:
     """A warning if `model`, a folder, may have learnt from some of the evaluation rows; "" if it
     has not, or if it is a model of somebody else's, of which nothing is known."""
     folder = Path(model)
+    if not rows:
+        return ""
     if not (folder / TRAINED).is_file():
         if not any((folder / name).exists() for name in ("train_config.json", "sft.json")):
             return ""

@@ -1,5 +1,5 @@
 # Countdown with four numbers by Qwen2.5-0.5B-Instruct, xdr with tau = 0.05. One GPU with 40 GB, 1.5
-# to 2 hours, at most 27 GiB (estimated, not run):
+# to 2 hours, at most 26 GiB (estimated, not run):
 #   torchrun --standalone --nproc_per_node 1 train.py config/countdown_0.5b.py
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 output_dir = "runs/countdown_0.5b"

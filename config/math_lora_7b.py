@@ -1,10 +1,10 @@
 # Mathematics by Qwen2.5-7B-Instruct with adapters of rank 32 (LoRA). One GPU with 24 GB, 48 GB of
 # CPU memory, about 2 minutes a step, 7 hours (estimated; of the learner's memory see below):
 #   torchrun --standalone --nproc_per_node 1 train.py config/math_lora_7b.py
-# Policy and vLLM take turns on the GPU: 20.3 GiB while it learns (weights 14.3, libraries 2,
-# activations 1.8, logits 1.2, optimizer 0.9; 18.3 without libraries were measured on an H200, with
-# random weights), 20.5 while it samples (vLLM's 19.2, optimizer); the policy's frozen weights then
-# wait in CPU memory.
+# Policy and vLLM take turns on the GPU: 20.4 GiB while it learns (weights 14.3, libraries 2,
+# activations 1.8, logits 1.2, optimizer and gradients 1.1; 18.3 without libraries were measured on
+# an H200, with random weights), 20.5 while it samples (vLLM's 19.2, optimizer); the policy's frozen
+# weights then wait in CPU memory.
 model = "Qwen/Qwen2.5-7B-Instruct"
 output_dir = "runs/math_lora_7b"
 dtype = "bfloat16"

@@ -70,6 +70,7 @@ def test_evaluation_prompts_that_a_model_may_have_learnt_are_counted(tmp_path):
 def test_of_a_model_that_an_earlier_version_trained_it_is_said_that_nobody_knows(name, tmp_path):
     (tmp_path / name).write_text("{}")
     check_words(leakage_warning(SUMS, tmp_path), "warning", "earlier version", "some of these 6")
+    assert leakage_warning([], tmp_path) == ""
     write_trained(tmp_path, set())
     assert leakage_warning(SUMS, tmp_path) == ""
 

@@ -7,6 +7,7 @@ import pytest
 
 from common import ROOT
 from compare import frontier, pass_at_k
+from tasks import countdown
 
 EVIDENCE = ROOT / "compare" / "evidence"
 COLUMNS = ["mean", "pass", "distinct", "coverage"]  # in the documents' order
@@ -225,3 +226,11 @@ def test_best_points_of_countdown():
         assert int(step.replace(",", "")) == round(where), name
         checked += 1
     assert checked == 12
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
+def test_the_demos_example_is_a_right_answer(file):
+    text = (ROOT / file).read_text()
+    numbers, target, answer = re.search(r"`([\d,]+)=(\d+):` → `(.+?)`", text).groups()
+    problem = {"numbers": list(map(int, numbers.split(","))), "target": int(target)}
+    assert countdown.reward(answer, problem) == 1
