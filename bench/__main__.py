@@ -23,8 +23,8 @@ T64 and its V of 49,152, beside TRL's in every way. Own flags: --against (trl, t
 trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
 ours compiles too (vllm_options.enforce_eager=False), and has TRL's importance sampling, for which
 TRL makes a forward more; beside trl it runs as it does by default, with vLLM, or in trl_hf without
-it (rollout_engine="hf"). Both have as many tokens in a micro-batch, and what is no rollout counts
-as learning.
+it (rollout_engine="hf"). TRL's micro-batches have as many tokens as ours or fewer, because its
+rows must divide the batch (smollm2: 300, ours 512). What is no rollout counts as learning.
 """
 
 import json
