@@ -66,7 +66,7 @@ from common import (
     tell,
 )
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
-from prompts import TRAINED, write_trained
+from prompts import read_trained, write_trained
 
 # Settings of which a change at a resume is not told: where, how long, and what follows from memory.
 UNTOLD = (
@@ -470,12 +470,13 @@ def trial_seconds(folder: Path) -> float:
 # --- save
 
 
-def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str]) -> Path:
+def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str] | None) -> Path:
     """Writes output_dir/step_N, then prunes older checkpoints (save_total_limit, keep_every).
     Returns the path. All ranks call it together. RunStopped if it can't be written; earlier
     checkpoints then stay as they are.
 
-    trained: prompts.prompt_keys() of all prompts that the model could be trained on."""
+    trained: prompts.prompt_keys() of all prompts that the model could be trained on; None if they
+    are unknown."""
     path = Path(config["output_dir"]) / f"step_{state.step:06d}"
     with stops_if_unwritten(path):
         write(path, state, engine, tokenizer, config, trained)
@@ -522,7 +523,7 @@ def gone(folder: Path) -> str:
 
 
 def write(
-    path: Path, state: TrainerState, engine, tokenizer, config: dict, trained: set[str]
+    path: Path, state: TrainerState, engine, tokenizer, config: dict, trained: set[str] | None
 ) -> None:
     """save() without the error messages."""
     import torch
@@ -997,6 +998,9 @@ def export(path, out) -> None:
         if config["lora_rank"]:
             add_adapters(lm, config["lora_rank"], base=config["model"])
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
+    trained = read_trained(path)
+    if trained is None:
+        print(f"warning: {path} has no list of its training prompts, so evaluations can't warn")
     saved = engine_weights(path)
     weights = {}
     for name, _ in lm.named_parameters():
@@ -1017,8 +1021,7 @@ def export(path, out) -> None:
             shutil.copy(path / "generation_config.json", tmp)
         save_adapter(tmp / "adapter", lm, 0, 0)
         tokenizer.save_pretrained(tmp)
-        if (path / TRAINED).exists():
-            shutil.copy(path / TRAINED, tmp)
+        write_trained(tmp, trained)
         tmp.rename(out)  # whole or absent, like a checkpoint
     print(sentence)
 

@@ -19,6 +19,7 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -40,8 +41,15 @@ NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
 TRIAL_SAVE = "trial.tmp"
 CONFIG_FILES = ("config.json", "config.tmp")
 OF_A_START = (*CONFIG_FILES, "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
-# What a run that goes on opens by its name: a symbolic link there would lead it out of its folder
-NO_LINKS = ("curves.png", "evaluations", "rollouts", "rollouts/*", "reward_failures.rank_*.jsonl")
+# What a run that goes on writes to by its name: a symbolic link would lead it out of its folder
+NO_LINKS = (
+    "curves.png",
+    "evaluations",
+    "rollouts",
+    "rollouts/*",
+    "reward_failures.rank_*.jsonl",
+    "wandb",
+)
 # Seconds that a finished run waits for its upload to Weights & Biases. `wandb sync` can upload the
 # rest.
 WANDB_FINISH_SECONDS = 300
@@ -149,25 +157,32 @@ def take_lock(folder: Path, cure: str):
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """An opener that refuses symbolic links: the folder may be a stranger's, and a link in it could
-    lead to any file of ours."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    """An opener of files alone: the folder may be a stranger's, and a symbolic link in it could
+    lead to any file of ours, a pipe let us wait for ever."""
+    number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.ENXIO, "it is no file", path)
+    return number
 
 
 def open_own(path: Path, mode: str, buffering: int = -1):
-    """open() for a file that a run writes into its folder. UserError if it is a symbolic link."""
+    """open() for a file that a run writes into its folder. UserError if it is a symbolic link or a
+    pipe."""
     try:
         return open(path, mode, buffering, opener=open_no_link)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        # ENXIO: also of a pipe that nobody reads
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise a_link(path) from None
+        raise no_file(path) from None
 
 
-def a_link(path: Path) -> UserError:
+def no_file(path: Path) -> UserError:
+    kind = "a symbolic link" if path.is_symlink() else "no file"
     return UserError(
-        f"{str(path)!r} is a symbolic link, and a run writes through none: remove it, or choose "
-        f"another --output_dir"
+        f"{str(path)!r} is {kind}, and a run writes to files of its own only: remove it, or choose "
+        f"another folder"
     )
 
 
@@ -245,7 +260,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     for pattern in NO_LINKS if resuming else ():
         for path in folder.glob(pattern):
             if path.is_symlink():
-                raise a_link(path)
+                raise no_file(path)
     # resuming: the files there are this run's own
     if resuming or is_empty(folder) or was_only_started(folder):
         return

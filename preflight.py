@@ -69,10 +69,10 @@ from prompts import (
     leakage_warning,
     prompt_keys,
     prompts_hash,
-    read_trained,
     render_prompt,
     set_chat_template,
     with_prompt,
+    with_trained,
 )
 from rollout import VLLM_ROWS, plan_cache, rows_at_once, stays_on_gpu
 
@@ -474,7 +474,8 @@ class Inputs(NamedTuple):
     reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
     prompts_hash: str  # of the training rows, for checkpoints
-    trained: set[str]  # prompts.prompt_keys() of the training rows, and of the model's own training
+    # prompts.prompt_keys() of the training rows and of the model's own training; None: unknown
+    trained: set[str] | None
 
 
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
@@ -528,7 +529,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
         prompts_hash=prompts_hash(left),
-        trained=prompt_keys(left) | read_trained(c["model"]),
+        trained=with_trained(prompt_keys(left), c["model"]),
     )
 
 

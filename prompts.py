@@ -113,51 +113,69 @@ def prompts_hash(rows: list[dict]) -> str:
 # --- which prompts a model may have learnt
 
 TRAINED = "trained_prompts.txt"  # in a model's folder: prompt_keys(), one a line
-LONGEST_LIST = 2**30  # bytes, 60 million keys: no run that we could start has more
+MOST_KEYS = 2**24  # in a list: a longer one is none of ours
+OURS = ("train_config.json", "sft.json")  # one of them lies in every folder of a model of ours
 
 
 def prompt_keys(rows: list[dict]) -> set[str]:
-    """prompt_key() of every row, and of the whole prompt of those that encode_prompts() has cut."""
+    """prompt_key() of every row without its system message, and of the whole prompt of those that
+    encode_prompts() has cut."""
     keys = set()
     for row in rows:
-        keys.add(prompt_key(row))
-        if "uncut_prompt" in row:
-            keys.add(prompt_key(row | {"prompt": row["uncut_prompt"]}))
+        for name in ("prompt", "uncut_prompt"):
+            prompt = row.get(name)
+            if isinstance(prompt, list) and prompt[0]["role"] == "system":
+                prompt = prompt[1:]
+            if prompt is not None:
+                keys.add(prompt_key({"prompt": prompt}))
     return keys
 
 
-def write_trained(folder: Path, keys: set[str]) -> None:
-    (folder / TRAINED).write_text("".join(f"{key}\n" for key in sorted(keys)))
+def write_trained(folder: Path, keys: set[str] | None) -> None:
+    """Writes the list. None: an unknown part is missing, and a list would pass for the whole."""
+    if keys is not None:
+        (folder / TRAINED).write_text("".join(f"{key}\n" for key in sorted(keys)))
 
 
-def read_trained(folder) -> set[str]:
+def read_trained(folder) -> set[str] | None:
     """The keys of all prompts that the model in this folder could be trained on, by the run that
-    saved it and by those before. Empty if it has no list. UserError if the list is damaged."""
+    saved it and by those before. Empty if it is somebody else's; None, unknown, if an earlier
+    version made it, which kept no list. UserError if the list is none."""
     path = Path(folder) / TRAINED
     if not path.is_file():
-        return set()
-    if path.stat().st_size <= LONGEST_LIST:
-        keys = set(path.read_text(errors="replace").split("\n"))
-        keys.discard("")  # behind the last line
-        if all(re.fullmatch("[0-9a-f]{16}", key) for key in keys):
-            return keys
-    raise UserError(f"{path} is damaged: it is not what train.py and sft.py write")
+        return None if any((Path(folder) / name).exists() for name in OURS) else set()
+    keys = set()
+    try:
+        with open(path, "rb") as file:
+            for _ in range(MOST_KEYS + 1):
+                line = file.read(17)
+                if not line:
+                    return keys
+                if not re.fullmatch(b"[0-9a-f]{16}\n", line):
+                    break
+                keys.add(line[:16].decode())
+        why = "it is not what train.py and sft.py write"
+    except OSError as error:
+        why = error.strerror
+    raise UserError(f"{path} can't be read ({why}): remove it, and evaluations warn of nothing")
+
+
+def with_trained(keys: set[str] | None, folder) -> set[str] | None:
+    """The keys, and those of the model in a folder; None if one of them is unknown."""
+    known = read_trained(folder)
+    return None if keys is None or known is None else keys | known
 
 
 def leakage_warning(rows: list[dict], model) -> str:
     """A warning if `model`, a folder, may have learnt from some of the evaluation rows; "" if it
     has not, or if it is a model of somebody else's, of which nothing is known."""
-    folder = Path(model)
-    if not rows:
-        return ""
-    if not (folder / TRAINED).is_file():
-        if not any((folder / name).exists() for name in ("train_config.json", "sft.json")):
-            return ""
+    trained = read_trained(model) if rows else set()
+    if trained is None:
         return (
-            f"warning: {model} is of an earlier version, which kept no list of the training "
-            f"prompts: whether it has learnt the answers to some of these {len(rows)} is unknown"
+            f"warning: an earlier version trained {model} or what it began with, and kept no list "
+            f"of the prompts: whether it has learnt the answers to some of these {len(rows)} is "
+            f"unknown"
         )
-    trained = read_trained(folder)
     count = sum(not trained.isdisjoint(prompt_keys([row])) for row in rows)
     if not count:
         return ""

@@ -475,9 +475,10 @@ def check_alike(told: dict) -> None:
     without NaN. All ranks together."""
     first, *others = gather_objects(told)
     for rank, other in enumerate(others, start=1):
-        for what, value in first.items():
-            if other[what] != value:
+        for what in first | other:  # with other code a rank has other keys
+            here, there = first.get(what), other.get(what)
+            if here != there:
                 raise RunStopped(
-                    f"rank {rank} was started with {what}={quoted(other[what])} and rank 0 with "
-                    f"{quoted(value)}: start all ranks with the same command, code and data"
+                    f"rank {rank} was started with {what}={quoted(there)} and rank 0 with "
+                    f"{quoted(here)}: start all ranks with the same command, code and data"
                 )

@@ -20,6 +20,7 @@ from common import launched_rank, launched_ranks, load_with_flags, script
 if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"], INSTEAD["sft"]))
 
+import hashlib
 import json
 import random
 import time
@@ -37,7 +38,7 @@ from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy
 from preflight import check_context, eval_rows_of, load_model_files
-from prompts import prompt_keys, read_trained, seed_prompts, write_trained
+from prompts import prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
 # Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
@@ -176,7 +177,7 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
     return chosen | {"prompt_ids": seeded[z]}
 
 
-def save(folder: Path, lm, tokenizer, trained: set[str], record: dict) -> None:
+def save(folder: Path, lm, tokenizer, trained: set[str] | None, record: dict) -> None:
     """Saves the model, prompts.prompt_keys() of what it was trained on, and sft.json: `record`."""
     with stops_if_unwritten(folder, "make room and remove that folder"):
         lm.save_pretrained(folder)
@@ -198,7 +199,9 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
             pools = data.leave_out_evaluated(pools, held_out, c)
         rows = data.all_rows(pools)
         groups = demonstrations(rows, tokenizer, c)
-        trained = prompt_keys(rows) | read_trained(c["model"])
+        trained = prompt_keys([row for row in rows if row.get("solutions")])
+        if c["model"] != "tiny":  # that is no folder
+            trained = with_trained(trained, c["model"])
         train(c, own, lm, tokenizer, groups, trained)
 
 
@@ -269,10 +272,13 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
-def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str]) -> None:
+def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | None) -> None:
     """Trains on all ranks together; rank 0 saves the model to output_dir. trained: see save()."""
     world = start_distributed()
-    check_alike(c | own | {"number of problems": len(groups)})
+    demonstrations_hash = hashlib.sha256()
+    for group in groups:
+        demonstrations_hash.update(json.dumps(group).encode())
+    check_alike(c | own | {"hash of the demonstrations": demonstrations_hash.hexdigest()[:16]})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))

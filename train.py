@@ -97,7 +97,7 @@ from policy import (
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
-from prompts import leakage_warning, read_trained
+from prompts import leakage_warning, prompts_hash, with_trained
 from ranks import (
     World,
     across_ranks,
@@ -267,7 +267,7 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
     say_on_rank_0(f"resumed from {path}, {saved.step} steps done{rest}")
     saved = saved._replace(controllers=controllers.resume_state(saved.controllers, c))
-    return saved, inputs._replace(trained=inputs.trained | read_trained(path))
+    return saved, inputs._replace(trained=with_trained(inputs.trained, path))
 
 
 def start(c: dict) -> Run:
@@ -285,7 +285,11 @@ def start(c: dict) -> Run:
         check_wandb(c)
 
     world = start_distributed()
-    check_alike(c | {"hash of the training prompts": inputs.prompts_hash})
+    hashes = {
+        "hash of the training prompts": inputs.prompts_hash,
+        "hash of the evaluation prompts": prompts_hash(inputs.eval_rows),
+    }
+    check_alike(c | hashes)
     resume_path = checkpoint.find(c)
     if resume_path:
         checkpoint.check_model(resume_path, inputs.model_config)

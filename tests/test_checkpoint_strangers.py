@@ -77,7 +77,9 @@ def test_settings_of_an_older_version_are_read_under_todays_keys(tiny_model_dir,
     assert capsys.readouterr().err == ""  # nobody asked for a lesson in old names
 
 
-def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(tiny_model_dir, tmp_path):
+def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(
+    tiny_model_dir, tmp_path, capsys
+):
     engine = FakeEngine(tiny_model_dir)
     path = save(tmp_path, 1, engine)
     weights = engine.module.lm.state_dict()
@@ -96,6 +98,12 @@ def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(tiny_m
     signed(path, "train_config.json", {})
     checkpoint.export(path, tmp_path / "older")
     assert not (tmp_path / "older" / TRAINED).exists()
+    assert "no list of its training prompts" in capsys.readouterr().out
+    # one that is no list is not copied
+    (path / TRAINED).symlink_to(Path(__file__))
+    with pytest.raises(UserError, match=f"{TRAINED} can't be read"):
+        checkpoint.export(path, tmp_path / "other")
+    assert not list(tmp_path.glob("other*"))
 
 
 @pytest.mark.parametrize("out", [".", "/", ".."])

@@ -46,6 +46,21 @@ def test_a_link_in_a_run_folder_leads_no_run_that_goes_on_there_to_other_files(
             diary.unlink()
 
 
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("name, write", WRITES.items(), ids=WRITES)
+def test_a_pipe_in_a_run_folder_stops_a_run_that_goes_on_there_instead_of_holding_it(
+    name, write, read, tmp_path
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    os.mkfifo(run / name)
+    reader = os.open(run / name, os.O_RDONLY | os.O_NONBLOCK) if read else None
+    with pytest.raises(UserError, match=r"is no file|could not be written"):
+        write(run)
+    if read:
+        os.close(reader)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -54,6 +69,7 @@ def test_a_link_in_a_run_folder_leads_no_run_that_goes_on_there_to_other_files(
         "rollouts",
         "rollouts/step_000009.jsonl",
         "reward_failures.rank_0.jsonl",
+        "wandb",
     ],
 )
 def test_a_run_does_not_go_on_where_a_link_would_lead_it_out_of_its_folder(name, tmp_path):

@@ -1,7 +1,9 @@
 """The list of the prompts that a model may have learnt: written beside the model, handed on to the
 next run, and held against the prompts of an evaluation."""
 
+import errno
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,15 @@ import prompts
 import sft
 import train
 from common import load_config
-from prompts import TRAINED, leakage_warning, prompt_key, prompt_keys, read_trained, write_trained
+from prompts import (
+    TRAINED,
+    leakage_warning,
+    prompt_key,
+    prompt_keys,
+    read_trained,
+    with_trained,
+    write_trained,
+)
 
 TOKENIZER = sft.tiny_tokenizer()
 SUMS = [{"prompt": f"{i}+1", "answer": str(i + 1), "solutions": [str(i + 1)]} for i in range(6)]
@@ -28,30 +38,62 @@ def test_a_list_comes_back_as_it_was_written(tmp_path):
     assert len(keys) == len(SUMS)
     write_trained(tmp_path, keys)
     assert read_trained(tmp_path) == keys
+    text = (tmp_path / TRAINED).read_text()
+    assert text.splitlines() == sorted(keys)  # equal lists are equal files
+    write_trained(tmp_path, None)  # something is missing
+    assert (tmp_path / TRAINED).read_text() == text
     write_trained(tmp_path, set())
     assert read_trained(tmp_path) == set()
 
 
-def test_a_prompt_that_was_cut_is_known_by_both_its_texts():
+def said(*contents: str) -> list[dict]:
+    """A conversation in which the user and the assistant take turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def test_a_prompt_is_known_by_its_whole_text_and_without_its_system_message():
     cut = {"prompt": "1+2=", "uncut_prompt": "add 1+2="}
     assert prompt_keys([cut]) == {prompt_key({"prompt": text}) for text in ("1+2=", "add 1+2=")}
+    with_system = [{"role": "system", "content": "S"}, *said("1+2=")]
+    assert prompt_keys([{"prompt": with_system}]) == prompt_keys([{"prompt": "1+2="}])
+    long = [{"prompt": said(first, "3", "and 4?")} for first in ("1+2?", "5-2?")]
+    assert len(prompt_keys([*long, {"prompt": "and 4?"}])) == 3
 
 
-@pytest.mark.parametrize("text", ["x\n", KEY[:15] + "\n", KEY + "0\n", KEY + " " + KEY, "\n\0\n"])
+BAD_LINES = ["x\n", KEY[:15] + "\n", KEY + "0\n", KEY + " " + KEY, "\n\0\n", "\n" * 17, "\xff\n"]
+
+
+@pytest.mark.parametrize("text", BAD_LINES)
 def test_a_list_that_no_run_wrote_is_refused(text, tmp_path):
-    (tmp_path / TRAINED).write_text(f"{KEY}\n{text}")
-    check_words(refusal(read_trained, tmp_path), str(tmp_path / TRAINED), "is damaged")
+    (tmp_path / TRAINED).write_bytes(f"{KEY}\n{text}".encode("latin1"))
+    message = refusal(read_trained, tmp_path)
+    check_words(message, str(tmp_path / TRAINED), "not what train.py", "remove it")
 
 
-def test_a_list_that_is_too_long_for_memory_or_no_file_is_not_read(tmp_path, monkeypatch):
+def test_a_list_that_is_too_long_or_no_file_is_not_read(tmp_path, monkeypatch):
     write_trained(tmp_path, {KEY})
-    monkeypatch.setattr(prompts, "LONGEST_LIST", 17)
+    monkeypatch.setattr(prompts, "MOST_KEYS", 1)
     assert read_trained(tmp_path) == {KEY}
-    monkeypatch.setattr(prompts, "LONGEST_LIST", 16)
-    check_words(refusal(read_trained, tmp_path), "is damaged")
-    (tmp_path / TRAINED).unlink()
-    os.mkfifo(tmp_path / TRAINED)  # reading it would never end
+    (tmp_path / TRAINED).write_text(f"{KEY}\n" * 2)
+    check_words(refusal(read_trained, tmp_path), "can't be read")
+
+    def denied(*given):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", denied)
+    check_words(refusal(read_trained, tmp_path), "can't be read (Permission denied)")
+
+
+def test_a_pipe_is_no_list(tmp_path):
+    """Reading it would never end."""
+    os.mkfifo(tmp_path / TRAINED)
+    # so that a reader who does not notice fails
+    writer = threading.Thread(target=lambda: (tmp_path / TRAINED).write_text("x"), daemon=True)
+    writer.start()
     assert read_trained(tmp_path) == set()
+    (tmp_path / "sft.json").touch()
+    assert read_trained(tmp_path) is None
+    (tmp_path / TRAINED).unlink()
 
 
 def test_evaluation_prompts_that_a_model_may_have_learnt_are_counted(tmp_path):
@@ -60,8 +102,8 @@ def test_evaluation_prompts_that_a_model_may_have_learnt_are_counted(tmp_path):
     write_trained(tmp_path, prompt_keys(SUMS[2:4]))
     assert leakage_warning(SUMS[:2], tmp_path) == ""
     spaced = {"prompt": " 3+1\n"}
-    known = leakage_warning([*SUMS[:3], spaced], tmp_path)
-    check_words(known, "warning: 2 of these 4", str(tmp_path), TRAINED)
+    known = leakage_warning([*SUMS[:3], spaced, spaced], tmp_path)
+    check_words(known, "warning: 3 of these 5", str(tmp_path), TRAINED)
     cut = {"prompt": "1", "uncut_prompt": "2+1"}
     check_words(leakage_warning([cut], tmp_path), "1 of these 1")
 
@@ -71,8 +113,12 @@ def test_of_a_model_that_an_earlier_version_trained_it_is_said_that_nobody_knows
     (tmp_path / name).write_text("{}")
     check_words(leakage_warning(SUMS, tmp_path), "warning", "earlier version", "some of these 6")
     assert leakage_warning([], tmp_path) == ""
+    # nor does the next one that goes on with it
+    assert with_trained({KEY}, tmp_path) is None
     write_trained(tmp_path, set())
     assert leakage_warning(SUMS, tmp_path) == ""
+    assert with_trained({KEY}, tmp_path) == {KEY}
+    assert with_trained(None, tmp_path) is None
 
 
 def test_the_list_does_not_depend_on_the_system_prompt(tiny_model_dir, tmp_path):
@@ -88,9 +134,9 @@ def test_the_list_does_not_depend_on_the_system_prompt(tiny_model_dir, tmp_path)
 # --- handed on
 
 
-def inputs_of(model, path, evaluated: int):
+def inputs_of(model, path, evaluated: int, *more):
     flags = [f"--model={model}", f"--dataset.name={path}", "--reward_funcs=['math']"]
-    rest = ["--eval_steps=1", f"--eval_max_prompts={evaluated}", "--reward_workers=0"]
+    rest = ["--eval_steps=1", f"--eval_max_prompts={evaluated}", "--reward_workers=0", *more]
     return preflight.load_inputs(load_config([*flags, *rest]), 1)
 
 
@@ -101,6 +147,14 @@ def test_a_run_may_have_learnt_what_it_trains_on_and_what_its_model_had(
     # the two held-out prompts are not of its own list; the second is of the model's
     assert inputs.trained == prompt_keys(SUMS[1:]) | {"f" * 16}
     assert "warning: 1 of these 2 evaluation prompts" in capsys.readouterr().out
+    # rows of the easy pool are learnt too; of rows that are only named somebody may ask later
+    (tmp_path / "others").mkdir()
+    easy = jsonl(tmp_path / "others", {"prompt": "0+0", "answer": "0"})
+    pool = [f"--easy_dataset.name={easy}", "--easy_dataset.share=0.5"]
+    named = [f"--eval_dataset.name={tmp_path / 'rows.jsonl'}", "--eval_steps=0"]
+    inputs = inputs_of(trained_model_dir, tmp_path / "rows.jsonl", 2, *pool, *named)
+    assert prompt_keys([{"prompt": "0+0"}]) < inputs.trained
+    assert "warning: 1 of these 2 evaluation prompts" in capsys.readouterr().out
 
 
 def test_a_warm_start_hands_on_what_its_model_had_learnt(trained_model_dir, tmp_path, monkeypatch):
@@ -110,6 +164,20 @@ def test_a_warm_start_hands_on_what_its_model_had_learnt(trained_model_dir, tmp_
     flags += [f"--output_dir={tmp_path / 'out'}", "--eval_steps=1", "--eval_max_prompts=2"]
     sft.main(load_config(flags))
     assert given == [prompt_keys(SUMS[1:]) | {"f" * 16}]
+
+
+def test_a_warm_start_lists_what_has_solutions_and_a_tiny_model_begins_with_nothing(
+    tmp_path, monkeypatch
+):
+    given = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    write_trained(tmp_path / "tiny", {KEY})  # --model=tiny does not mean this folder
+    monkeypatch.setattr(sft, "train", lambda *all: given.append(all[-1]))
+    path = jsonl(tmp_path, SUMS[1], {"prompt": "9+9", "answer": "18"}, SUMS[2] | {"solutions": []})
+    rest = ["--eval_steps=0", f"--output_dir={tmp_path / 'out'}"]
+    sft.main(load_config(["--model=tiny", f"--dataset.name={path}", *rest]))
+    assert given == [prompt_keys([SUMS[1]])]
 
 
 def test_a_warm_start_writes_its_list_and_its_record(tiny_model_dir, tmp_path):
@@ -151,16 +219,17 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
     def sampler(c, device):
         raise Warned
 
-    asked = []
+    asked, told = [], []
     monkeypatch.setattr(evaluate, "load_model_files", lambda *given: (None, None, []))
     monkeypatch.setattr(evaluate, "check_context", lambda *given: None)
     monkeypatch.setattr(evaluate, "checked_eval_rows", lambda *given: SUMS)
     world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     monkeypatch.setattr(evaluate, "start_distributed", lambda: world)
-    monkeypatch.setattr(evaluate, "check_alike", lambda told: None)
+    monkeypatch.setattr(evaluate, "check_alike", told.append)
     monkeypatch.setattr(evaluate, "leakage_warning", lambda *given: asked.append(given) or "it may")
     monkeypatch.setattr(evaluate.rollout, "start_sampler", sampler)
     with pytest.raises(Warned):
         evaluate.main(load_config(["--model=some/where"]))
     assert asked == [(SUMS, "some/where")]
+    assert told[0]["hash of the prompts"] == prompts.prompts_hash(SUMS)
     assert capsys.readouterr().out == "it may\n"

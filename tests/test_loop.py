@@ -19,6 +19,7 @@ import evaluate
 import loss
 import train
 from journal import Timer
+from prompts import prompts_hash
 
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
@@ -108,6 +109,7 @@ def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
         return [p for p in loaded.value.args[0].parameters() if p.requires_grad]
 
     inputs = SimpleNamespace(model_config=SimpleNamespace(vocab_size=101), prompts_hash="")
+    inputs.eval_rows = []
     monkeypatch.setattr(train, "load_inputs", lambda c, ranks: inputs)
     asleep = SimpleNamespace(sleep=lambda: None)
     monkeypatch.setattr(train.rollout, "start_engine", lambda c, device: asleep)
@@ -163,7 +165,9 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
     monkeypatch.setattr(
         train,
         "load_inputs",
-        lambda c, ranks: SimpleNamespace(model_config=model_config, prompts_hash=""),
+        lambda c, ranks: SimpleNamespace(
+            model_config=model_config, prompts_hash="x", eval_rows=[{"prompt": "1"}]
+        ),
     )
     monkeypatch.setattr(train.checkpoint, "find", lambda c: path)
     monkeypatch.setattr(train.rollout, "start_engine", lambda *args: pytest.fail("it goes on"))
@@ -173,4 +177,8 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
     with pytest.raises(common.UserError, match="hidden_size=999"):
         train.start(c)
     # the ranks had compared before what they were started with
-    assert told == [c | {"maxent_tau": told[0]["maxent_tau"], "hash of the training prompts": ""}]
+    hashes = {
+        "hash of the training prompts": "x",
+        "hash of the evaluation prompts": prompts_hash([{"prompt": "1"}]),
+    }
+    assert told == [c | {"maxent_tau": told[0]["maxent_tau"]} | hashes]

@@ -64,17 +64,31 @@ def compare_notes(rank: int, environment: dict, told: dict) -> None:
     common.script(work, ())
 
 
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize(
+    "last, words",
+    [
+        ({"seed": 1, "max_steps": 2}, "alike"),
+        (
+            {"seed": 1, "max_steps": 3},
+            "rank 2 was started with max_steps=3 and rank 0 with 2",
+        ),
+        # with other code
+        (
+            {"seed": 1, "max_steps": 2, "new": 5},
+            "rank 2 was started with new=5 and rank 0 with None",
+        ),
+        ({"seed": 1}, "rank 2 was started with max_steps=None and rank 0 with 2"),
+    ],
+)
 def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
-    steps, environment, tmp_path
+    last, words, environment, tmp_path
 ):
     logs = [tmp_path / str(rank) for rank in range(3)]
-    told = [{"seed": 1, "max_steps": 2}] * 2 + [{"seed": 1, "max_steps": steps}]
+    told = [{"seed": 1, "max_steps": 2}] * 2 + [last]
     children = [
         child.start(compare_notes, rank, environment, told[rank], log=logs[rank])
         for rank in range(3)
     ]
-    status = 0 if steps == 2 else 1
+    status = 0 if words == "alike" else 1
     assert [child.status(process, 120) for process in children] == [status] * 3
-    words = "alike" if steps == 2 else "rank 2 was started with max_steps=3 and rank 0 with 2"
     assert words in logs[0].read_text()

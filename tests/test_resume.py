@@ -24,6 +24,7 @@ import common
 import train
 from common import UserError, load_config
 from journal import make_run_folder, read_metrics
+from prompts import read_trained
 from ranks import start_distributed
 
 
@@ -120,6 +121,8 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(tiny_model_dir, tmp_path):
     run = in_child.start(tiny_model_dir, folder, *flags, "--max_steps=5", "--dataset.config=4")
     assert child.statuses(run) == [0], log_of(folder)[-3000:]
     assert f"{changed} {folder}/step_000004" in log_of(folder)
+    # a checkpoint hands on what the run learnt before
+    assert set() < read_trained(folder / "step_000004") < read_trained(folder / "step_000005")
 
 
 def weights_of(path: Path) -> dict:
@@ -128,6 +131,7 @@ def weights_of(path: Path) -> dict:
 
 def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(whole, tmp_path):
     assert not (whole / "step_000002" / "model.safetensors").exists()
+    assert read_trained(whole / "step_000002") == read_trained(whole / "step_000004") != set()
     for name in ("step_000002", "step_000004"):
         # by the command, which test_slurm.py's evaluation of a checkpoint runs
         checkpoint.main(["export", str(whole / name), str(tmp_path / name)])
