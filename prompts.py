@@ -148,7 +148,7 @@ def read_trained(folder) -> set[str] | None:
     try:
         with open(path, "rb") as file:
             for _ in range(MOST_KEYS + 1):
-                line = file.read(17)
+                line = file.read(17)  # a key and the line's end
                 if not line:
                     return keys
                 if not re.fullmatch(b"[0-9a-f]{16}\n", line):
@@ -157,7 +157,7 @@ def read_trained(folder) -> set[str] | None:
         why = "it is not what train.py and sft.py write"
     except OSError as error:
         why = error.strerror
-    raise UserError(f"{path} can't be read ({why}): remove it, and evaluations warn of nothing")
+    raise UserError(f"{path} can't be read ({why}): remove it to go on without")
 
 
 def with_trained(keys: set[str] | None, folder) -> set[str] | None:
