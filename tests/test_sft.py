@@ -119,6 +119,24 @@ def test_the_rate_of_a_warm_start_rises_and_falls_and_its_temperature_is_1(alone
     assert temperatures == [1.0]
 
 
+def test_ranks_of_a_warm_start_compare_what_they_learn_from(alone, tmp_path, monkeypatch):
+    class Compared(Exception):
+        """Carries what a rank tells the others."""
+
+    def compared(told):
+        raise Compared(told)
+
+    monkeypatch.setattr(sft, "check_alike", compared)
+    c = load_config(["--model=tiny", f"--output_dir={tmp_path}"])
+    hashes = []
+    for token in (7, 8, 7):  # as many demonstrations, of other tokens
+        demonstration = {"prompt_ids": [5, 6], "completion_ids": [token, 0], "logprobs": []}
+        with pytest.raises(Compared) as stopped:
+            sft.train(c, {"steps": 1}, None, None, [([demonstration], [])], set())
+        hashes.append(stopped.value.args[0]["hash of the demonstrations"])
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
 def test_a_tiny_model_is_not_trained_for_rows_that_are_longer_than_its_positions():
     """train.py and evaluate.py would refuse it afterwards."""
     c = load_config(["--model=tiny"])
