@@ -66,7 +66,7 @@ from common import (
     tell,
 )
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
-from prompts import read_trained, write_trained
+from prompts import TRAINED, read_trained, write_trained
 
 # Settings of which a change at a resume is not told: where, how long, and what follows from memory.
 UNTOLD = (
@@ -95,7 +95,7 @@ PRIVATE = (
     "rng_",
     "controller_state.json",
     "train_config.json",
-    "trained_prompts.txt",
+    TRAINED,
     "manifest.json",
 )
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being

@@ -24,7 +24,7 @@ import huggingface_hub.constants
 import tasks
 from checks import SOURCE, entries, sources
 from common import ROOT, UserError, quoted, say_on_rank_0
-from prompts import encode_prompts, messages_of, prompt_fault, prompt_identity
+from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
@@ -55,7 +55,7 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
         raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
         rows = usable_rows(raw_rows, source, [*source["more"], *also])
     for row in rows:
-        row.pop("uncut_prompt", None)  # the trainer's own, see leave_out_evaluated()
+        row.pop("uncut_prompt", None)  # the trainer's own, see prompts.with_uncut()
     return rows
 
 
@@ -527,23 +527,15 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     pools: the rows of every source, then, if they are trained on, those of the easy pool.
     UserError if nothing is left of one."""
 
-    def identity(row: dict) -> str:
-        # white space is evened out, case is not: to a model it makes another prompt
-        return " ".join(prompt_identity(row, c["system_prompt"]).split())
-
-    def identities(row: dict) -> set[str]:
-        """Those of its prompt and, if encode_prompts() has cut it, of the whole one."""
-        found = {identity(row)}
-        if "uncut_prompt" in row:
-            found.add(identity(row | {"prompt": row["uncut_prompt"]}))
-        return found
+    def keys(row: dict) -> set[str]:
+        return {prompt_key(whole, c["system_prompt"]) for whole in with_uncut(row)}
 
     evaluated = set()
     for row in eval_rows:
-        evaluated |= identities(row)
+        evaluated |= keys(row)
     left = []
     for rows in pools:
-        left.append([row for row in rows if evaluated.isdisjoint(identities(row))])
+        left.append([row for row in rows if evaluated.isdisjoint(keys(row))])
     total = sum(map(len, pools))
     count = total - sum(map(len, left))
     if not count:

@@ -377,8 +377,8 @@ def rewind(folder: Path, step: int) -> None:
     """Removes what a run that died, or went another way, wrote into its folder after `step`."""
     for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
         rewind_lines(path, step)
-    of_a_step = ("rollouts/step_*.rank_*.jsonl", "evaluations/step_*.jsonl")
-    for path in [path for pattern in of_a_step for path in folder.glob(pattern)]:
+    rollouts = folder.glob("rollouts/step_*.rank_*.jsonl")
+    for path in (*rollouts, *folder.glob("evaluations/step_*.jsonl")):
         number = path.name.removeprefix("step_").partition(".")[0]
         if number.isdecimal() and int(number) > step:
             path.unlink()

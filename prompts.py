@@ -93,12 +93,20 @@ def prompt_identity(row: dict, system_prompt: str = "") -> str:
     return " ".join(f"\0{message['role']}\0 {message['content']}" for message in messages)
 
 
-def prompt_key(row: dict) -> str:
-    """A hash that is equal for prompts that differ in white space only. The replay buffer
-    recognises prompts by it."""
-    words = prompt_identity(row).split()
+def prompt_key(row: dict, system_prompt: str = "") -> str:
+    """A hash that is equal for prompts that differ in white space only, not in case: to a model
+    that makes another prompt. The replay buffer recognises prompts by it."""
+    words = prompt_identity(row, system_prompt).split()
     # surrogatepass: a row of somebody's task may hold half a surrogate pair, which is not UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def with_uncut(row: dict) -> list[dict]:
+    """The row and, if encode_prompts() has cut its prompt, one with the whole: a cut prompt is
+    still that of its problem."""
+    if "uncut_prompt" not in row:
+        return [row]
+    return [row, row | {"prompt": row["uncut_prompt"]}]
 
 
 def prompts_hash(rows: list[dict]) -> str:
@@ -122,12 +130,11 @@ def prompt_keys(rows: list[dict]) -> set[str]:
     encode_prompts() has cut."""
     keys = set()
     for row in rows:
-        for name in ("prompt", "uncut_prompt"):
-            prompt = row.get(name)
+        for whole in with_uncut(row):
+            prompt = whole["prompt"]
             if isinstance(prompt, list) and prompt[0]["role"] == "system":
                 prompt = prompt[1:]
-            if prompt is not None:
-                keys.add(prompt_key({"prompt": prompt}))
+            keys.add(prompt_key({"prompt": prompt}))
     return keys
 
 
@@ -436,7 +443,7 @@ class Encoder:
             if excess <= 0:
                 if not prompt_text(shorter):
                     return None
-                # kept for leave_out_evaluated(): a cut prompt is still that of its problem
+                # uncut_prompt: see with_uncut()
                 return {**shorter, "prompt_ids": ids, "uncut_prompt": row["prompt"]}
             # rounds, because the shorter text may be split into other tokens within the template
             keep -= max(1, excess)

@@ -545,8 +545,7 @@ def save_now(run: Run) -> None:
         replay = run.experience.replay_state
         prompts = run.inputs.prompts_hash
         state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, prompts)
-        trained = run.inputs.trained
-        saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c, trained)
+        saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c, run.inputs.trained)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
         evaluate.start_command(c["eval_command"], saved)
