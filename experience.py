@@ -243,8 +243,8 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes. Packed, the prompt counts once, and InfoSeed's
-    own prompts not at all: a small error, which costs balance only."""
+    """Tokens that a forward over a group computes. Packed, the prompt counts once, also what it
+    shares with other groups', and InfoSeed's own prompts not at all: errors cost balance only."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:

@@ -622,7 +622,6 @@ class Unit(NamedTuple):
 
     rows: list[int]
     cost: int = 0  # tokens, on its own
-    saved: int = 0  # tokens saved by packing it right behind a unit with the same prompt
 
 
 def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:
@@ -655,8 +654,9 @@ def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rest
         rests = rests.tolist()  # all rows of a group, or none
         resting = [unit for unit in units if rests[unit.rows[0]]]
         learning = [unit for unit in units if not rests[unit.rows[0]]]
-    fill = fill_packed if pack else fill_padded
-    return fill(resting, budget), fill(learning, budget)
+    if not pack:
+        return fill_padded(resting, budget), fill_padded(learning, budget)
+    return fill_packed(resting, batch, budget), fill_packed(learning, batch, budget)
 
 
 def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
@@ -664,32 +664,37 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
-        repeated = packing.repeats_prompt(batch["ids"], batch["prompt_lengths"])  # (N,) bool
-        prompt = (batch["prompt_lengths"] * repeated).cpu()[rows]  # 0 where it is new
-        # a unit always saves the prompts repeated inside it; its first row's only if packed behind
-        # its neighbour
-        cost = total.sum(1) - prompt[:, 1:].sum(1)
-        saved = prompt[:, 0]
+        shared = shared_tokens(batch, rows.flatten()).view(rows.shape)
+        # of the first row's, see fill_packed
+        cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
         cost = total.amax(1) * together  # rows are padded to the longest
-        saved = torch.zeros_like(cost)
-    return list(map(Unit, rows.tolist(), cost.tolist(), saved.tolist()))
+    return list(map(Unit, rows.tolist(), cost.tolist()))
 
 
-def fill_packed(units: list[Unit], budget: int) -> list:
+def shared_tokens(batch: dict, rows):
+    """How many tokens each of these rows, in this order, shares with the one before; on the
+    host."""
+    picked = [batch[name][rows] for name in ("ids", "prompt_lengths", "lengths")]
+    return packing.shared_tokens(*picked).cpu()
+
+
+def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
     """Micro-batches of the units, which keep their order, because neighbours share prompts."""
+    if not units:
+        return []
+    ends = torch.tensor([[unit.rows[0], unit.rows[-1]] for unit in units])  # (units, 2)
+    # what a unit saves behind the unit before it: what its first row shares with that one's last
+    saved = shared_tokens(batch, ends.flatten())[::2].tolist()
     micro_batches = []
     used = 0  # tokens in the last one
-    before = None  # the last row in it
-    for unit in units:
-        added = unit.cost - unit.saved if unit.rows[0] - 1 == before else unit.cost
-        if micro_batches and used + added <= budget:
+    for unit, less in zip(units, saved, strict=True):
+        if micro_batches and used + unit.cost - less <= budget:
             micro_batches[-1].append(unit)
-            used += added
+            used += unit.cost - less
         else:
             micro_batches.append([unit])
             used = unit.cost
-        before = unit.rows[-1]
     return micro_batches
 
 

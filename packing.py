@@ -1,21 +1,22 @@
-"""Packing: the rows of a micro-batch as one long row, without padding, in which a prompt that
-neighbouring rows share stands only once.
+"""Packing: the rows of a micro-batch as one long row, without padding, in which what a row shares
+with the row before it stands only once: their prompt, or a long beginning of their prompts.
 
-    prepare(lm)                                               # once
-    packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
-    hidden = hidden_states(lm, to_device(packed, device))     # (M, H), for M tokens
+    prepare(lm)                                                         # once
+    packed, places = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
+    hidden = hidden_states(lm, to_device(packed, device))               # (M, H), for M tokens
 
 All layers but attention work on each token by itself, so the M tokens may stand in one long row.
-Attention works on segments of it: a prompt that several rows share; the completion that follows
-it in one of these rows; or a whole row that shares nothing. A completion that follows a shared
-prompt sees the keys of that prompt before its own. So G completions of one prompt save the forward
-and backward of G - 1 prompts.
+Attention works on segments of it. The segment of a row is what the row does not share with the row
+before it; it sees the keys of the shared tokens before its own. So G completions of one prompt save
+the forward and backward of G - 1 prompts, and P prompts that begin with the same examples save
+those of P - 1 times the examples.
 
 On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Elsewhere, segments of
 about the same length are padded to a block (Block). Either plan is made on the host and sent to
 the device once, so that no layer and no block makes the host wait for the device.
 
-n rows, s segments, M tokens. A place is an index into the M tokens.
+n rows, each with a segment; S tokens of the longest row; M tokens in all. A place is an index into
+the M tokens.
 """
 
 from typing import NamedTuple
@@ -47,25 +48,25 @@ HARMLESS = {
 
 class Block(NamedTuple):
     """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. Without
-    padding `queries` and `real` are None; with no prompt before the segments `keys` and `before`
-    are, and attention is plain causal."""
+    padding `queries` and `real` are None; with nothing before the segments `keys` and `before` are,
+    and attention is plain causal."""
 
     tokens: slice  # the places of these m tokens
     count: int  # b
     queries: Tensor | None  # (b, Q) indices into the slice, padded
     real: Tensor | None  # (m,) which of the b * Q are not padding
-    keys: Tensor | None  # (b, K) places of the prompt's tokens, then of the segment's own, padded
-    before: Tensor | None  # (b or 1,) tokens of the prompt
+    keys: Tensor | None  # (b, K) places of the shared tokens, then of the segment's own, padded
+    before: Tensor | None  # (b or 1,) number of shared tokens
     seen: Tensor | None = None  # (b or 1, 1, Q, K) bool: seen_keys(), set on the device
 
 
 class Varlen(NamedTuple):
-    """All s segments for one varlen_attn. Queries are the M tokens in order; the keys of all
+    """All n segments for one varlen_attn. Queries are the M tokens in order; the keys of all
     segments stand one after the other."""
 
-    keys: Tensor | None  # places of each segment's keys, its prompt's first; None: those of queries
-    cu_seq_q: Tensor  # (s + 1,) int32: cumulative numbers of queries, as varlen_attn wants them
-    cu_seq_k: Tensor  # (s + 1,) int32: the same of keys
+    keys: Tensor | None  # places of each segment's keys, shared ones first; None: those of queries
+    cu_seq_q: Tensor  # (n + 1,) int32: cumulative numbers of queries, as varlen_attn wants them
+    cu_seq_k: Tensor  # (n + 1,) int32: the same of keys
     max_q: int  # most queries of a segment
     max_k: int  # most keys of a segment
 
@@ -73,8 +74,6 @@ class Varlen(NamedTuple):
 class Packed(NamedTuple):
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M)
-    prompt_end: Tensor  # (n,) place of each row's last prompt token
-    completion_start: Tensor  # (n,) place of each row's first completion token
     longest: int  # tokens of the longest row
     blocks: list[Block]
     varlen: Varlen | None  # used instead of blocks
@@ -127,46 +126,25 @@ def to_device(plan, device: torch.device):
 # --- the plan, on the host
 
 
-def repeats_prompt(ids: Tensor, prompt_lengths: Tensor) -> Tensor:
-    """(n,) bool: whether each row has the same prompt as the row before it. ids (n, S),
-    prompt_lengths (n,)."""
+def shared_tokens(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
+    """(n,) how many of its first tokens each row takes from the row before it: a whole prompt that
+    both have, or a beginning of two different prompts if it is at least half of the row. A shorter
+    one would not pay, because a segment with tokens before it needs a mask and copies of their
+    keys. ids (n, S), prompt_lengths, lengths (n,)."""
+    shorter = torch.minimum(prompt_lengths[1:], prompt_lengths[:-1])  # (n - 1,)
     longest = int(prompt_lengths.max())
     steps = torch.arange(longest, device=ids.device)
-    outside = steps >= prompt_lengths[1:, None]  # (n - 1, longest)
-    same_tokens = ((ids[1:, :longest] == ids[:-1, :longest]) | outside).all(1)
-    same = same_tokens & (prompt_lengths[1:] == prompt_lengths[:-1])  # (n - 1,)
-    return torch.cat([same.new_zeros(1), same])  # no row stands before the first
-
-
-def segments(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> tuple:
-    """Cuts the rows into segments: (lead (n,), row (s,), before (s,), size (s,)).
-
-    lead: for each row, the row that brings its prompt. row, before, size: for each segment, its
-    row, the tokens of a shared prompt before it (0 for none), and its own tokens. Segments of one
-    kind are neighbours.
-
-    The rows "p p a", "p p b b" and "q c", of which two begin with the prompt "p p", are cut into
-    "p p", "q c", "a" and "b b": lead = 0 0 2, row = 0 2 0 1, before = 0 0 2 2, size = 2 2 1 2."""
-    rows = torch.arange(len(ids))
-    repeats = repeats_prompt(ids, prompt_lengths)
-    lead = rows.masked_fill(repeats, 0).cummax(0).values  # (n,) the last row with a new prompt
-    shared = lead.bincount(minlength=len(ids))[lead] > 1  # (n,)
-    leads = rows[shared & (lead == rows)]  # rows whose prompt becomes a segment
-    follow = rows[shared]  # rows whose completion becomes a segment
-    alone = rows[~shared]  # rows that are a segment as a whole
-    row = torch.cat([leads, alone, follow])
-    before = torch.cat([torch.zeros(len(leads) + len(alone)).long(), prompt_lengths[follow]])
-    whole = prompt_lengths + lengths
-    size = torch.cat([prompt_lengths[leads], whole[alone], lengths[follow]])
-    kind = kind_of(before, size)
-    order = kind.argsort(stable=True)  # a block has to be a slice
-    return lead, row[order], before[order], size[order]
+    same = (ids[1:, :longest] == ids[:-1, :longest]) & (steps < shorter[:, None])
+    common = same.cumprod(1).sum(1)  # (n - 1,)
+    one_prompt = (prompt_lengths[1:] == prompt_lengths[:-1]) & (common == shorter)
+    pays = one_prompt | (2 * common >= (prompt_lengths + lengths)[1:])
+    return torch.cat([common.new_zeros(1), common * pays])  # no row stands before the first
 
 
 def kind_of(before: Tensor, size: Tensor) -> Tensor:
-    """(s,) a number for each segment's kind. Segments of one kind are padded to one block: the
-    longest is less than twice as long as the shortest, and either all of them follow a shared
-    prompt or none does."""
+    """(n,) a number for each segment's kind. Segments of one kind are padded to one block: the
+    longest is less than twice as long as the shortest, and either all of them have shared tokens
+    before them or none does. before, size (n,): a segment's shared tokens, and its own."""
     return size.log2().ceil().long() + 64 * (before > 0)  # no segment has 2^64 tokens
 
 
@@ -175,91 +153,98 @@ def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
 
 
-def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> Packed:
-    """The plan for these rows; all tensors on the host. ids (n, S): prompt and completion,
-    right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of blocks.
+def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> tuple:
+    """(Packed, places (n, S)): the plan for these rows, and where each of their tokens stands (in
+    the padding: where the row's last one does); all tensors on the host. ids (n, S): prompt and
+    completion, right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of
+    blocks.
 
-    The example of segments() becomes the M = 7 tokens "p p q c a b b" at the positions
-    0 1 0 1 2 2 3; prompt_end = 1 1 2 and completion_start = 4 5 3."""
-    lead, row, before, size = segments(ids, prompt_lengths, lengths)
-    place = size.cumsum(0) - size  # (s,) place of each segment's first token
+    The rows "p p a", "p p b b" and "q c" become the M = 7 tokens "q c p p a b b" at the positions
+    0 1 0 1 2 2 3, as segments of one kind are neighbours. places: 2 3 4 4, 2 3 5 6, 0 1 1 1."""
+    whole = prompt_lengths + lengths  # (n,)
+    shared = shared_tokens(ids, prompt_lengths, lengths)  # (n,)
+    row = kind_of(shared, whole - shared).argsort(stable=True)  # (n,) each segment's row
+    before = shared[row]
+    size = whole[row] - before
+    start = size.cumsum(0) - size  # (n,) place of each segment's first token
+    places = places_of(whole, shared, start[row.argsort()])  # argsort: from segments to rows
     segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
-    brings = before == 0  # (s,) segments with a prompt; the others are a completion alone
-    prompt_end = torch.zeros_like(lengths)  # (n,) so far of the rows whose segment has the prompt
-    prompt_end[row[brings]] = place[brings] + prompt_lengths[row[brings]] - 1
-    prompt_end = prompt_end[lead]  # (n,) the others have that of their lead
-    completion_start = prompt_end + 1  # in a whole row the completion follows its prompt;
-    completion_start[row[~brings]] = place[~brings]  # otherwise it is a segment of its own
-    prompt_start = (prompt_end + 1 - prompt_lengths)[row]  # (s,)
-    return Packed(
+    plan = Segments(places[row], before, size)
+    packed = Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
-        prompt_end=prompt_end,
-        completion_start=completion_start,
-        longest=int((prompt_lengths + lengths).max()),
-        blocks=[] if varlen else blocks_of(place, size, before, prompt_start),
-        varlen=varlen_of(place, size, before, prompt_start) if varlen else None,
+        longest=int(whole.max()),
+        blocks=[] if varlen else blocks_of(plan),
+        varlen=varlen_of(plan) if varlen else None,
     )
+    return packed, places
 
 
-def varlen_of(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> Varlen:
-    """place, size (s,): each segment's first place and number of tokens; before (s,): tokens of the
-    shared prompt before it, 0 for none; prompt_start (s,): the place of its first token."""
-    width = before + size  # (s,) number of keys
-    i, j = ragged_indices(width)  # each key's segment, and its index in it
-    of_prompt = prompt_start[i] + j  # its place, if it is one of the prompt's
-    own = place[i] + j - before[i]  # its place, if it is one of the segment's own
-    keys = torch.where(j < before[i], of_prompt, own)
+def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
+    """(n, S): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
+    many of them are the row's before; start, the place of the first that is its own."""
+    rows = torch.arange(len(whole))[:, None]  # (n, 1)
+    t = torch.arange(int(whole.max()))  # (S,)
+    # a token that is a row's own is brought by it; a shared one by the last row that brings it
+    brings = (t >= shared[:, None]) * rows  # (n, S)
+    bringer = brings.cummax(0).values
+    t = torch.minimum(t, whole[:, None] - 1)  # (n, S) the padding stands where the last token does
+    return start[bringer] + t - shared[bringer]
+
+
+class Segments(NamedTuple):
+    """The n segments in their order, or some neighbours of them."""
+
+    places: Tensor  # (n, S) of all tokens of the segment's row
+    before: Tensor  # (n,) how many of these tokens are shared
+    size: Tensor  # (n,) how many are the segment's own
+
+
+def varlen_of(plan: Segments) -> Varlen:
+    width = plan.before + plan.size  # (n,) number of keys
 
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
-    shares_prompts = bool(before.any())  # otherwise keys have the same places as queries
+    shares = bool(plan.before.any())  # otherwise keys have the same places as queries
     return Varlen(
-        keys=keys if shares_prompts else None,
-        cu_seq_q=ends(size),
+        keys=plan.places[ragged_indices(width)] if shares else None,
+        cu_seq_q=ends(plan.size),
         cu_seq_k=ends(width),
-        max_q=int(size.max()),
+        max_q=int(plan.size.max()),
         max_k=int(width.max()),
     )
 
 
-def blocks_of(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> list[Block]:
-    """A block for each kind of segment. Arguments: see varlen_of."""
-    blocks = []
-    i = 0
-    counts = kind_of(before, size).unique_consecutive(return_counts=True)[1]
-    for count in counts.tolist():
-        part = slice(i, i + count)
-        blocks.append(block(place[part], size[part], before[part], prompt_start[part]))
-        i += count
-    return blocks
+def blocks_of(plan: Segments) -> list[Block]:
+    """A block for each kind of segment."""
+    counts = kind_of(plan.before, plan.size).unique_consecutive(return_counts=True)[1].tolist()
+    pieces = zip(*[tensor.split(counts) for tensor in plan], strict=True)
+    return [block(Segments(*piece)) for piece in pieces]
 
 
-def block(place: Tensor, size: Tensor, before: Tensor, prompt_start: Tensor) -> Block:
-    """The block of these segments, neighbours of one kind. Arguments: see varlen_of."""
+def block(part: Segments) -> Block:
+    """The block of these segments, neighbours of one kind."""
+    places, before, size = part
+    last = places.shape[1] - 1
     longest = int(size.max())  # Q
-    start = int(place[0])
     m = int(size.sum())  # tokens of the block without padding
     steps = torch.arange(longest)
+    own = places.gather(1, (before[:, None] + steps).clamp(max=last))  # (b, Q)
     real = steps < size[:, None]  # (b, Q)
-    queries = keys = None
-    even = m == real.numel()  # all segments have the same length: nothing to pad
-    if not even:  # pads with the segment's first token
-        queries = (place - start)[:, None] + steps * real
+    start = int(own[0, 0])
+    keys = None
     if before.any():
         j = torch.arange(int(before.max()) + longest)  # (K,) index among a segment's keys
-        own = (j - before[:, None]).clamp(min=0)  # (b, K)
-        own = place[:, None] + own * (own < size[:, None])  # pads with the first token, as above
-        of_prompt = prompt_start[:, None] + j  # (b, K)
-        keys = torch.where(j < before[:, None], of_prompt, own)
+        keys = places[:, j.clamp(max=last)]  # (b, K)
         if (before == before[0]).all():  # then one mask serves all segments
             before = before[:1]
+    even = m == real.numel()  # all segments have the same length: nothing to pad
     return Block(
         tokens=slice(start, start + m),
         count=len(size),
-        queries=queries,
+        queries=None if even else own - start,
         real=None if even else real.flatten().nonzero()[:, 0],
         keys=keys,
         before=None if keys is None else before,
@@ -338,7 +323,7 @@ def beyond_causal(attention_mask, longest: int, kwargs: dict) -> list[str]:
 
 def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Tensor:
     """Attention of all segments, (M, heads, d). varlen_attn aligns its causal mask at the ends of
-    queries and keys (bottom right), so a query sees the whole prompt, then its own segment up to
+    queries and keys (bottom right), so a query sees all shared tokens, then its own segment up to
     itself. bench/gpu.py proves it on a GPU."""
     if plan.keys is not None:
         k = k.index_select(0, plan.keys)
@@ -408,13 +393,6 @@ def hidden_states(lm, packed: Packed) -> Tensor:
         use_cache=False,
     )
     return out.last_hidden_state[0]
-
-
-def completion_places(packed: Packed, row: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """(k,) each: the place of the token that predicts completion token t of row `row`, and the
-    place of that completion token itself. row, t (k,)."""
-    own = packed.completion_start[row] + t
-    return torch.where(t == 0, packed.prompt_end[row], own - 1), own
 
 
 # --- which models can do it
@@ -490,9 +468,8 @@ def try_packing(lm) -> tuple[float, float]:
     lm.set_attn_implementation(NAME)
 
     def packed_states(ids: Tensor) -> Tensor:
-        packed = pack(ids, prompt_lengths, lengths, uses_varlen(lm))
-        _, own = completion_places(packed, row, t)
-        packed, own = to_device((packed, own), lm.device)
+        packed, places = pack(ids, prompt_lengths, lengths, uses_varlen(lm))
+        packed, own = to_device((packed, places[row, prompt_lengths[row] + t]), lm.device)
         return hidden_states(lm, packed)[own].float()
 
     packed = packed_states(ids)  # (k, H), as plain

@@ -5,7 +5,7 @@ weights by name, its adapters.
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
 n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,
-M of the packed row, in which a shared prompt counts once; H hidden size, V vocabulary.
+M of the packed row, in which shared tokens count once; H hidden size, V vocabulary.
 """
 
 import inspect
@@ -65,18 +65,18 @@ class Policy(torch.nn.Module):
 
     def plan(self, ids, prompt_lengths, lengths) -> TokenPlaces:
         """The places of a forward; all tensors in CPU memory."""
-        row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
-        packed = None
         if self.pack:
-            packed = packing.pack(ids, prompt_lengths, lengths, packing.uses_varlen(self.lm))
-            predictor, place = packing.completion_places(packed, row, t)
+            varlen = packing.uses_varlen(self.lm)
+            packed, places = packing.pack(ids, prompt_lengths, lengths, varlen)
         else:
+            packed = None
             # rows of S tokens one after the other, padding included
-            place = row * ids.shape[1] + prompt_lengths[row] + t
-            predictor = place - 1
-        targets = ids[row, prompt_lengths[row] + t]
+            places = torch.arange(ids.numel()).view(ids.shape)  # (n, S)
+        row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
+        at = prompt_lengths[row] + t  # (k,) index in the row
+        place = places[row, at]
         ends = place[t == lengths[row] - 1]  # (n,)
-        return TokenPlaces(row, t, targets, predictor, place, ends, packed)
+        return TokenPlaces(row, t, ids[row, at], places[row, at - 1], place, ends, packed)
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if

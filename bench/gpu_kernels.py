@@ -98,8 +98,8 @@ def alignment(setting):
 def packed_on_device(batch: dict, setting, varlen: bool) -> packing.Packed:
     """A batch packed for one varlen_attn a layer, or for blocks."""
     rows = packing.on_host(batch["ids"], batch["prompt_lengths"], batch["lengths"])
-    packed = packing.to_device(packing.pack(*rows, varlen=varlen), torch.device(setting.device))
-    return packing.with_masks(packed)
+    packed, _ = packing.pack(*rows, varlen=varlen)
+    return packing.with_masks(packing.to_device(packed, torch.device(setting.device)))
 
 
 def attention(setting):

@@ -183,7 +183,8 @@ def test_a_kernel_that_aligns_its_causal_order_otherwise_is_refused_at_the_start
 def test_keys_are_gathered_for_varlen_only_where_a_prompt_is_shared(qwen, varlen):
     for layout, gathered in (("one group", True), ("single rows", False), ("one row", False)):
         batch = batch_of(LAYOUTS[layout])
-        plan = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"], varlen=True)
+        arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
+        plan, _ = packing.pack(*arguments, varlen=True)
         assert (plan.varlen.keys is not None) == gathered
 
 
@@ -219,7 +220,8 @@ def test_no_layer_and_no_block_waits_for_the_device(kind):
     lm.set_attn_implementation(packing.NAME)
     batch = batch_of(MIXED)
     arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
-    packed = packing.to_device(packing.pack(*arguments, varlen=kind == "varlen"), lm.device)
+    packed, _ = packing.pack(*arguments, varlen=kind == "varlen")
+    packed = packing.to_device(packed, lm.device)
     assert len(packed.blocks) > 4 or packed.varlen
     for checkpointed in (False, True):
         if checkpointed:

@@ -1,59 +1,51 @@
-"""How packed rows are laid out: every prompt once, every token in one block, each query's keys."""
+"""How packed rows are laid out: what neighbours share once, every token in one block, each query's
+keys."""
 
 from itertools import pairwise
 
 import torch
 from hypothesis import example, given
-from packed_rows import POWERS, A, B, batch_of, examples, group, rows_of, shapes
+from packed_rows import POWERS, A, B, batch_of, examples, group, rows_of, shapes, shared_by
 
 import learner
 import packing
 
 
-def slow_runs(rows: list) -> list[list]:
-    """Runs of neighbouring rows with one prompt."""
-    runs = []
-    for i, (prompt, _) in enumerate(rows):
-        if i and prompt == rows[i - 1][0]:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
+def slow_shares(rows: list) -> list[int]:
+    """What each row shares with the row before it."""
+    return [shared_by(before, row) for before, row in pairwise([None, *rows])]
 
 
 @examples
 @given(shapes)
 @example([(4, n) for n in POWERS])
-@example([(i % 6, n) for i, n in enumerate(POWERS * 2)])
-def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completion(shape):
+@example([(i % 8, n) for i, n in enumerate(POWERS * 2)])
+def test_a_packed_batch_holds_once_what_neighbours_share_and_every_other_token(shape):
     rows = rows_of(shape)
     batch = batch_of(rows, junk=3)
     arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
-    packed = packing.pack(*arguments)
-    runs = slow_runs(rows)
-    count = sum(len(rows[r[0]][0]) for r in runs) + sum(len(c) for _, c in rows)
+    packed, table = packing.pack(*arguments)
+    shares = slow_shares(rows)
+    assert packing.shared_tokens(*arguments).tolist() == shares
+    count = sum(len(p) + len(c) for p, c in rows) - sum(shares)
     assert packed.ids.shape == packed.positions.shape == (1, count)
     (unit,) = learner.units_of(batch, len(rows), pack=True)
-    assert (unit.cost, unit.saved) == (packed.ids.shape[1], 0)
-    begins = {r[0] for r in runs}
-    repeats = packing.repeats_prompt(*arguments[:2])
-    assert repeats.tolist() == [i not in begins for i in range(len(rows))]
+    assert unit.cost == count
     ids = packed.ids[0].tolist()
     positions = packed.positions[0].tolist()
-    last = packed.prompt_end.tolist()
-    first = packed.completion_start.tolist()
     seen = set()
-    for i, (prompt, completion) in enumerate(rows):
-        places = [
-            *range(last[i] - len(prompt) + 1, last[i] + 1),
-            *range(first[i], first[i] + len(completion)),
-        ]
+    before = []
+    for places, share, (prompt, completion) in zip(table.tolist(), shares, rows, strict=True):
+        size = len(prompt) + len(completion)
+        assert set(places[size:]) <= {places[size - 1]}
+        places = places[:size]
         assert [ids[x] for x in places] == prompt + completion
-        assert [positions[x] for x in places] == list(range(len(places)))
+        assert [positions[x] for x in places] == list(range(size))
+        assert places[:share] == before[:share]
+        assert not seen.intersection(places[share:])
         seen.update(places)
-    assert seen == set(range(len(ids)))
-    assert all(len({last[i] for i in r}) == 1 for r in runs)
-    assert len({last[r[0]] for r in runs}) == len(runs)
+        before = places
+    assert seen == set(range(count))
 
 
 @examples
@@ -63,7 +55,7 @@ def test_a_packed_batch_holds_every_neighbouring_prompt_once_and_every_completio
 def test_every_token_is_in_one_block_whose_padding_is_less_than_half(shape):
     rows = rows_of(shape)
     batch = batch_of(rows)
-    packed = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    packed, _ = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     place = 0
     for b in packed.blocks:
         size = b.tokens.stop - b.tokens.start
@@ -76,12 +68,9 @@ def test_every_token_is_in_one_block_whose_padding_is_less_than_half(shape):
             assert len(set(b.real.tolist())) == size
         place += size
     assert place == packed.ids.shape[1]
-    # a prompt of one row stays with it
-    segments = sum(len(run) + (len(run) > 1) for run in slow_runs(rows))
-    assert sum(b.count for b in packed.blocks) == segments
-    # prompts and rows have up to 35 tokens, what follows up to 18: few kernels, however many
-    # lengths there are
-    assert len(packed.blocks) <= 6 + 5
+    assert sum(b.count for b in packed.blocks) == len(rows)
+    # rows have up to 35 tokens, and so have segments: few kernels, however many lengths there are
+    assert len(packed.blocks) <= 6 + 6
 
 
 @examples
@@ -91,11 +80,10 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
     rows = rows_of(shape)
     batch = batch_of(rows)
     arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
-    packed = packing.pack(*arguments)
+    packed, table = packing.pack(*arguments)
     wanted = {}
-    for i, (prompt, completion) in enumerate(rows):
-        last, first = int(packed.prompt_end[i]), int(packed.completion_start[i])
-        places = [*range(last - len(prompt) + 1, last + 1), *range(first, first + len(completion))]
+    for places, (prompt, completion) in zip(table.tolist(), rows, strict=True):
+        places = places[: len(prompt) + len(completion)]
         for n, place in enumerate(places):
             assert wanted.setdefault(place, places[: n + 1]) == places[: n + 1]
     for b in packed.blocks:
@@ -112,9 +100,11 @@ def test_attention_sees_exactly_a_rows_own_past(shape):
         for i in real:
             s, t = divmod(i, Q)
             assert keys[s][seen[s, t]].tolist() == wanted[int(queries[s, t]) + start]
-    plan = packing.pack(*arguments, varlen=True)
+    plan, same_table = packing.pack(*arguments, varlen=True)
     assert plan.blocks == []
-    assert all(torch.equal(x, y) for x, y in zip(plan[:4], packed[:4], strict=True))
+    assert torch.equal(plan.ids, packed.ids)
+    assert torch.equal(plan.positions, packed.positions)
+    assert torch.equal(same_table, table)
     assert attended(plan.varlen, plan.ids.shape[1]) == wanted
 
 
@@ -137,21 +127,15 @@ def attended(plan, count: int) -> dict:
 
 def test_equal_lengths_need_no_padding_and_no_indices():
     batch = batch_of(group(A, 4, 4) + group(B, 4, 4))
-    blocks = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"]).blocks
-    (block,) = [b for b in blocks if b.keys is not None]
+    packed, _ = packing.pack(batch["ids"], batch["prompt_lengths"], batch["lengths"])
+    (block,) = [b for b in packed.blocks if b.keys is not None]
     assert block.queries is None
     assert block.real is None
 
 
-def test_the_example_of_the_docstrings():
+def test_the_example_of_the_docstring():
     ids = torch.tensor([[5, 5, 1, 0], [5, 5, 2, 2], [6, 3, 0, 0]])  # p p a, p p b b, q c
-    prompt_lengths = torch.tensor([2, 2, 1])
-    lengths = torch.tensor([1, 2, 1])
-    cut = packing.segments(ids, prompt_lengths, lengths)
-    expected = [[0, 0, 2], [0, 2, 0, 1], [0, 0, 2, 2], [2, 2, 1, 2]]
-    assert [values.tolist() for values in cut] == expected
-    packed = packing.pack(ids, prompt_lengths, lengths)
-    assert packed.ids.tolist() == [[5, 5, 6, 3, 1, 2, 2]]
+    packed, places = packing.pack(ids, torch.tensor([2, 2, 1]), torch.tensor([1, 2, 1]))
+    assert packed.ids.tolist() == [[6, 3, 5, 5, 1, 2, 2]]
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
-    assert packed.prompt_end.tolist() == [1, 1, 2]
-    assert packed.completion_start.tolist() == [4, 5, 3]
+    assert places.tolist() == [[2, 3, 4, 4], [2, 3, 5, 6], [0, 1, 1, 1]]

@@ -41,7 +41,7 @@ def test_a_window_is_compared_with_rows_without_their_padding():
     """A micro-batch may be cut from a wider batch."""
     batch = batch_of(MIXED, junk=3)
     arguments = batch["ids"], batch["prompt_lengths"], batch["lengths"]
-    assert packing.pack(*arguments).longest == LONGEST < batch["ids"].shape[1]
+    assert packing.pack(*arguments)[0].longest == LONGEST < batch["ids"].shape[1]
 
 
 GPT_OSS = {
@@ -69,7 +69,7 @@ def test_attention_dropout_is_no_matter_outside_training():
 
 def test_a_mask_and_dropout_are_refused():
     q = torch.zeros(1, 4, 3, 8)
-    packed = packing.pack(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]))
+    packed, _ = packing.pack(torch.tensor([[1, 2, 3]]), torch.tensor([1]), torch.tensor([2]))
     module = torch.nn.Linear(1, 1)
     with pytest.raises(UserError, match="uses a mask"):
         packing.attention(module, q, q, q, torch.ones(1, 1, 3, 3), packed=packed)

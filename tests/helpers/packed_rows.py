@@ -130,9 +130,23 @@ def group(prompt: list, *lengths: int, seed: int = 0) -> list:
     return [(prompt, tokens(rng, n)) for n in lengths]
 
 
+def shared_by(before: tuple[list, list] | None, row: tuple[list, list]) -> int:
+    """How many of its first tokens a row (prompt, completion) shares with the row before it."""
+    if before is None:
+        return 0
+    prompt, completion = row
+    common = 0
+    while common < min(len(prompt), len(before[0])) and prompt[common] == before[0][common]:
+        common += 1
+    if prompt == before[0] or 2 * common >= len(prompt) + len(completion):
+        return common
+    return 0
+
+
 A = [5, 6, 7]
 B = [8, 9, 10, 11, 12]
 C = [13]
+EXAMPLES = [30, 31, 32, 33, 34, 35, 36, 37]  # as few-shot prompts begin
 POWERS = [1, 2, 3, 4, 5, 8, 9, 16, 17]
 MIXED = (
     group(A, 3, 1, 6, 2)
@@ -159,6 +173,14 @@ LAYOUTS = {
     + group([5, 6], 2, 3)
     + group([5, 6, 7], 2, 3)
     + group([5, 6], 1, 4, seed=1),
+    "prompts with the same examples": group([*EXAMPLES, 1], 3, 1, 2)
+    + group([*EXAMPLES, 2, 3], 2, 4)
+    + group(EXAMPLES, 1, 3)
+    + group([*EXAMPLES[:-1], 9, 4], 2)
+    + group([*EXAMPLES[:-1], 9, 5], 1, 6),
+    "prompts with the same examples and answers of every length": group([*EXAMPLES, 1], 30, 1)
+    + group([*EXAMPLES, 2], 30, 1)
+    + group([*EXAMPLES, 3], 1, 30),
     "a prompt and its first completion tokens": [
         ([5, 6], [7, 8, 9]),
         ([5, 6], [7, 9]),
@@ -176,8 +198,9 @@ LAYOUTS = {
     "everything": MIXED,
 }
 # rows of a few prompts that begin with one another, in runs of any length
-shapes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 18)), min_size=1, max_size=9)
+shapes = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 18)), min_size=1, max_size=9)
 PROMPTS = [[5], [5, 6], [5, 6, 7, 8], [9, 6, 7, 8], [5, 6, 7, 8, *range(20, 33)], [0]]
+PROMPTS += [[5, 6, 7, 8, *range(20, 31), 4], [5, 6, 7, 8, *range(20, 31), 4, 4]]
 
 
 def rows_of(shape) -> list:
