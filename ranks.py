@@ -473,12 +473,14 @@ def check_alike(told: dict) -> None:
     """RunStopped, on all ranks alike, if a rank was started otherwise than rank 0. Such ranks would
     train different things, or wait for each other in different collectives. told: {what: value},
     without NaN. All ranks together."""
-    first, *others = gather_objects(told)
+    packages = {m.__name__: m.__version__ for m in (torch, transformers, deepspeed)}
+    first, *others = gather_objects(told | packages)
     for rank, other in enumerate(others, start=1):
         for what in first | other:  # with other code a rank has other keys
             here, there = first.get(what), other.get(what)
             if here != there:
                 raise RunStopped(
                     f"rank {rank} was started with {what}={quoted(there)} and rank 0 with "
-                    f"{quoted(here)}: start all ranks with the same command, code and data"
+                    f"{quoted(here)}: start all ranks with the same command, code, "
+                    "packages and data"
                 )

@@ -58,6 +58,8 @@ def compare_notes(rank: int, environment: dict, told: dict) -> None:
 
     def work(argv) -> None:
         ranks.start_distributed()
+        if version := told.pop("a fake version of deepspeed", ""):
+            ranks.deepspeed.__version__ = version
         ranks.check_alike(told)
         print("alike")
 
@@ -78,6 +80,10 @@ def compare_notes(rank: int, environment: dict, told: dict) -> None:
             "rank 2 was started with new=5 and rank 0 with None",
         ),
         ({"seed": 1}, "rank 2 was started with max_steps=None and rank 0 with 2"),
+        (
+            {"seed": 1, "max_steps": 2, "a fake version of deepspeed": "0.1"},
+            "rank 2 was started with deepspeed='0.1' and rank 0 with ",
+        ),
     ],
 )
 def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
