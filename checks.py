@@ -35,7 +35,7 @@ class Objective(NamedTuple):
     # the reference: a KL in the loss, or it tilts the weights (or goals) of the group. adds_kl()
     # has the keys that change it (xdr_ref_tilt, maxent_kl)
     beta_acts_on: Literal["loss", "weights"] = "loss"
-    term: Literal["", "answer_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
+    term: Literal["", "semantic_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 
     @property
     def has_weights(self) -> bool:
@@ -56,7 +56,7 @@ OBJECTIVES = {
     "dapo": Objective(token_sum="token_mean", scale="group"),
     "gspo": Objective(token_sum="row_mean", scale="group", ratio="sequence"),
     "cispo": Objective(token_sum="token_mean", scale="group", ratio="cispo"),
-    "seed_grpo": Objective(term="answer_entropy"),
+    "seed_grpo": Objective(term="semantic_entropy"),
     "token_entropy": Objective(term="token_entropy"),
     "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
@@ -119,7 +119,7 @@ USED = {
         is_policy_gradient(c) and c["importance_sampling"] != "none"
     ),
     "token_entropy_coef": lambda o, c: o.term == "token_entropy",
-    "seed_grpo_alpha": lambda o, c: o.term == "answer_entropy",
+    "seed_grpo_alpha": lambda o, c: o.term == "semantic_entropy",
     "pkpo_k": lambda o, c: o.advantage != "centred" and not o.group_loss,
     "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
@@ -1111,7 +1111,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
             "the wrong way"
         )
-    by_likelihood = c["unlikeliness_coef"] > 0 or objective.term == "answer_entropy"
+    by_likelihood = c["unlikeliness_coef"] > 0 or objective.term == "semantic_entropy"
     if c["info_seed_num_seeds"] > 0 and by_likelihood:
         warnings.append(
             "info_seed_num_seeds > 0 with unlikeliness_coef > 0 or objective='seed_grpo': these "

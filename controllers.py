@@ -31,7 +31,7 @@ ADAM_EPSILON = 1e-8
 LARGEST_MOVE = 50  # of log tau or log beta in one step: exp() of much more would overflow
 
 
-def steering_entropy(config: dict) -> str:
+def steering_metric(config: dict) -> str:
     """The metric that steers tau: the one whose target is on."""
     if is_on(config["maxent_target_excess_entropy"]):
         return "weights/excess_entropy"
@@ -56,7 +56,7 @@ def init_state(config: dict) -> dict:
         "tau": config["maxent_tau"],
         "beta": config["beta"],
         "entropy": None,  # its moving average (EMA), None until the first finite entropy
-        "steering": steering_entropy(config),  # the metric that "entropy" averages
+        "steering": steering_metric(config),  # the metric that "entropy" averages
         "skipped": 0,  # measurements that were missing or not finite; a step may lack two
         # the meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
         "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
@@ -77,7 +77,7 @@ def resume_state(state: dict, config: dict) -> dict:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if moves_beta(config) and 0 < state["beta"] < math.inf:
         new["beta"] = clip(state["beta"], config["beta_min"], config["beta_max"])
-    new["steering"] = steering_entropy(config)
+    new["steering"] = steering_metric(config)
     if new["steering"] != state["steering"]:
         new["entropy"] = None
     return new
@@ -106,7 +106,7 @@ def skipped(state: dict) -> dict:
 
 def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
     """Moves tau one step towards entropy_target(). `entropy`: this step's value of the metric that
-    steering_entropy() names, a mean over active groups; None without an active group.
+    steering_metric() names, a mean over active groups; None without an active group.
 
     The EMA runs from the first step; tau moves only after maxent_tau_warmup_steps. A missing or
     non-finite entropy changes nothing but the counts. Without a target the step is counted all the

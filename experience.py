@@ -37,7 +37,7 @@ class Collected(NamedTuple):
     rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
-    metrics: dict  # {"reward/...": ...} of the whole step, the same on every rank
+    metrics: dict  # of rewards, engine and resampling; the whole step's, the same on every rank
 
     @property
     def own_rewards(self) -> torch.Tensor:
@@ -243,8 +243,8 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes. Packed, the prompt counts once, also what it
-    shares with other groups', and InfoSeed's own prompts not at all: errors cost balance only."""
+    """Tokens that a forward over a group computes. Packed, its prompt counts once, even where it
+    shares a part with another group, and InfoSeed's own prompts do not: it only costs balance."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:

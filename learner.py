@@ -31,7 +31,14 @@ import loss as L
 import packing
 import rollout
 import scoring
-from checks import OBJECTIVES, adds_kl, is_policy_gradient, skipped_groups, uses_scores
+from checks import (
+    OBJECTIVES,
+    adds_kl,
+    is_policy_gradient,
+    skipped_groups,
+    uses_ref_scores,
+    uses_scores,
+)
 from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_rows
@@ -60,8 +67,8 @@ class GroupMeasures(NamedTuple):
     task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
     lengths: torch.Tensor  # (P, G) tokens
     ref_scores: torch.Tensor | None = None  # (P, G) of the reference, which tilt weights or goals
-    seq_logps: torch.Tensor | None = None  # (P, G)
-    mean_logps: torch.Tensor | None = None  # (P, G) over a row's tokens
+    seq_logps: torch.Tensor | None = None  # (P, G) the sampler's, summed over a row's tokens
+    mean_logps: torch.Tensor | None = None  # (P, G) their means
     entropies: torch.Tensor | None = None  # (P, G) over a row's tokens, in nats
     clusters: torch.Tensor | None = None  # (P, G) rows of a group with the same answer share one
     correct_modes: torch.Tensor | None = None  # (P,) different right answers of a group
@@ -109,14 +116,15 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = reference_logps(reference, batch, plan, c)
+    if uses_ref_scores(OBJECTIVES[c["objective"]], c):
         measures["ref_scores"] = gather(maxent_scores(batch["ref_logps"], batch, c))
-    # below, the sampler's log-probs stand for the policy's, which takes its first forward later
+    # the sampler's log-probs stand for the policy's, which accumulate_gradients() computes later
     if c["unlikeliness_coef"] > 0:
         measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = forward_rows(engine, batch, plan, entropy=True)
         measures["entropies"] = gather(entropies.sum(1) / batch["lengths"])
-    if OBJECTIVES[c["objective"]].term == "answer_entropy":
+    if OBJECTIVES[c["objective"]].term == "semantic_entropy":
         measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
         measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
     if c["xdr_mode_adaptive_tau"]:
@@ -163,7 +171,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
         weights = row_weights(advantages, measured, tau, beta, c)  # (P, G)
         if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
             advantages = G * weights * advantages
-    if objective.term == "answer_entropy":
+    if objective.term == "semantic_entropy":
         entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     # of the shaped rewards, as the advantages are; only the metrics of the weights use it
@@ -565,7 +573,7 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
 
 
 def group_metrics(rewards, lengths) -> dict:
-    """Metrics of the step's rewards and completion lengths, both (P, G)."""
+    """Metrics of the step's rewards and completion lengths, both (P, G); here G is without S."""
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(1).mean().item(),
@@ -665,7 +673,7 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
         shared = shared_tokens(batch, rows.flatten()).view(rows.shape)
-        # of the first row's, see fill_packed
+        # what the first row shares with another unit is not its own saving: see fill_packed
         cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
         cost = total.amax(1) * together  # rows are padded to the longest

@@ -7,7 +7,7 @@ temperature. A loss is a sum over rows or tokens divided by a normaliser of the 
 the caller knows before the first backward. So any split into micro-batches or ranks gives the same
 loss and the same gradient. The normalisers (checks.OBJECTIVES has `token_sum`):
 
-    mean over the active groups     maxent (listwise, floored, mle) and flow
+    mean over the active groups     maxent (listwise, floored, mle) and flow; a KL of theirs: N * L
     N * L                           dr_grpo, maxrl, pkpo, xdr, seed_grpo, token_entropy, and maxent
                                     as a policy gradient; N counts groups without a gradient too
     T_i * N                         grpo, gspo
@@ -444,19 +444,17 @@ def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: f
     return gain, clipped_low, clipped_high
 
 
-def token_weights(
-    aggregation: str, mask: Tensor, rows: int, tokens: int, max_length: int
-) -> Tensor:
+def token_weights(token_sum: str, mask: Tensor, rows: int, tokens: int, max_length: int) -> Tensor:
     """The weight of every token in the loss, (n, T), from mask m: "row_mean" m / (T_i * N),
     "token_mean" m / tokens, "constant" m / (N * L). rows (N) and tokens count the whole step, all
     ranks."""
-    if aggregation == "row_mean":
+    if token_sum == "row_mean":
         return mask / (mask.sum(1, keepdim=True).clamp(min=1) * rows)
-    if aggregation == "token_mean":
+    if token_sum == "token_mean":
         return mask / tokens
-    if aggregation == "constant":
+    if token_sum == "constant":
         return mask / (rows * max_length)
-    raise ValueError(f"token_weights has no token_sum={aggregation!r}")
+    raise ValueError(f"token_weights has no token_sum={token_sum!r}")
 
 
 def k3_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -566,8 +564,8 @@ class ChunkedLogps(torch.autograd.Function):
             wanted |= grad_entropy != 0
         else:
             grad_entropy = None
-        # tokens with a gradient: those of equal groups have none. One wait for the device here
-        # instead of one per chunk.
+        # clipped tokens, and rows whose advantage is 0 beside others', have no gradient. One wait
+        # for the device here instead of one per chunk.
         wanted = wanted.tolist()
         for i in range(0, len(targets), ctx.options.chunk):
             part = slice(i, i + ctx.options.chunk)

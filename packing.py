@@ -9,7 +9,7 @@ All layers but attention work on each token by itself, so the M tokens may stand
 Attention works on segments of it. The segment of a row is what the row does not share with the row
 before it; it sees the keys of the shared tokens before its own. So G completions of one prompt save
 the forward and backward of G - 1 prompts, and P prompts that begin with the same examples save
-those of P - 1 times the examples.
+those of P - 1 copies of the examples.
 
 On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Elsewhere, segments of
 about the same length are padded to a block (Block). Either plan is made on the host and sent to
@@ -183,7 +183,7 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
 
 def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
     """(n, S): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
-    many of them are the row's before; start, the place of the first that is its own."""
+    many of them it takes from the row before; start, the place of the first that is its own."""
     rows = torch.arange(len(whole))[:, None]  # (n, 1)
     t = torch.arange(int(whole.max()))  # (S,)
     # a token that is a row's own is brought by it; a shared one by the last row that brings it

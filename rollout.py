@@ -204,8 +204,8 @@ def use_float32_logits(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
 
 
 def use_nccl_all_reduce(options: dict, on_gpu: bool) -> None:
-    """Adds to vLLM's options, for an engine on several GPUs, not to use its own all-reduce. That
-    one shares the memory of CUDA graphs between processes, which with the expandable segments of
+    """Turns off vLLM's own all-reduce in the options of an engine on several GPUs. It shares the
+    memory of CUDA graphs between processes, which with the expandable segments of
     common.set_up_libraries() ends the process without a Python error. The user's own option takes
     precedence."""
     if on_gpu and options["tensor_parallel_size"] > 1:
@@ -285,9 +285,9 @@ class Engine:
     sleeps = False  # whether it has GPU memory to lend to the learner
 
     def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
-        """n rollouts of each prompt, prompt-major. If `finished` is given, finished(i, group) is
+        """n rollouts of each prompt, prompt-major. If it is given, group_done(i, group) is
         called with the n rollouts of prompt i as soon as they are complete."""
         raise NotImplementedError
 
@@ -295,7 +295,7 @@ class Engine:
         """Takes the weights from an iterator of (name, tensor)."""
         raise NotImplementedError
 
-    # what an engine has no use for does nothing
+    # an engine overrides those of the following that it has a use for
 
     def wait(self) -> None:
         """Returns when nothing is being sampled in the background."""
@@ -362,7 +362,7 @@ class VllmEngine(Engine):
             raise UserError(start_refused(settings, error)) from None
 
     def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         own_requests = list(zip(prompts_ids, sampling.seeds))
         requests, first = self.pool(own_requests)
@@ -383,8 +383,8 @@ class VllmEngine(Engine):
                 if not output.finished or not 0 <= i < len(own_requests):
                     continue
                 groups[i] = self.rollouts_of(output)
-                if finished:
-                    finished(i, groups[i])
+                if group_done:
+                    group_done(i, groups[i])
         return [r for i in sorted(groups) for r in groups[i]]
 
     def sampling_params(self, n: int, seed: int, sampling: Sampling):
@@ -519,7 +519,7 @@ class HfEngine(Engine):
         self.model.generation_config = GenerationConfig()
 
     def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         groups = {}
         # by length, so that little is padded
@@ -532,8 +532,8 @@ class HfEngine(Engine):
             sampled = self.sample_together([prompts_ids[i] for i in batch], n, own)
             for i, group in zip(batch, sampled):
                 groups[i] = group
-                if finished:
-                    finished(i, group)
+                if group_done:
+                    group_done(i, group)
         return [r for i in sorted(groups) for r in groups[i]]
 
     @torch.no_grad()

@@ -324,9 +324,9 @@ def correct(values: torch.Tensor, functions: list[RewardFunction]) -> torch.Tens
 
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
-    """For each row a list of G: the mode of a correct completion, as a string that is equal for
-    equal modes; None for a wrong one, if the task has no modes, or if its mode() fails, which is
-    said. right: (p, G) bool."""
+    """For each row a list of G: the mode of a correct completion, a text that is the same for right
+    completions that the task takes for the same answer. None for a wrong one, if the task has no
+    modes, or, with a warning, if its mode() fails. right: (p, G) bool."""
     jobs = {}
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]

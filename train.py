@@ -252,7 +252,7 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
 
 
 def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
-    """Loads a checkpoint into the engine, and tells what is other than when it was saved. Returns
+    """Loads a checkpoint into the engine, and says what has changed since it was saved. Returns
     its TrainerState, and the inputs with what it was trained on. All ranks call it together."""
     saved = checkpoint.load(path, engine, Path(c["output_dir"]))
     if changes := checkpoint.changes(path, c):
@@ -457,7 +457,7 @@ def steer(
         }
         new, meta_metrics = controllers.meta_step(old, groups, c)
     else:
-        new = controllers.update_tau(old, metrics.get(controllers.steering_entropy(c)), c)
+        new = controllers.update_tau(old, metrics.get(controllers.steering_metric(c)), c)
         new = controllers.update_beta(new, metrics.get("kl"), c)
     run.controllers = new
     return meta_metrics | {
@@ -517,8 +517,8 @@ def prove_sync(run: Run) -> None:
 
 
 def trial_batch(run: Run) -> dict:
-    """A few short completions by the sampler, which then sleeps, as tensors. They are no part of
-    any step."""
+    """Samples a few short completions, no part of any step, and sends the sampler to sleep. Returns
+    them as a batch."""
     c = run.config
     prompts = [row["prompt_ids"] for row in run.inputs.pools[0][:TRIAL_PROMPTS]]
     sampling = rollout.Sampling(
@@ -535,7 +535,8 @@ def trial_batch(run: Run) -> dict:
 
 
 def save_now(run: Run) -> None:
-    """Saves a checkpoint of this step, unless there is one."""
+    """Saves a checkpoint of this step, unless there is one or save_steps=-1; then starts
+    eval_command and the upload."""
     c = run.config
     if c["save_steps"] < 0 or run.saved_step == run.step:
         return

@@ -20,7 +20,7 @@ import pandas as pd
 from checks import moves_beta, moves_tau
 from common import UserError, load_config, only_source, own_flags, script
 from compare.results import markdown, metrics_of, runs_in
-from controllers import entropy_target, steering_entropy
+from controllers import entropy_target, steering_metric
 
 OWN = {"last": 0}  # the number of last steps that are measured; 0: half of all
 HEAD = ["arm", "seed", "steps", "entropy", "target", "distance", "KL", "target", "distance"]
@@ -73,7 +73,7 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
         arm,
         str(seed),
         str(count),
-        *held(steps.get(steering_entropy(c), nothing), aims["entropy"]),
+        *held(steps.get(steering_metric(c), nothing), aims["entropy"]),
         *held(steps.get("meta/kl" if meta else "kl", nothing), aims["kl"]),
         *bounded(tau, moves_tau(c), c["maxent_tau_min"], c["maxent_tau_max"]),
         *bounded(steps["beta"], moves_beta(c), c["beta_min"], c["beta_max"]),

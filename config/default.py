@@ -2,7 +2,7 @@
 # differences only. A file is a list of `key = value` lines with plain literals; nothing is
 # executed.
 #
-# A number marked (steps) may change during a run: {step: value} is a line through these points,
+# A number marked (steps) may change during a run: {finished steps: value} is a line through these,
 # flat before the first and after the last: {0: 1.2, 100: 1.0}; a jump is {99: 1.2, 100: 1.0}.
 #
 # A source of rows is a dict; all entries but "name" may be left out:
@@ -33,7 +33,7 @@ chat_template_kwargs = {}  # variables for the template, such as {"enable_thinki
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # longer ones: "error" stops, "drop" leaves out, "truncate" cuts the start
 allow_leakage = False  # True: evaluation prompts may be training prompts too
-replay = {}  # {"size": prompts remembered, "fraction": of a step, "ucb": exploration}; {} off
+replay = {}  # old prompts, sampled anew: {"size": kept, "fraction": of a step, "ucb": exploration}
 resample_equal_groups = 0  # rounds of replacing groups of equal rewards (dynamic sampling); 0 off
 
 # --- rollouts
@@ -68,17 +68,17 @@ delta = -1.0  # cap of the unclipped branch for negative advantages, >= 1 + epsi
 cispo_epsilon_max = 5.0  # cap of cispo's ratio
 importance_sampling = "token_truncate"  # "token_mask", "sequence_truncate/mask/geometric", "none"
 importance_sampling_cap = 3.0  # largest ratio trainer / sampler
-beta = 0.0  # weight of the reference model, and where its controller starts; 0 loads none
+beta = 0.0  # weight of a KL to the reference, at first; in maxent, flow it tilts w; 0 loads none
 kl_loss_type = "k3"  # beta * KL in the loss: "k3" (forward KL's gradient), "k2" (reverse KL's)
 policy_entropy_bonus_coef = 0.0  # reward for completions less certain than their group; 0 off
 token_entropy_coef = 0.01  # for token_entropy: weight of the policy's entropy, summed like dr_grpo
 seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ
 unlikeliness_coef = 0.0  # rewards above 0 shrink the likelier the answer was in its group; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
-maxent_tau = -1.0  # temperature of the weights w (maxent, xdr, flow); "inf"; -1: the largest that
-#                    is safe: 1 / (T_q * scale of scores * ln(vocabulary)); sums: also / L
+maxent_tau = -1.0  # temperature of weights w (maxent, xdr, flow); "inf"; -1: 1 / ln(vocabulary), in
+#                    maxent and flow / (T_q * scale of scores), sums also / L: the largest safe one
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
-maxent_q_epsilon = 0.0  # mixes a uniform share into the target, at most 1 / G; 0 off
+maxent_q_epsilon = 0.0  # the least q of a row: a share G * epsilon of the target is uniform; 0 off
 maxent_score_norm = "length"  # divisor of sequence scores: "length", "constant" (L), "sum" (1)
 maxent_score_scale = 1.0  # multiplies sequence scores: how sharply they tell answers apart
 maxent_group_weight = "equal"  # a group's weight in the loss; "spread": 4 * variance of its rewards
@@ -86,10 +86,10 @@ maxent_loss = "listwise"  # pulls p to w; "floored": p of bad rows counts as 1/G
 #                           "policy_gradient": G * w - 1 as advantage; "mle": no baseline
 maxent_kl = False  # True: maxent and flow also add beta * KL to the loss
 maxent_skip_equal_groups = "all"  # those of equal rewards; "wrong": at the step's lowest; "none"
-xdr_utility = "advantage"  # U in its w: A; "surrogate": A * T / L (favours length)
+xdr_utility = "advantage"  # U in its w: A; "surrogate": A * row's tokens / L (favours length)
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers
-mode_entropy_coef = 0.0  # pull towards equally likely best rows, policy gradients only; 0 off
+mode_entropy_coef = 0.0  # pull towards equally likely best rows, not for maxent, flow; 0 off
 mode_entropy_score_norm = "sum"  # what becomes equal: "sum" log-probs, "length" or "constant" means
 
 # --- controllers
@@ -131,7 +131,7 @@ learning_rate = 1e-6  # the highest, after the warm-up
 lr_scheduler_type = "constant"  # after the warm-up; "linear", "cosine": down to 0 at max_steps
 warmup_steps = 0  # 0 off
 optimizer = "adamw"  # a name in checks.OPTIMIZERS, such as "adafactor": moments of rows, columns
-optimizer_options = {}  # its further arguments: {"weight_decay": 0.1, "betas": [0.9, 0.95]}
+optimizer_options = {}  # its arguments: {"weight_decay": 0.1, "betas": [0.9, 0.95]}; {} no decay
 max_grad_norm = 1.0  # 0 off
 max_tokens_per_micro_batch = 0  # tokens in one forward pass; 0: as many as fit into memory
 pack_sequences = True  # no padding, shared prompts once; False for attention that is not causal

@@ -157,7 +157,7 @@ class ServerEngine(Engine):
     # --- completions
 
     def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished=None
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         """The same as in other engines (rollout.py). RolloutsLost on all ranks, if on any of them
         no server is left or a prompt does not get its completions."""
@@ -167,15 +167,17 @@ class ServerEngine(Engine):
             work = self.ahead[1].result
             self.ahead = None
         else:
-            work = partial(self.ask, *request, finished)
+            work = partial(self.ask, *request, group_done)
         return all_or_none(work)
 
-    def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> None:
+    def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done) -> None:
         """Starts generate() in the background; the same arguments to it collect what came."""
         request = (prompts_ids, n, sampling)
-        self.ahead = (request, self.background.submit(self.ask, *request, finished))
+        self.ahead = (request, self.background.submit(self.ask, *request, group_done))
 
-    def ask(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, finished) -> list[dict]:
+    def ask(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
+    ) -> list[dict]:
         """This rank's part of generate()."""
         longest = max(map(len, prompts_ids), default=0)
         if longest > self.longest_prompt:
@@ -200,8 +202,8 @@ class ServerEngine(Engine):
             for future in futures.as_completed(asked):
                 i = asked[future]
                 groups[i] = future.result()
-                if finished:
-                    finished(i, groups[i])
+                if group_done:
+                    group_done(i, groups[i])
         finally:
             pool.shutdown(cancel_futures=True)  # after an error the other prompts are useless
         # sorted: answers come in any order, rollouts are prompt-major

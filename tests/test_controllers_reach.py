@@ -165,7 +165,7 @@ def test_the_entropy_that_has_a_target_is_the_one_that_steers():
     means = {"tau_entropy": (first + second) / 2, "tau_excess": excess / 2}
     for name, mean in means.items():
         config = setting(name, maxent_tau=0.3)
-        assert metrics[controllers.steering_entropy(config)] == pytest.approx(mean, rel=1e-5)
+        assert metrics[controllers.steering_metric(config)] == pytest.approx(mean, rel=1e-5)
         after = control(controllers.init_state(config), None, metrics, config)
         assert after["entropy"] == pytest.approx(mean, rel=1e-5) and after["tau"] != 0.3
 

@@ -102,7 +102,7 @@ def control(state: dict, batch: dict, metrics: dict, config: dict) -> dict:
     """The next state, by whichever controllers are on."""
     if config["controller_meta_method"]:
         return controllers.meta_step(state, batch, config)[0]
-    entropy = metrics.get(controllers.steering_entropy(config))
+    entropy = metrics.get(controllers.steering_metric(config))
     state = controllers.update_tau(state, entropy, config)
     return controllers.update_beta(state, metrics.get("kl"), config)
 

@@ -35,7 +35,7 @@ class FakeEngine:
         self.begun = []
         self.naps = 0
 
-    def generate(self, prompts_ids, n, sampling, finished=None):
+    def generate(self, prompts_ids, n, sampling, group_done=None):
         self.calls.append(request_of(prompts_ids, n, sampling))
         groups = []
         for ids, seed in zip(prompts_ids, sampling.seeds, strict=True):
@@ -45,11 +45,11 @@ class FakeEngine:
                 text = str(9 if n == 1 else j) + "".join(rng.choices("0123456789", k=3))
                 group.append(completion_of(ids, text))
             groups.append(group)
-        for i in reversed(range(len(groups)) if finished else range(0)):
-            finished(i, groups[i])
+        for i in reversed(range(len(groups)) if group_done else range(0)):
+            group_done(i, groups[i])
         return [r for group in groups for r in group]
 
-    def begin(self, prompts_ids, n, sampling, finished):
+    def begin(self, prompts_ids, n, sampling, group_done):
         self.begun.append(request_of(prompts_ids, n, sampling))
 
     def sleep(self):
