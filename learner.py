@@ -672,7 +672,7 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
-        shared = shared_tokens(batch, rows.flatten()).view(rows.shape)
+        shared = shared_tokens(batch, slice(None)).view(rows.shape)
         # what the first row shares with another unit is not its own saving: see fill_packed
         cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
@@ -681,8 +681,8 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
 
 
 def shared_tokens(batch: dict, rows):
-    """How many tokens each of these rows, in this order, shares with the one before; on the
-    host."""
+    """How many tokens each of these rows, in this order, shares with the one before; on the host.
+    rows: their indices, or a slice, which copies nothing."""
     picked = [batch[name][rows] for name in ("ids", "prompt_lengths", "lengths")]
     return packing.shared_tokens(*picked).cpu()
 

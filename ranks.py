@@ -470,9 +470,9 @@ def gather_objects(value) -> list:
 
 
 def check_alike(told: dict) -> None:
-    """RunStopped, on all ranks alike, if a rank was started otherwise than rank 0. Such ranks would
-    train different things, or wait for each other in different collectives. told: {what: value},
-    without NaN. All ranks together."""
+    """RunStopped, on all ranks alike, if a rank was started otherwise than rank 0, or with other
+    versions of packages. Such ranks would train different things, or wait for each other in
+    different collectives. told: {what: value}, without NaN. All ranks together."""
     packages = {m.__name__: m.__version__ for m in (torch, transformers, deepspeed)}
     first, *others = gather_objects(told | packages)
     for rank, other in enumerate(others, start=1):

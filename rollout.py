@@ -287,8 +287,8 @@ class Engine:
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
-        """n rollouts of each prompt, prompt-major. If it is given, group_done(i, group) is
-        called with the n rollouts of prompt i as soon as they are complete."""
+        """n rollouts of each prompt, prompt-major. group_done(i, group), if given, is called with
+        the n rollouts of prompt i as soon as they are complete."""
         raise NotImplementedError
 
     def sync(self, named_parameters) -> None:

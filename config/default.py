@@ -33,7 +33,7 @@ chat_template_kwargs = {}  # variables for the template, such as {"enable_thinki
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # longer ones: "error" stops, "drop" leaves out, "truncate" cuts the start
 allow_leakage = False  # True: evaluation prompts may be training prompts too
-replay = {}  # old prompts, sampled anew: {"size": kept, "fraction": of a step, "ucb": exploration}
+replay = {}  # old prompts anew: {"size": kept, "fraction": of a step, "ucb": exploration}; {} off
 resample_equal_groups = 0  # rounds of replacing groups of equal rewards (dynamic sampling); 0 off
 
 # --- rollouts

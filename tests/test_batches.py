@@ -309,6 +309,16 @@ def test_rows_without_a_gradient_come_first_in_micro_batches_of_their_own(pack, 
             assert rows == sorted(rows)
 
 
+def test_what_a_unit_shares_with_the_one_before_it_in_its_micro_batch_is_counted_once():
+    """Not only with the one before it in the batch: the group between these two rests."""
+    rollouts = [rollout_of([5, 6, 7, 8], [9])] * 2
+    rollouts += [rollout_of([1], [9])] * 2 + rollouts
+    batch = rollout.to_batch(rollouts, "cpu")
+    rests = torch.tensor([False, False, True, True, False, False])
+    for budget, micro_batches in ((8, 1), (7, 2)):
+        assert len(plan_of(batch, budget, 2, True, rests=rests).learning) == micro_batches
+
+
 @packed_or_not
 @examples
 @given(plans, st.data())

@@ -338,7 +338,7 @@ def test_a_policy_of_nans_is_a_sentence_where_transformers_sample(tiny_model_dir
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_log_probs_that_are_not_finite_stop_a_run(bad):
     answer = {"completion_ids": [5, 0], "logprobs": [-1.0, bad], "finish_reason": "stop"}
-    engine = SimpleNamespace(generate=lambda prompts, n, sampling, finished: [dict(answer)])
+    engine = SimpleNamespace(generate=lambda prompts, n, sampling, group_done: [dict(answer)])
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
     sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[3])
     with pytest.raises(RunStopped, match="log-probs that are not finite"):

@@ -83,10 +83,10 @@ def test_never_more_requests_at_a_time_than_the_window_and_prompts_keep_their_or
     prompts = some_prompts(20)
     done = []
 
-    def finished(i, group):
+    def group_done(i, group):
         done.append((i, [r["prompt_ids"] for r in group]))
 
-    rollouts = make(one, two).generate(prompts, 2, request(20), finished)
+    rollouts = make(one, two).generate(prompts, 2, request(20), group_done)
     assert [r["prompt_ids"] for r in rollouts] == [ids for ids in prompts for _ in range(2)]
     assert sorted(done) == [(i, [ids, ids]) for i, ids in enumerate(prompts)]
     assert max(one.most, two.most) <= 3
