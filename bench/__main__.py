@@ -42,7 +42,7 @@ from bench.limits import limits
 from bench.processes import run_for
 from bench.scenarios import REAL, parts, prepare
 from bench.trl_arms import trl, trl_vllm
-from common import ROOT, RunStopped, UserError, own_flags, script
+from common import ROOT, SPINS, RunStopped, UserError, own_flags, script
 
 STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it
 ARMS = {
@@ -141,7 +141,9 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["step
     # no GPU: TRL's arms are written for the CPU
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "2"
-    if arm.startswith("trl"):  # libgomp's default, which TRL's users have: common.py lowers ours
+    # as on free cores, whatever ran when we started; to TRL's users libgomp's default
+    environment.setdefault("GOMP_SPINCOUNT", str(SPINS))
+    if arm.startswith("trl"):
         environment["GOMP_SPINCOUNT"] = "300000"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
         environment.pop(name, None)

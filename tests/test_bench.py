@@ -155,7 +155,7 @@ def test_a_run_is_told_its_beta_its_steps_and_its_threads(monkeypatch):
         assert {"P4G8", "--beta=0.04", "--steps=9"} <= set(command)
         assert env["OMP_NUM_THREADS"] == "2"
     spins = {arm: env.get("GOMP_SPINCOUNT") for arm, (_, env) in given.items()}
-    assert spins == {"ours": None, "trl": "300000"}
+    assert spins == {"ours": "10000", "trl": "300000"}
 
 
 def test_steps_that_warm_up_do_not_count_and_the_start_is_counted_from_the_start(

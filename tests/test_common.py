@@ -1,4 +1,4 @@
-"""The words of strangers in sentences of ours, and output that nobody reads."""
+"""The words of strangers in sentences of ours, output that nobody reads, and how threads wait."""
 
 import os
 import subprocess
@@ -9,7 +9,18 @@ import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
-from common import RunStopped, UserError, in_one_line, launched_rank, leave, quoted, script
+import common
+from common import (
+    RunStopped,
+    UserError,
+    choose_waiting,
+    in_one_line,
+    launched_rank,
+    leave,
+    quoted,
+    running_elsewhere,
+    script,
+)
 
 
 def say_on_the_way_out(argv, kind=UserError):
@@ -91,3 +102,42 @@ def test_an_error_about_a_name_of_a_megabyte_is_cut_in_the_middle(length, monkey
     assert said.startswith("error: there is no column xxx")
     assert said.endswith("xxx; it has a and b\n")
     assert (" ... " in said) == (length > 2000) and len(said) < 2100
+
+
+# --- how threads wait for each other
+
+
+def waiting(monkeypatch, running: int, **environment) -> dict:
+    """What choose_waiting() adds to an environment, on four cores of which others use `running`."""
+    monkeypatch.setattr(common.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(common, "running_elsewhere", lambda: running)
+    after = dict(environment)
+    choose_waiting(after)
+    return {name: after[name] for name in after.keys() - environment.keys()}
+
+
+def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use_them(monkeypatch):
+    loop, asleep = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "passive"}
+    assert waiting(monkeypatch, 0) == loop and waiting(monkeypatch, 1) == asleep
+    assert waiting(monkeypatch, 2, OMP_NUM_THREADS="2") == loop
+    assert waiting(monkeypatch, 3, OMP_NUM_THREADS="2") == asleep
+    # one thread waits for nobody
+    assert waiting(monkeypatch, 0, OMP_NUM_THREADS="1") == asleep
+    # a list for nested regions: all cores
+    assert waiting(monkeypatch, 1, OMP_NUM_THREADS="2,1") == asleep
+    for kept in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}):
+        assert waiting(monkeypatch, 0, **kept) == {}
+
+
+def test_a_process_that_computes_is_seen_running_and_one_that_wakes_for_a_moment_is_not(
+    monkeypatch,
+):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert running_elsewhere() >= 1
+    finally:
+        busy.kill()
+        busy.wait()
+    said = iter(["3", "1", "4"])
+    monkeypatch.setattr(common.Path, "read_text", lambda path: f"0.9 0.9 0.9 {next(said)}/133 17")
+    assert running_elsewhere(looks=3) == 0
