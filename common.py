@@ -47,39 +47,6 @@ SPINS = 10_000
 LONGEST_ERROR = 2000
 
 
-def choose_waiting(environment) -> None:
-    """Has threads of torch wait for each other in a loop for a moment where cores are free, and
-    sleep at once where other processes use them: the loop would take a core from the very thread
-    that it waits for. What the user has set stays. To be called before torch loads.
-
-    A tiny model's step on two cores took .5 to 1.3 s with the loop and 1.0 to 2.0 without, and
-    beside one busy process 2.4 to 4.5 and 1.0 to 2.2."""
-    if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
-        return
-    asked = environment.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdecimal() else os.cpu_count()
-    if threads > 1 and running_elsewhere() + threads <= os.cpu_count():
-        environment["GOMP_SPINCOUNT"] = str(SPINS)
-    else:
-        environment["OMP_WAIT_POLICY"] = "passive"
-
-
-def running_elsewhere(looks: int = 5) -> int:
-    """How many threads on this machine, this one aside, run or wait for a core, at the least of
-    some looks 10 ms apart: what wakes for a moment is not in all of them."""
-    least = math.inf
-    for look in range(looks):
-        if look:
-            time.sleep(0.01)
-        # "0.20 0.18 0.12 3/133 17": 3 of 133 run, we are one of them
-        running = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
-        least = min(least, int(running) - 1)
-    return least
-
-
-choose_waiting(os.environ)
-
-
 class UserError(ValueError):
     """Something the user can put right. Scripts print it as one sentence and exit with status 2."""
 
@@ -776,7 +743,10 @@ def tell(sentence: str, file=None) -> None:
         print(sentence, file=file, flush=True)
 
 
-# --- memory
+# --- memory and cores
+
+
+CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # of a process; of the machine
 
 
 def rank_memory() -> int:
@@ -784,30 +754,99 @@ def rank_memory() -> int:
     limit of the container or Slurm job that it runs in. A share of all memory, not of what is free
     now, so that the same command always gets the same answer."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = min([machine, *memory_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-    return limit // from_launcher("LOCAL_WORLD_SIZE", 1)
+    return min([machine, *memory_limits(*CGROUPS)]) // from_launcher("LOCAL_WORLD_SIZE", 1)
 
 
 def memory_limits(membership: Path, root: Path) -> list[int]:
-    """Memory limits in bytes of the control groups that a process is in (cgroup versions 1 and 2).
-    membership: /proc/self/cgroup; root: /sys/fs/cgroup."""
+    """Memory limits in bytes of the control groups that a process is in, see group_folders()."""
     limits = []
-    # lines are "0::/path" in version 2, "5:memory:/path" in version 1
+    for folder in group_folders(membership, root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2; version 1
+            words = words_of(folder / name)
+            if words and words[0].isdecimal():  # "max" means no limit
+                limits.append(int(words[0]))
+    return limits
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those that it is bound to, or as much processor time as its
+    container or Slurm job has."""
+    limits = [math.ceil(limit) for limit in core_limits(*CGROUPS)]
+    return min([len(os.sched_getaffinity(0)), *limits])
+
+
+def core_limits(membership: Path, root: Path) -> list[float]:
+    """Limits of processor time, in cores, of the control groups that a process is in, see
+    group_folders()."""
+    limits = []
+    for folder in group_folders(membership, root, "cpu"):
+        # microseconds of processor time, and of time, in one file of version 2, two of version 1
+        words = words_of(folder / "cpu.max")
+        words = words or words_of(folder / "cpu.cfs_quota_us") + words_of(
+            folder / "cpu.cfs_period_us"
+        )
+        if words and words[0].isdecimal():  # "max" and -1 mean no limit
+            limits.append(int(words[0]) / int(words[1]))
+    return limits
+
+
+def group_folders(membership: Path, root: Path, kind: str):
+    """Folders of the control groups (cgroup versions 1 and 2) that a process is in and of those
+    around them, whose limits hold for it too. membership: /proc/self/cgroup; root: /sys/fs/cgroup;
+    kind: of limits, "memory" or "cpu"."""
+    # lines are "0::/path" in version 2, "5:cpu,cpuacct:/path" in version 1
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, kinds, inside = line.split(":", 2)
-        if kinds not in ("", "memory"):
+        if kinds and kind not in kinds.split(","):
             continue
-        name = "memory.limit_in_bytes" if kinds else "memory.max"
         top = root / kinds
         group = top / inside.lstrip("/")
-        # the limits of the parent groups hold for a group too
         for folder in (group, *group.parents):
-            file = folder / name
-            if file.is_file() and file.read_text().strip().isdecimal():  # "max" means no limit
-                limits.append(int(file.read_text()))
+            yield folder
             if folder == top:
                 break
-    return limits
+
+
+def words_of(file: Path) -> list[str]:
+    """[] if there is no such file."""
+    return file.read_text().split() if file.is_file() else []
+
+
+def choose_waiting(environment) -> None:
+    """Has threads of torch wait for each other in a loop for a moment where cores are free, and
+    sleep at once where other processes use them: a loop takes a core from the very thread that it
+    waits for. In os.environ, before torch loads; what the user has set stays.
+
+    A tiny model's step on two cores took .5 to 1.3 s with the loop and 1.0 to 2.0 without, and
+    beside one busy process 2.4 to 4.5 and 1.0 to 2.2."""
+    if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
+        return
+    cores = usable_cores()
+    asked = environment.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdecimal() else cores
+    # one thread has nobody to wait for
+    if 1 < threads <= cores and running_elsewhere() + threads <= os.cpu_count():
+        environment["GOMP_SPINCOUNT"] = str(SPINS)
+    else:
+        environment["OMP_WAIT_POLICY"] = "passive"
+
+
+def running_elsewhere(looks: int = 5) -> int:
+    """How many threads on this machine, this one aside, run or wait for a core, at the least of
+    some looks 10 ms apart: what wakes for a moment is not in all of them. As many as there are
+    cores where the system does not tell."""
+    least = os.cpu_count()
+    for look in range(looks):
+        if look:
+            time.sleep(0.01)
+        # "0.20 0.18 0.12 3/133 17": 3 of 133 run, we are one of them
+        words = words_of(Path("/proc/loadavg"))
+        if words:
+            least = min(least, int(words[3].split("/")[0]) - 1)
+    return least
+
+
+choose_waiting(os.environ)
 
 
 # --- A user asks a run to end early by SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to

@@ -29,7 +29,15 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from common import DEADLINE, RunStopped, UserError, quoted, under_torchrun, write_stderr
+from common import (
+    DEADLINE,
+    RunStopped,
+    UserError,
+    quoted,
+    under_torchrun,
+    usable_cores,
+    write_stderr,
+)
 
 MEETING_SECONDS = 45  # how long ranks started by hand wait for each other
 HELLO_SECONDS = 10  # for the one line that a rank sends as soon as it is connected
@@ -173,6 +181,9 @@ def start_distributed(silence: int = SILENCE) -> World:
     else:
         backend = "gloo"
         device = torch.device("cpu")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch counts the machine's cores, of which a container may have a share
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     deepspeed.utils.logger.setLevel("ERROR")
     # one bar per rank, for files that load in no time
     transformers.utils.logging.disable_progress_bar()

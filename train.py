@@ -33,7 +33,6 @@ if __name__ == "__main__":
     flags, config = script(lambda argv: load_with_flags(argv, FLAGS["train"]))
 
 import math
-import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +65,7 @@ from common import (
     say_on_rank_0,
     scheduled,
     tell,
+    usable_cores,
     with_tau,
 )
 from experience import Experience, deal, log_rollouts
@@ -208,7 +208,7 @@ def share_cores(c: dict, device) -> None:
     thread: gives it this rank's share of the machine's cores."""
     if c["offload_optimizer"] and device.type == "cuda":
         ranks_here = from_launcher("LOCAL_WORLD_SIZE", 1)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        torch.set_num_threads(max(1, usable_cores() // ranks_here))
 
 
 def load_reference(c: dict, engine, device):

@@ -107,9 +107,11 @@ def test_an_error_about_a_name_of_a_megabyte_is_cut_in_the_middle(length, monkey
 # --- how threads wait for each other
 
 
-def waiting(monkeypatch, running: int, **environment) -> dict:
-    """What choose_waiting() adds to an environment, on four cores of which others use `running`."""
+def waiting(monkeypatch, running: int, cores: int = 4, **environment) -> dict:
+    """What choose_waiting() adds to an environment, on four cores of which others use `running`
+    and we may use `cores`."""
     monkeypatch.setattr(common.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(common, "usable_cores", lambda: cores)
     monkeypatch.setattr(common, "running_elsewhere", lambda: running)
     after = dict(environment)
     choose_waiting(after)
@@ -121,6 +123,9 @@ def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use
     assert waiting(monkeypatch, 0) == loop and waiting(monkeypatch, 1) == asleep
     assert waiting(monkeypatch, 2, OMP_NUM_THREADS="2") == loop
     assert waiting(monkeypatch, 3, OMP_NUM_THREADS="2") == asleep
+    # a container's share
+    assert waiting(monkeypatch, 2, cores=2) == loop
+    assert waiting(monkeypatch, 0, cores=2, OMP_NUM_THREADS="3") == asleep
     # one thread waits for nobody
     assert waiting(monkeypatch, 0, OMP_NUM_THREADS="1") == asleep
     # a list for nested regions: all cores
@@ -139,5 +144,7 @@ def test_a_process_that_computes_is_seen_running_and_one_that_wakes_for_a_moment
         busy.kill()
         busy.wait()
     said = iter(["3", "1", "4"])
-    monkeypatch.setattr(common.Path, "read_text", lambda path: f"0.9 0.9 0.9 {next(said)}/133 17")
+    monkeypatch.setattr(common, "words_of", lambda file: ["0.9"] * 3 + [f"{next(said)}/133", "17"])
     assert running_elsewhere(looks=3) == 0
+    monkeypatch.setattr(common, "words_of", lambda file: [])  # no such file
+    assert running_elsewhere(looks=2) == os.cpu_count()

@@ -4,6 +4,7 @@ import os
 
 import child
 import pytest
+import torch
 
 import common
 import ranks
@@ -13,6 +14,15 @@ def meet(rank: int, environment: dict, seconds: float) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     ranks.MEETING_SECONDS = seconds
     common.script(lambda argv: print(ranks.start_distributed()[:2]), ())
+
+
+def count_threads(asked: dict) -> None:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update(asked)
+    torch.set_num_threads(3)
+    ranks.usable_cores = lambda: 2  # of a container
+    ranks.start_distributed()
+    print("threads:", torch.get_num_threads())
 
 
 @pytest.fixture
@@ -98,3 +108,12 @@ def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
     status = 0 if words == "alike" else 1
     assert [child.status(process, 120) for process in children] == [status] * 3
     assert words in logs[0].read_text()
+
+
+@pytest.mark.parametrize("asked, threads", [({}, 2), ({"OMP_NUM_THREADS": "3"}, 3)])
+def test_a_rank_has_no_more_threads_than_cores_it_may_use_unless_it_was_told(
+    asked, threads, tmp_path
+):
+    log = tmp_path / "log"
+    assert child.status(child.start(count_threads, asked, log=log), 120) == 0, log.read_text()
+    assert f"threads: {threads}" in log.read_text()

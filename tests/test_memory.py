@@ -2,6 +2,7 @@
 where memory runs out, and vLLM's sleep on a GPU."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,14 @@ import common
 import preflight
 import rollout
 import train
-from common import RolloutsLost, RunStopped, load_config, memory_limits
+from common import (
+    RolloutsLost,
+    RunStopped,
+    core_limits,
+    load_config,
+    memory_limits,
+    usable_cores,
+)
 from journal import Timer
 from policy import ParameterCounts
 from preflight import fitting_tokens, memory_estimate, tokens_at_once
@@ -136,6 +144,28 @@ def test_the_tightest_limit_of_a_process_and_of_the_groups_around_it_counts(tmp_
     membership.write_text("9:cpu:/docker\n8:memory:/docker\n")
     assert memory_limits(membership, root) == [700]
     assert memory_limits(tmp_path / "none", root) == []
+
+
+def test_so_do_limits_of_processor_time(tmp_path, monkeypatch):
+    membership = tmp_path / "cgroup"
+    root = tmp_path / "fs"
+    job = root / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    (job / "cpu.max").write_text("max 100000\n")
+    (root / "slurm" / "cpu.max").write_text("150000 100000\n")
+    membership.write_text("0::/slurm/job_7\n")
+    assert core_limits(membership, root) == [1.5]
+    old = root / "cpu,cpuacct" / "docker"
+    old.mkdir(parents=True)
+    for folder, quota in ((old, "400000\n"), (old.parent, "-1\n")):
+        (folder / "cpu.cfs_quota_us").write_text(quota)
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    membership.write_text("8:memory:/docker\n4:cpu,cpuacct:/docker\n3:cpuset:/docker\n")
+    assert core_limits(membership, root) == [4]
+    bound = len(os.sched_getaffinity(0))
+    for limits, cores in (([], bound), ([0.5], 1), ([bound + 3.0], bound)):
+        monkeypatch.setattr(common, "core_limits", lambda *args, limits=limits: limits)
+        assert usable_cores() == cores
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):
