@@ -60,7 +60,6 @@ from common import (
     memory_text,
     merge,
     near_path,
-    quoted,
     say_on_rank_0,
     script,
     tell,
@@ -99,8 +98,8 @@ PRIVATE = (
     "manifest.json",
 )
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
-# deleted, an upload's copy, converted shards (earlier versions put those beside the checkpoint).
-LEFT = re.compile(r"((push_)?step_\d+|step_\d+\.universal|universal)\.tmp|step_\d+\.old\d*")
+# deleted, an upload's copy, converted shards.
+LEFT = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
 # In its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is written.
 WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
@@ -1073,8 +1072,8 @@ class Hub:
             # huggingface_hub and its HTTP library have many: no token, network, rights, such name
             raise UserError(
                 f"push_to_hub={repo!r}: the hub does not let us make or use this repository: "
-                f"{words_of(error)}; set HF_TOKEN to a token that may write, or push_to_hub to "
-                f'""'
+                f"{in_one_line(error, 300)}; set HF_TOKEN to a token that may write, or "
+                f'push_to_hub to ""'
             ) from None
 
     def push(self, path: Path, last: bool = False) -> None:
@@ -1112,7 +1111,8 @@ class Hub:
             tell(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
-                f"{path} was not pushed to {self.repo}: {type(error).__name__}: {words_of(error)}"
+                f"{path} was not pushed to {self.repo}: {type(error).__name__}: "
+                f"{in_one_line(error, 300)}"
             )
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
@@ -1142,10 +1142,6 @@ def crash(*error) -> None:
     sys.__excepthook__(*error)
     sys.stdout.flush()
     os._exit(1)
-
-
-def words_of(error: Exception) -> str:
-    return quoted(" ".join(str(error).split()), 300)
 
 
 def link_model(path: Path, copy: Path) -> None:

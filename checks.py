@@ -29,12 +29,10 @@ class Objective(NamedTuple):
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
-    # a loss over a group's scores, which learn weights w or flow's balance; "" none
+    # a loss over a group's scores, which learn weights w or flow's balance; "" none. With such a
+    # loss beta tilts the weights or goals by the reference; without, it weighs a KL: see adds_kl()
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    # the reference: a KL in the loss, or it tilts the weights (or goals) of the group. adds_kl()
-    # has the keys that change it (xdr_ref_tilt, maxent_kl)
-    beta_acts_on: Literal["loss", "weights"] = "loss"
     term: Literal["", "semantic_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
 
     @property
@@ -49,7 +47,7 @@ class Objective(NamedTuple):
 
 
 OBJECTIVES = {
-    "maxent": Objective(group_loss="weights", beta_acts_on="weights"),
+    "maxent": Objective(group_loss="weights"),
     "xdr": Objective(row_weights=True),
     "grpo": Objective(token_sum="row_mean", scale="group"),
     "dr_grpo": Objective(),
@@ -61,7 +59,7 @@ OBJECTIVES = {
     "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
     # a pull that does not saturate
-    "flow": Objective(group_loss="balance", beta_acts_on="weights"),
+    "flow": Objective(group_loss="balance"),
 }
 
 
@@ -157,13 +155,13 @@ def uses_scores(objective: Objective, c: dict) -> bool:
 
 def uses_ref_scores(objective: Objective, c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
-    return c["xdr_ref_tilt"] or (objective.beta_acts_on == "weights" and c["beta"] > 0)
+    return c["xdr_ref_tilt"] or (objective.group_loss != "" and c["beta"] > 0)
 
 
 def adds_kl(c: dict) -> bool:
     """Whether beta * KL is a term of the loss. In maxent, flow and a tilted xdr beta acts on the
     weights or goals instead."""
-    if OBJECTIVES[c["objective"]].beta_acts_on == "weights":
+    if OBJECTIVES[c["objective"]].group_loss:
         return c["maxent_kl"]
     return not c["xdr_ref_tilt"]
 
@@ -178,13 +176,6 @@ def state_bytes(c: dict, itemsize: int) -> int:
     16-bit weights, and under ZeRO also beside float32 ones, DeepSpeed keeps a float32 copy."""
     copy = 4 if itemsize == 2 or c["zero_stage"] > 0 else 0
     return OPTIMIZERS[c["optimizer"]].state_bytes + copy
-
-
-def learns_from_equal_rewards(c: dict) -> bool:
-    """Whether groups in which all rewards are equal may teach something by their rewards."""
-    if OBJECTIVES[c["objective"]].group_loss:
-        return skipped_groups(c) != "all"
-    return c["unlikeliness_coef"] > 0
 
 
 def skipped_groups(c: dict) -> str:
@@ -874,8 +865,8 @@ def objective_claims(c: dict):
     )
     yield (
         # all other objectives have beta * KL in the loss anyway
-        not c["maxent_kl"] or (objective.beta_acts_on == "weights" and c["beta"] > 0),
-        f"maxent_kl=True needs one of {names(lambda o: o.beta_acts_on == 'weights')} as objective "
+        not c["maxent_kl"] or (objective.group_loss != "" and c["beta"] > 0),
+        f"maxent_kl=True needs one of {names(lambda o: o.group_loss)} as objective "
         f"and beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )
@@ -1159,13 +1150,15 @@ def reward_warnings(c: dict) -> list[str]:
             "info_seed_reward > 0: these make right rows unequal, which takes the excess entropy "
             "below 0, and tau rises for it until wrong answers win"
         )
-    if c["resample_equal_groups"] and learns_from_equal_rewards(c):
+    # groups in which all rewards are equal teach something by their rewards
+    learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
+    unlikely = not objective.group_loss and c["unlikeliness_coef"] > 0
+    if c["resample_equal_groups"] and (learns_equal or unlikely):
         key = "maxent_skip_equal_groups" if objective.group_loss else "unlikeliness_coef"
         warnings.append(
             f"resample_equal_groups replaces groups of equal rewards, and {key}={c[key]!r} would "
             f"learn from them"
         )
-    learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
     if is_on(c["maxent_target_weight_entropy"]) and (learns_equal or seed_reward):
         if seed_reward:
             cure = ""

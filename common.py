@@ -485,7 +485,8 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
         if name not in defaults:
             name = RENAMED.get(name, name)  # sft.py --lr=1e-3
         if word.startswith("--") and name in defaults:
-            own |= coerce_flag(f"--{name}{equals}{text}", defaults)
+            for key, value in read_flag(f"--{name}{equals}{text}", defaults).items():
+                own[key] = coerce(value, defaults[key], f"command line: {key}")
         else:
             rest.append(word)
     return own, rest
@@ -515,11 +516,6 @@ def only_source(words: list[str], takes: str) -> Path:
     if not source.exists():
         raise UserError(f"{source} is not there")
     return source
-
-
-def coerce_flag(word: str, defaults: dict) -> dict:
-    ((key, value),) = read_flag(word, defaults).items()
-    return {key: coerce(value, defaults[key], f"command line: {key}")}
 
 
 def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:

@@ -39,8 +39,15 @@ NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
 # What a run writes before its first step, beside an empty metrics.jsonl. Files named .tmp are left
 # only by a run that was killed
 TRIAL_SAVE = "trial.tmp"
-CONFIG_FILES = ("config.json", "config.tmp")
-OF_A_START = (*CONFIG_FILES, "launches.jsonl", "stop", "wandb", "wandb_id", TRIAL_SAVE)
+OF_A_START = (
+    "config.json",
+    "config.tmp",
+    "launches.jsonl",
+    "stop",
+    "wandb",
+    "wandb_id",
+    TRIAL_SAVE,
+)
 # What a run that goes on writes to by its name: a symbolic link would lead it out of its folder
 NO_LINKS = (
     "curves.png",

@@ -256,7 +256,7 @@ def step_counts(targets: GroupTargets, lengths) -> dict:
     return {
         "rows": lengths.numel(),
         "prompts": len(lengths),
-        "tokens": int(lengths.sum()),
+        "tokens": int(lengths.double().sum()),  # gathered as float32, exact to 2^24 only
         "active": max(1, int(targets.active.sum())),
     }
 
@@ -470,8 +470,7 @@ def micro_batch_loss(
     Sets part["old_logps"] in the first update of a batch."""
     logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
     # the first update is made by the policy of that moment: its log-probs are the old ones
-    if "old_logps" not in part:
-        part["old_logps"] = logps.detach()
+    part.setdefault("old_logps", logps.detach())
     loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
     reported = loss.detach().double()
     if couples_rows(c):
@@ -692,7 +691,8 @@ def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
     if not units:
         return []
     ends = torch.tensor([[unit.rows[0], unit.rows[-1]] for unit in units])  # (units, 2)
-    # what a unit saves behind the unit before it: what its first row shares with that one's last
+    # what a unit saves behind the unit before it: what its first row shares with that one's last.
+    # Every second one: between them stands what a unit's last row shares with its own first
     saved = shared_tokens(batch, ends.flatten())[::2].tolist()
     micro_batches = []
     used = 0  # tokens in the last one

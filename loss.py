@@ -64,7 +64,7 @@ def equal_groups(rewards: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     """A = r - mean_group(r), (P, G), divided by what `scale` says: "none": nothing; "group": the
     group's std + 1e-4 (the G - 1 estimate); "batch": the std of all rows + 1e-4; "mean": the
-    group's mean. Exactly 0 where all rewards of a group are equal, and for G = 1.
+    group's mean. Exactly 0 where all rewards of a group are equal.
 
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
     rows and -1 on wrong ones. It estimates the gradient of log p's series, -sum_k (1 - p)^k / k, up
@@ -76,15 +76,15 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
-    if scale == "group" and rewards.shape[1] > 1:
+    if scale == "group":
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
-    elif scale == "batch" and rewards.numel() > 1:
+    elif scale == "batch":
         advantages = advantages / (rewards.std() + 1e-4)
     elif scale == "mean":
         best = rewards.amax(1, keepdim=True)  # (P, 1)
         divisor = torch.maximum(mean, best / rewards.shape[1])
         advantages = (advantages / divisor).masked_fill(best <= 0, 0.0)
-    elif scale not in ("none", "group", "batch"):
+    elif scale != "none":
         raise ValueError(f'scale_rewards={scale!r} must be "group", "batch", "mean" or "none"')
     # rounding: r - mean of equal rewards is only nearly 0, and dividing would blow it up
     return advantages.masked_fill(equal_groups(rewards)[:, None], 0.0)

@@ -27,7 +27,7 @@ GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a sa
 # flip_signs() flips every 53rd number. A prime that divides no usual width: otherwise the flipped
 # signs of a norm and of the matrix columns that it feeds would cancel.
 FLIP_EVERY = 53
-CHUNK = 1024  # tokens whose vocabulary logits are computed at once (on a CPU at most 128)
+CHUNK = 1024  # tokens whose vocabulary logits are computed at once, see loss.CPU_CHUNK
 
 
 class TokenPlaces(NamedTuple):
@@ -210,7 +210,7 @@ class Checked:
     overflow = False  # whether the last step was skipped
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         params = []
         for group in self.param_groups:
             params += [p for p in group["params"] if p.grad is not None]

@@ -146,8 +146,9 @@ def write_trained(folder: Path, keys: set[str] | None) -> None:
 
 def read_trained(folder) -> set[str] | None:
     """The keys of all prompts that the model in this folder could be trained on, by the run that
-    saved it and by those before. Empty if it is somebody else's; None, unknown, if an earlier
-    version made it, which kept no list. UserError if the list is none."""
+    saved it and by those before. Empty if it is somebody else's; None, unknown, if it is
+    ours and there is no list: an earlier version made it, or somebody removed it. UserError if the
+    list is none."""
     path = Path(folder) / TRAINED
     if not path.is_file():
         return None if any((Path(folder) / name).exists() for name in OURS) else set()

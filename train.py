@@ -137,8 +137,8 @@ class Run:
     step: int  # finished steps
     controllers: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
-    skipped_steps: int = 0  # in a row, with an update that was not applied
-    equal_steps: int = 0  # in a row, in which no group's rewards could teach anything
+    skipped_steps: int  # in a row, with an update that was not applied
+    equal_steps: int  # in a row, in which no group's rewards could teach anything
     stopping: bool = False
 
     @property

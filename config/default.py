@@ -68,14 +68,14 @@ delta = -1.0  # cap of the unclipped branch for negative advantages, >= 1 + epsi
 cispo_epsilon_max = 5.0  # cap of cispo's ratio
 importance_sampling = "token_truncate"  # "token_mask", "sequence_truncate/mask/geometric", "none"
 importance_sampling_cap = 3.0  # largest ratio trainer / sampler
-beta = 0.0  # weight of a KL to the reference, at first; in maxent, flow it tilts w; 0 loads none
+beta = 0.0  # weight of a KL to the reference, at first; in maxent and flow a tilt; 0 loads none
 kl_loss_type = "k3"  # beta * KL in the loss: "k3" (forward KL's gradient), "k2" (reverse KL's)
 policy_entropy_bonus_coef = 0.0  # reward for completions less certain than their group; 0 off
 token_entropy_coef = 0.01  # for token_entropy: weight of the policy's entropy, summed like dr_grpo
 seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ
 unlikeliness_coef = 0.0  # rewards above 0 shrink the likelier the answer was in its group; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
-maxent_tau = -1.0  # temperature of weights w (maxent, xdr, flow); "inf"; -1: 1 / ln(vocabulary), in
+maxent_tau = -1.0  # temperature of w (maxent, xdr), goals (flow); "inf"; -1: 1 / ln(vocabulary), in
 #                    maxent and flow / (T_q * scale of scores), sums also / L: the largest safe one
 maxent_q_temperature = 1.0  # T_q: the target over the group is softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # the least q of a row: a share G * epsilon of the target is uniform; 0 off
