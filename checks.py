@@ -29,8 +29,7 @@ class Objective(NamedTuple):
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
-    # a loss over a group's scores, which learn weights w or flow's balance; "" none. With such a
-    # loss beta tilts the weights or goals by the reference; without, it weighs a KL: see adds_kl()
+    # a loss over a group's scores, which learn weights w or flow's balance; "" none
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
     term: Literal["", "semantic_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
@@ -39,6 +38,12 @@ class Objective(NamedTuple):
     def has_weights(self) -> bool:
         """Whether tau and beta make weights w of the rows of a group."""
         return self.row_weights or self.group_loss == "weights"
+
+    @property
+    def tilts_by_reference(self) -> bool:
+        """Whether beta tilts the group's weights or goals by the reference, instead of weighing a
+        KL in the loss. adds_kl() has the keys that change it (xdr_ref_tilt, maxent_kl)."""
+        return self.group_loss in ("weights", "balance")
 
     @property
     def has_own_advantages(self) -> bool:
@@ -155,13 +160,13 @@ def uses_scores(objective: Objective, c: dict) -> bool:
 
 def uses_ref_scores(objective: Objective, c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
-    return c["xdr_ref_tilt"] or (objective.group_loss != "" and c["beta"] > 0)
+    return c["xdr_ref_tilt"] or (objective.tilts_by_reference and c["beta"] > 0)
 
 
 def adds_kl(c: dict) -> bool:
     """Whether beta * KL is a term of the loss. In maxent, flow and a tilted xdr beta acts on the
     weights or goals instead."""
-    if OBJECTIVES[c["objective"]].group_loss:
+    if OBJECTIVES[c["objective"]].tilts_by_reference:
         return c["maxent_kl"]
     return not c["xdr_ref_tilt"]
 
@@ -865,8 +870,8 @@ def objective_claims(c: dict):
     )
     yield (
         # all other objectives have beta * KL in the loss anyway
-        not c["maxent_kl"] or (objective.group_loss != "" and c["beta"] > 0),
-        f"maxent_kl=True needs one of {names(lambda o: o.group_loss)} as objective "
+        not c["maxent_kl"] or (objective.tilts_by_reference and c["beta"] > 0),
+        f"maxent_kl=True needs one of {names(lambda o: o.tilts_by_reference)} as objective "
         f"and beta > 0, not objective={c['objective']!r} "
         f"and beta={c['beta']}",
     )

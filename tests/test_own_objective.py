@@ -35,6 +35,13 @@ def test_a_group_loss_without_a_formula_does_not_train_on_nothing(config):
         learner.group_loss(torch.zeros(2, 3), targets, c, counts)
 
 
+def test_beta_tilts_a_group_loss_that_has_weights_or_goals_and_weighs_a_kl_beside_any_other(config):
+    for kind, tilts in (("weights", True), ("balance", True), ("pairs", False), ("", False)):
+        c = config(Objective(group_loss=kind), "--beta=0.1")
+        assert checks.uses_ref_scores(checks.OBJECTIVES["mine"], c) == tilts
+        assert checks.adds_kl(c) != tilts
+
+
 def test_a_ratio_and_a_sum_without_a_formula_do_not_train_another_objective(config):
     c = config(Objective(ratio="mine"))
     part = {"old_logps": torch.zeros(3, 2), "advantages": torch.ones(3, 1)}
