@@ -818,10 +818,12 @@ def choose_waiting(environment) -> None:
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return
     cores = usable_cores()
-    asked = environment.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdecimal() else cores
-    # one thread has nobody to wait for
-    if 1 < threads <= cores and running_elsewhere() + threads <= os.cpu_count():
+    threads = environment.get("OMP_NUM_THREADS", "")
+    threads = int(threads) if threads.isdecimal() else cores
+    ranks = environment.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(ranks) if ranks.isdecimal() else 1
+    free = threads * ranks <= cores and threads + running_elsewhere() <= os.cpu_count()
+    if threads > 1 and free:  # one thread has nobody to wait for
         environment["GOMP_SPINCOUNT"] = str(SPINS)
     else:
         environment["OMP_WAIT_POLICY"] = "passive"

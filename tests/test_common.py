@@ -121,11 +121,13 @@ def waiting(monkeypatch, running: int, cores: int = 4, **environment) -> dict:
 def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use_them(monkeypatch):
     loop, asleep = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "passive"}
     assert waiting(monkeypatch, 0) == loop and waiting(monkeypatch, 1) == asleep
-    assert waiting(monkeypatch, 2, OMP_NUM_THREADS="2") == loop
-    assert waiting(monkeypatch, 3, OMP_NUM_THREADS="2") == asleep
+    two = {"OMP_NUM_THREADS": "2"}
+    assert waiting(monkeypatch, 2, **two) == loop and waiting(monkeypatch, 3, **two) == asleep
     # a container's share
     assert waiting(monkeypatch, 2, cores=2) == loop
     assert waiting(monkeypatch, 0, cores=2, OMP_NUM_THREADS="3") == asleep
+    assert waiting(monkeypatch, 0, **two, LOCAL_WORLD_SIZE="2") == loop
+    assert waiting(monkeypatch, 0, **two, LOCAL_WORLD_SIZE="3") == asleep
     # one thread waits for nobody
     assert waiting(monkeypatch, 0, OMP_NUM_THREADS="1") == asleep
     # a list for nested regions: all cores
@@ -137,8 +139,10 @@ def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use
 def test_a_process_that_computes_is_seen_running_and_one_that_wakes_for_a_moment_is_not(
     monkeypatch,
 ):
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    code = "print(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
+        busy.stdout.readline()  # it has started
         assert running_elsewhere() >= 1
     finally:
         busy.kill()
