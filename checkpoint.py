@@ -918,10 +918,22 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
     engine._config.load_universal_checkpoint = True  # for this one call
     loaded = engine.load_checkpoint(str(converted), tag="engine")
     engine._config.load_universal_checkpoint = False
+    own_step_counts(engine.optimizer.optimizer)
     dist.barrier()
     if rank == 0:
         discard(converted)
     return loaded
+
+
+def own_step_counts(optimizer) -> None:
+    """Gives every parameter of torch's optimizer a step count of its own, on the parameter's
+    device. From converted shards DeepSpeed loads one on the CPU for all of them: on a GPU a fused
+    AdamW refuses it, and under ZeRO 3 every group of parameters would add 1 to it in each step."""
+    import torch
+
+    for parameter, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].to(parameter.device, copy=True)
 
 
 def convert_apart(shards: Path, out: Path) -> str:

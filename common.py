@@ -26,10 +26,11 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
-# Timeout of a collective, in which ranks wait for each other. It is longer than anything that one
-# rank may do alone while the others wait: start rollout servers, wait for rewards that hang, hash a
-# large checkpoint, finish an upload (an hour). It is not needed to notice a rank that dies:
-# connections, torchrun and ranks.Heartbeat do that at once.
+# Timeout of a collective, in which ranks wait for each other; of DeepSpeed's own, over gradients
+# and shards, it is torch's, ten minutes on GPUs. It is longer than anything that one rank may do
+# alone while the others wait: start rollout servers, wait for rewards that hang, hash a large
+# checkpoint, finish an upload (an hour). It is not needed to notice a rank that dies: connections,
+# torchrun and ranks.Heartbeat do that at once.
 DEADLINE = timedelta(hours=3)
 # characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
 LONGEST_CONFIG = 1_000_000
@@ -131,6 +132,9 @@ def set_up_libraries() -> None:
     # micro-batches differ in shape from step to step: blocks of fixed sizes would lie about unused
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # NCCL in CUDA graphs, as in an engine on several GPUs, would register memory that such blocks
+    # map in pieces, and may read where it must not
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # torch's and vLLM's C++: each rank would print a warning about memory bound to the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a filter, because DeepSpeed sets the level itself. It would warn that there is no GPU

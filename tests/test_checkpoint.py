@@ -384,6 +384,32 @@ def test_only_an_adam_of_two_moments_goes_on_with_another_number_of_ranks(
     checkpoint.check_convertible(tmp_path, c)
 
 
+def test_converted_shards_count_the_steps_of_every_parameter_where_it_is(
+    alone, tmp_path, monkeypatch
+):
+    """A fake of what DeepSpeed leaves after it: one tensor for all of them, on the CPU. "meta"
+    stands for a GPU."""
+    weights = [torch.zeros(1), torch.zeros(1), torch.zeros(1, device="meta")]
+    optimizer = torch.optim.AdamW(weights)
+
+    def load_checkpoint(folder: str, tag: str) -> tuple:
+        step = torch.tensor(7.0)
+        for weight in weights:
+            optimizer.state[weight] = {"step": step, "exp_avg": weight}
+        return "loaded", {}
+
+    engine = SimpleNamespace(
+        _config=SimpleNamespace(),
+        optimizer=SimpleNamespace(optimizer=optimizer),
+        load_checkpoint=load_checkpoint,
+    )
+    monkeypatch.setattr(checkpoint, "convert_apart", lambda shards, out: out.mkdir(parents=True))
+    assert checkpoint.load_universal(tmp_path / "step_000007", engine, tmp_path)[0] == "loaded"
+    first, second, third = (optimizer.state[weight]["step"] for weight in weights)
+    first += 1  # in place, as a step does
+    assert (first.item(), second.item(), third.device.type) == (8, 7, "meta")
+
+
 def test_no_checkpoint_runs_code_whoever_made_it(alone, tiny_model_dir, tmp_path, monkeypatch):
     trace = tmp_path / "trace"
     for step in (1, 2):

@@ -173,6 +173,7 @@ def test_a_gpus_memory_stays_in_one_piece_unless_the_user_says_how(monkeypatch, 
         monkeypatch.delenv(name, raising=False)
     common.set_up_libraries()
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     monkeypatch.setenv(theirs, "max_split_size_mb:128")
     common.set_up_libraries()
