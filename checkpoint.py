@@ -100,6 +100,8 @@ PRIVATE = (
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
 # deleted, an upload's copy, converted shards.
 LEFT = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
+# ds_to_universal wants this in shards that it converts for another number of ranks.
+CONVERTIBLE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 # In its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is written.
 WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
@@ -535,9 +537,7 @@ def write(
         # without parents: if output_dir is gone, the save must fail instead of making a new one
         tmp.mkdir()
     dist.barrier()  # nobody writes before rank 0 has made the folder
-    # ds_to_universal needs this to convert the shards for another number of ranks
-    universal = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=universal)
+    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=CONVERTIBLE)
     torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
     write_model(tmp, engine.module.lm, state.step, config)
     if rank == 0:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+import checkpoint
 import learner
 import loss
 import packing
@@ -155,7 +156,9 @@ def steps_and_saves(setting, **changes):
 def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
     """Of the engine's own part of a checkpoint, as checkpoint.py saves it. `first`: the weights
     now."""
-    case.engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
+    case.engine.save_checkpoint(
+        str(folder), tag="engine", save_latest=False, client_state=checkpoint.CONVERTIBLE
+    )
     case.step()
     second = case.weights()
     case.engine.load_checkpoint(str(folder), tag="engine")
@@ -166,6 +169,18 @@ def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
     error = distance(case.weights() - first, second - first)
     measured = f"differs by {error:.1e} of itself"
     yield Finding("the step after it", error < 0.3, measured, "< 0.3", {"error": error})
+    if case.engine.zero_optimization_stage() > 0:
+        yield from loads_converted(case, folder, first)
+
+
+def loads_converted(case: Case, folder: Path, first: torch.Tensor):
+    """The same, by the way that a checkpoint of another number of ranks takes."""
+    checkpoint.load_universal(folder, case.engine, folder)
+    same = torch.equal(case.weights(), first)
+    case.step()
+    moved = not torch.equal(case.weights(), first)
+    measured = f"{'the same weights' if same else 'others'}, {'moved' if moved else 'stay'} then"
+    yield Finding("converted shards", same and moved, measured, "to the bit, moved then")
 
 
 def zero0(setting):
