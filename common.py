@@ -762,9 +762,9 @@ def memory_limits(membership: Path, root: Path) -> list[int]:
     limits = []
     for folder in group_folders(membership, root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # version 2; version 1
-            words = words_of(folder / name)
-            if words and words[0].isdecimal():  # "max" means no limit
-                limits.append(int(words[0]))
+            limit = text_of(folder / name).strip()
+            if limit.isdecimal():  # "max" means no limit
+                limits.append(int(limit))
     return limits
 
 
@@ -780,11 +780,9 @@ def core_limits(membership: Path, root: Path) -> list[float]:
     group_folders()."""
     limits = []
     for folder in group_folders(membership, root, "cpu"):
-        # microseconds of processor time, and of time, in one file of version 2, two of version 1
-        words = words_of(folder / "cpu.max")
-        words = words or words_of(folder / "cpu.cfs_quota_us") + words_of(
-            folder / "cpu.cfs_period_us"
-        )
+        # microseconds of processor time, and of time: in one file of version 2, in two of version 1
+        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(text_of(folder / name) for name in names).split()
         if words and words[0].isdecimal():  # "max" and -1 mean no limit
             limits.append(int(words[0]) / int(words[1]))
     return limits
@@ -795,7 +793,7 @@ def group_folders(membership: Path, root: Path, kind: str):
     around them, whose limits hold for it too. membership: /proc/self/cgroup; root: /sys/fs/cgroup;
     kind: of limits, "memory" or "cpu"."""
     # lines are "0::/path" in version 2, "5:cpu,cpuacct:/path" in version 1
-    for line in membership.read_text().splitlines() if membership.exists() else []:
+    for line in text_of(membership).splitlines():
         _, kinds, inside = line.split(":", 2)
         if kinds and kind not in kinds.split(","):
             continue
@@ -807,9 +805,12 @@ def group_folders(membership: Path, root: Path, kind: str):
                 break
 
 
-def words_of(file: Path) -> list[str]:
-    """[] if there is no such file."""
-    return file.read_text().split() if file.is_file() else []
+def text_of(file: Path) -> str:
+    """Of a file of the system's; "" if it has none, or lets nobody read it."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def choose_waiting(environment) -> None:
@@ -842,9 +843,9 @@ def running_elsewhere(looks: int = 5) -> int:
         if look:
             time.sleep(0.01)
         # "0.20 0.18 0.12 3/133 17": 3 of 133 run, we are one of them
-        words = words_of(Path("/proc/loadavg"))
-        if words:
-            least = min(least, int(words[3].split("/")[0]) - 1)
+        load = text_of(Path("/proc/loadavg"))
+        if load:
+            least = min(least, int(load.split()[3].split("/")[0]) - 1)
     return least
 
 

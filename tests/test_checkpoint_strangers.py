@@ -123,7 +123,7 @@ def loads(stage: int, asked: list) -> SimpleNamespace:
 
     return SimpleNamespace(
         _config=SimpleNamespace(),
-        optimizer=SimpleNamespace(param_groups=[]),
+        optimizer=SimpleNamespace(param_groups=[], optimizer=SimpleNamespace(state={})),
         zero_optimization_stage=lambda: stage,
         load_checkpoint=load_checkpoint,
     )

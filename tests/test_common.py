@@ -148,7 +148,7 @@ def test_a_process_that_computes_is_seen_running_and_one_that_wakes_for_a_moment
         busy.kill()
         busy.wait()
     said = iter(["3", "1", "4"])
-    monkeypatch.setattr(common, "words_of", lambda file: ["0.9"] * 3 + [f"{next(said)}/133", "17"])
+    monkeypatch.setattr(common, "text_of", lambda file: f"0.9 0.9 0.9 {next(said)}/133 17\n")
     assert running_elsewhere(looks=3) == 0
-    monkeypatch.setattr(common, "words_of", lambda file: [])  # no such file
+    monkeypatch.setattr(common, "text_of", lambda file: "")  # no such file
     assert running_elsewhere(looks=2) == os.cpu_count()
