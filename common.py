@@ -772,7 +772,10 @@ def usable_cores() -> int:
     """Cores that this process may use: those that it is bound to, or as much processor time as its
     container or Slurm job has."""
     limits = [math.ceil(limit) for limit in core_limits(*CGROUPS)]
-    return min([len(os.sched_getaffinity(0)), *limits])
+    bound = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        bound = len(os.sched_getaffinity(0))
+    return min([bound, *limits])
 
 
 def core_limits(membership: Path, root: Path) -> list[float]:
@@ -783,7 +786,8 @@ def core_limits(membership: Path, root: Path) -> list[float]:
         # microseconds of processor time, and of time: in one file of version 2, in two of version 1
         names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join(text_of(folder / name) for name in names).split()
-        if words and words[0].isdecimal():  # "max" and -1 mean no limit
+        # "max" and -1 mean no limit; a quota without its period, or the reverse, says nothing
+        if len(words) == 2 and all(word.isdecimal() for word in words):
             limits.append(int(words[0]) / int(words[1]))
     return limits
 
@@ -798,6 +802,8 @@ def group_folders(membership: Path, root: Path, kind: str):
         if kinds and kind not in kinds.split(","):
             continue
         top = root / kinds
+        if not top.exists():  # "cpuacct,cpu" in the list, "cpu,cpuacct" and a link "cpu" here
+            top = root / kind
         group = top / inside.lstrip("/")
         for folder in (group, *group.parents):
             yield folder
@@ -813,15 +819,15 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def choose_waiting(environment) -> None:
+def choose_waiting(environment) -> str:
     """Has threads of torch wait for each other in a loop for a moment where cores are free, and
     sleep at once where other processes use them: a loop takes a core from the very thread that it
     waits for. In os.environ, before torch loads; what the user has set stays.
 
     A tiny model's step on two cores took .5 to 1.3 s with the loop and 1.0 to 2.0 without, and
-    beside one busy process 2.4 to 4.5 and 1.0 to 2.2."""
+    beside one busy process 2.4 to 4.5 and 1.0 to 2.2. Returns the variable that it sets, or ""."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
-        return
+        return ""
     cores = usable_cores()
     threads = environment.get("OMP_NUM_THREADS", "")
     threads = int(threads) if threads.isdecimal() else cores
@@ -830,8 +836,9 @@ def choose_waiting(environment) -> None:
     free = threads * ranks <= cores and threads + running_elsewhere() <= os.cpu_count()
     if threads > 1 and free:  # one thread has nobody to wait for
         environment["GOMP_SPINCOUNT"] = str(SPINS)
-    else:
-        environment["OMP_WAIT_POLICY"] = "passive"
+        return "GOMP_SPINCOUNT"
+    environment["OMP_WAIT_POLICY"] = "passive"
+    return "OMP_WAIT_POLICY"
 
 
 def running_elsewhere(looks: int = 5) -> int:
@@ -849,7 +856,8 @@ def running_elsewhere(looks: int = 5) -> int:
     return least
 
 
-choose_waiting(os.environ)
+# the variable that is our choice, not the user's: commands that we start choose for themselves
+CHOSEN_WAITING = choose_waiting(os.environ)
 
 
 # --- A user asks a run to end early by SIGTERM, SIGINT, SIGHUP (a closed terminal) or SIGUSR1 to

@@ -139,8 +139,8 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
     """Moves beta so that the KL nears kl_target (nats per token). `kl`: the mean of k3 over the
     step's completion tokens.
 
-    beta changes by at most kl_ctl_step_size / kl_horizon of itself; without a finite KL only
-    `skipped` does. The step is counted by update_tau()."""
+    beta changes by at most kl_ctl_step_size / kl_horizon of itself. Without a finite KL it stays,
+    and `skipped` counts that. The step is counted by update_tau()."""
     if not steers_beta(config):
         return dict(state)
     if not is_measured(kl):

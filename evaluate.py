@@ -34,7 +34,7 @@ from statistics import fmean
 import rewards
 import rollout
 import scoring
-from common import UserError, check_writable, say_on_rank_0
+from common import CHOSEN_WAITING, UserError, check_writable, say_on_rank_0
 from journal import is_evaluation, read_metrics
 from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
 from prompts import leakage_warning, prompts_hash
@@ -125,9 +125,10 @@ def start_command(command: str, checkpoint: Path) -> None:
     for word in shlex.split(command):  # checks.py has made sure that it can be split
         words.append(word.replace("{checkpoint}", str(checkpoint)))
     # without torchrun's variables: the command is no rank of this run
+    left_out = {*OF_TORCHRUN, CHOSEN_WAITING}
     kept = {}
     for name, value in os.environ.items():
-        if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC_"):
+        if name not in left_out and not name.startswith("TORCHELASTIC_"):
             kept[name] = value
     try:
         subprocess.Popen(

@@ -52,7 +52,7 @@ class Collected(NamedTuple):
 
     @property
     def unseeded(self) -> list[dict]:
-        return [self.rollouts[i] for i in self.unseeded_indices]
+        return [r for r in self.rollouts if "seed_id" not in r]
 
 
 class Experience:

@@ -145,7 +145,7 @@ def take_lock(folder: Path, cure: str):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # "a+": "w" would erase the name of the holder before we know whether we get the lock
-            lock = open(folder / LOCK, "a+", opener=open_no_link)
+            lock = open(folder / LOCK, "a+", errors="replace", opener=open_no_link)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -174,13 +174,13 @@ def open_no_link(path: str, flags: int) -> int:
 
 
 def open_own(path: Path, mode: str, buffering: int = -1):
-    """open() for a file that a run writes into its folder. UserError if it is a symbolic link or a
-    pipe."""
+    """open() for a file that a run writes into its folder. UserError if it is a symbolic link, a
+    pipe or a folder."""
     try:
         return open(path, mode, buffering, opener=open_no_link)
     except OSError as error:
         # ENXIO: also of a pipe that nobody reads
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
         raise no_file(path) from None
 

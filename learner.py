@@ -106,6 +106,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     rows = collected.rows
     rollouts = collected.rollouts
     right = collected.right
+    lengths = batch["lengths"]  # (N,)
 
     def gather(values):
         return gather_rows(values.view(len(rows), -1))  # (P, G)
@@ -117,22 +118,27 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     if reference is not None:
         batch["ref_logps"] = reference_logps(reference, batch, plan, c)
     if uses_ref_scores(OBJECTIVES[c["objective"]], c):
-        measures["ref_scores"] = gather(maxent_scores(batch["ref_logps"], batch, c))
+        measures["ref_scores"] = gather(maxent_scores(batch["ref_logps"], lengths, c))
     # the sampler's log-probs stand for the policy's, which accumulate_gradients() computes later
     if c["unlikeliness_coef"] > 0:
         measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
         entropies = forward_rows(engine, batch, plan, entropy=True)
-        measures["entropies"] = gather(entropies.sum(1) / batch["lengths"])
+        measures["entropies"] = gather(entropies.sum(1) / lengths)
     if OBJECTIVES[c["objective"]].term == "semantic_entropy":
         measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
-        measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / batch["lengths"])
+        measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / lengths)
     if c["xdr_mode_adaptive_tau"]:
         counts = []
         for _, modes in scoring.correct_modes(rollouts, rows, right, c):
             counts.append(len(modes or ()))  # None: a task that can't tell answers apart
         measures["correct_modes"] = gather(torch.tensor(counts))[:, 0]  # (P,)
-    return GroupMeasures(rewards, collected.rewards, gather(batch["lengths"]), **measures)
+    return GroupMeasures(
+        rewards=rewards,
+        task_rewards=collected.rewards,
+        lengths=gather(lengths),
+        **measures,
+    )
 
 
 def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
@@ -145,12 +151,12 @@ def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
     return logps
 
 
-def maxent_scores(logps, batch: dict, c: dict):
-    """Sequence scores (N,), by maxent_score_norm and maxent_score_scale. Those of the reference
-    tilt the weights; those of the policy are what the meta-controller reads."""
+def maxent_scores(logps, lengths, c: dict):
+    """Sequence scores (n,), by maxent_score_norm and maxent_score_scale. Those of the reference
+    tilt the weights; those of the policy are in the loss, and the meta-controller reads them."""
     return L.sequence_scores(
         logps,
-        batch["lengths"],
+        lengths,
         c["maxent_score_norm"],
         c["max_completion_length"],
         c["maxent_score_scale"],
@@ -163,8 +169,8 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return group_loss_targets(measured, tau, beta, c)
-    rewards = measured.rewards
-    G = rewards.shape[1]
+    measured = measured._replace(rewards=shaped_rewards(measured, c))
+    G = measured.rewards.shape[1]
     advantages = row_advantages(measured, c)  # (P, G)
     weights = None
     if objective.row_weights:
@@ -175,7 +181,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
         entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
     # of the shaped rewards, as the advantages are; only the metrics of the weights use it
-    active = ~L.equal_groups(shaped_rewards(measured, c))
+    active = ~L.equal_groups(measured.rewards)
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
@@ -221,11 +227,11 @@ def weight_advantages(targets: GroupTargets):
 
 
 def row_advantages(measured: GroupMeasures, c: dict):
-    """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES."""
+    """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES.
+    measured.rewards: shaped already."""
     objective = OBJECTIVES[c["objective"]]
-    rewards = shaped_rewards(measured, c)
     scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](rewards, scale, c["pkpo_k"])
+    return L.ADVANTAGES[objective.advantage](measured.rewards, scale, c["pkpo_k"])
 
 
 def row_weights(advantages, measured: GroupMeasures, tau: float, beta: float, c: dict):
@@ -256,7 +262,7 @@ def step_counts(targets: GroupTargets, lengths) -> dict:
     return {
         "rows": lengths.numel(),
         "prompts": len(lengths),
-        "tokens": int(lengths.double().sum()),  # gathered as float32, exact to 2^24 only
+        "tokens": int(lengths.double().sum()),  # a sum of float32 is exact to 2^24 only
         "active": max(1, int(targets.active.sum())),
     }
 
@@ -279,14 +285,13 @@ def loss_scores(logps, lengths, c: dict):
     """The sequence scores (n,) that group_loss compares, normalised as the loss in use wants
     them."""
     kind = OBJECTIVES[c["objective"]].group_loss
-    scale = 1.0  # for mle, a likelihood, and for the mode-entropy term, which counts nats
+    longest = c["max_completion_length"]
+    # unscaled are mle, a likelihood, and the mode-entropy term at the end, which counts nats
     if kind == "weights" and c["maxent_loss"] == "mle":
-        norm = "length"
-    elif kind:
-        norm, scale = c["maxent_score_norm"], c["maxent_score_scale"]
-    else:
-        norm = c["mode_entropy_score_norm"]
-    return L.sequence_scores(logps, lengths, norm, c["max_completion_length"], scale)
+        return L.sequence_scores(logps, lengths, "length", longest)
+    if kind:
+        return maxent_scores(logps, lengths, c)
+    return L.sequence_scores(logps, lengths, c["mode_entropy_score_norm"], longest)
 
 
 def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
@@ -432,11 +437,13 @@ def score_gradients(
     micro-batches; 0 for rows of whole groups. An extra forward over the split groups comes first,
     so that each micro-batch can go backward by itself. All ranks together."""
     G = targets.task_rewards.shape[1]
-    parts = [rows[plan.split[rows]] for rows in plan.learning]  # resting rows have no gradient
-    parts = [rows for rows in parts if len(rows)]
-    most = int(across_ranks(torch.tensor(len(parts)), dist.ReduceOp.MAX))
-    forwards = MicroBatchPlan(resting=parts, learning=[], missing=most - len(parts))
-    logps = forward_rows(engine, batch, forwards)  # (N, T)
+    micro_batches = []
+    for rows in plan.learning:  # resting rows have no gradient
+        if plan.split[rows].any():
+            micro_batches.append(rows[plan.split[rows]])
+    most = int(across_ranks(torch.tensor(len(micro_batches)), dist.ReduceOp.MAX))
+    missing = most - len(micro_batches)
+    logps = forward_rows(engine, batch, MicroBatchPlan(micro_batches, [], missing))  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     split = plan.split.view(-1, G)[:, 0]  # (p,)
     loss = group_loss(scores.view(-1, G)[split], targets.taken(split), c, counts)
@@ -486,14 +493,16 @@ def accumulate_gradients(
     """Forward over all micro-batches of one update, backward over those with a gradient; returns
     the metrics of the update, over all ranks.
 
-    targets: this rank's groups (p, G); counts: step_counts() of the whole step. Sets
-    batch["old_logps"] in the first update of a batch."""
+    targets: this rank's groups (p, G); counts: step_counts() of the whole step. The first update
+    of a batch sets batch["old_logps"]; later ones leave out resting rows, in metrics too."""
     G = targets.task_rewards.shape[1]
     ranks = dist.get_world_size()
     device = batch["ids"].device
     targets = targets.to(device)
     rests = resting_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if couples_rows(c) else 1, c, rests)
+    if "old_logps" in batch:  # a later update: the first has measured what resting rows are for
+        plan = plan._replace(resting=[], missing=0)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     per_row = {"row": torch.arange(len(rests), device=device)}  # (p * G,) each
@@ -564,7 +573,7 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
-    if uses_scores(OBJECTIVES[c["objective"]], c):  # only then is p in the loss
+    if uses_scores(OBJECTIVES[c["objective"]], c):  # only then are these scores in the loss
         scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
         scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
         metrics |= L.pull(scores, targets.weights, targets.active)

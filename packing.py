@@ -170,13 +170,13 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     places = places_of(whole, shared, start[row.argsort()])  # argsort: from segments to rows
     segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
-    plan = Segments(places[row], before, size)
+    segments = Segments(places[row], before, size)
     packed = Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
         longest=int(whole.max()),
-        blocks=[] if varlen else blocks_of(plan),
-        varlen=varlen_of(plan) if varlen else None,
+        blocks=[] if varlen else blocks_of(segments),
+        varlen=varlen_of(segments) if varlen else None,
     )
     return packed, places
 
@@ -201,26 +201,27 @@ class Segments(NamedTuple):
     size: Tensor  # (n,) how many are the segment's own
 
 
-def varlen_of(plan: Segments) -> Varlen:
-    width = plan.before + plan.size  # (n,) number of keys
+def varlen_of(segments: Segments) -> Varlen:
+    width = segments.before + segments.size  # (n,) number of keys
 
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
-    shares = bool(plan.before.any())  # otherwise keys have the same places as queries
+    shares = bool(segments.before.any())  # otherwise keys have the same places as queries
     return Varlen(
-        keys=plan.places[ragged_indices(width)] if shares else None,
-        cu_seq_q=ends(plan.size),
+        keys=segments.places[ragged_indices(width)] if shares else None,
+        cu_seq_q=ends(segments.size),
         cu_seq_k=ends(width),
-        max_q=int(plan.size.max()),
+        max_q=int(segments.size.max()),
         max_k=int(width.max()),
     )
 
 
-def blocks_of(plan: Segments) -> list[Block]:
+def blocks_of(segments: Segments) -> list[Block]:
     """A block for each kind of segment."""
-    counts = kind_of(plan.before, plan.size).unique_consecutive(return_counts=True)[1].tolist()
-    pieces = zip(*[tensor.split(counts) for tensor in plan], strict=True)
+    kinds = kind_of(segments.before, segments.size)  # (n,) in order: pack() has sorted by them
+    counts = kinds.unique_consecutive(return_counts=True)[1].tolist()
+    pieces = zip(*[tensor.split(counts) for tensor in segments], strict=True)
     return [block(Segments(*piece)) for piece in pieces]
 
 

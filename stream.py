@@ -50,7 +50,8 @@ def prompts_for_step(pools: list[list], weights: list, step: int, count: int, se
 def pick(pools: list[list], weights: list, i: int, seed) -> dict:
     """The i-th prompt of the stream. Each pool is gone through in shuffled passes over all of
     its rows."""
-    if len(pools) == 1:  # seeded without the pool, so that a mixture of one is the same run
+    # without the pool's number in the seed: a mixture of one source is the same run as that source
+    if len(pools) == 1:
         return row_of_passes(pools[0], i, seed)
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_pools(tuple(weights), seed, block)
@@ -169,6 +170,8 @@ class Replay:
         keep_value() over `size`."""
         prompts = dict(self.state["prompts"])  # a copy: a checkpoint may hold the old dict
         gaps = rewards.amax(1) - rewards.mean(1)  # (P,)
+        # 0 exactly, not the rounding of the mean, if all rewards are equal
+        gaps = gaps.masked_fill(rewards.amax(1) == rewards.amin(1), 0.0)
         for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
             if key in self.rows:  # prompts of the easy pool are not remembered

@@ -190,6 +190,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     if trains and c["lora_rank"]:
         say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
     seeds = seed_classes(c) if trains else 0
+    # the first temperature only: set_temperature() follows the schedule
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
 
@@ -448,7 +449,7 @@ def steer(
     c, old = run.config, run.controllers
     meta_metrics = {}
     if c["controller_meta_method"]:
-        scores = learner.maxent_scores(batch["old_logps"], batch, c)  # (p * (G + S),)
+        scores = learner.maxent_scores(batch["old_logps"], batch["lengths"], c)  # (p * (G + S),)
         scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G + S)
         groups = {
             "utilities": targets.utilities[targets.active],
@@ -756,6 +757,7 @@ def train(run: Run) -> None:
             move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
+            # InfoSeed's rows; seeds.rewards (P, G + S): the step's, plus what those rows earn
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c

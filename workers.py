@@ -176,7 +176,9 @@ class Pool:
         self.found = {}  # key: answer
         self.late = set()  # keys of jobs that have timed out
         self.loaded = set()  # names of functions that some worker has imported
-        self.failed_starts = 0  # since a worker was last ready
+        # {function: arguments of its first job}: every worker tries it with these, others may hang
+        self.trial_rows = {}
+        self.failed_starts = 0  # since a worker was last ready with functions
         self.lock = threading.RLock()
         self.selector = selectors.DefaultSelector()
         self.workers = []
@@ -250,13 +252,15 @@ class Pool:
         count = max(1, min(CHUNK, len(self.waiting) // (4 * len(self.workers))))
         worker.jobs = deque(self.waiting.popleft() for _ in range(count))
         jobs = [self.asked[key] for key in worker.jobs]
+        for function, _, arguments in jobs:
+            self.trial_rows.setdefault(function, arguments)
         new = {function for function, _, _ in jobs} - worker.functions
         worker.functions |= new
         worker.since = self.clock()
         # if the worker does not read, its socket fills up and send() blocks
         worker.socket.settimeout(self.timeout + 10)
         try:
-            worker.send((sorted(new), jobs))
+            worker.send(([(name, self.trial_rows[name]) for name in sorted(new)], jobs))
         except OSError:  # it is gone or does not read: no job has started, so none is to blame
             self.take_back(worker)
             worker.fault = CLOSED
@@ -302,7 +306,8 @@ class Pool:
                 worker.ready = True
                 worker.loading = worker.doing = ""
                 self.loaded |= worker.functions
-                self.failed_starts = 0
+                if worker.functions:  # else it has only started itself
+                    self.failed_starts = 0
             case ["importing", str(name)]:
                 worker.loading = name
                 worker.doing = (
@@ -636,8 +641,8 @@ def announce(module: str) -> None:
 
 def load(function: str, row: dict, say) -> bool:
     """Imports a function and calls it twice, so that whatever it imports or builds at its first
-    call is not counted against a job; the answers are ignored. False, and a "refused" message, if
-    the function can't be imported."""
+    call is not counted against a job; the answers are ignored. row: the arguments of its first job.
+    False, and a "refused" message, if the function can't be imported."""
     say(["importing", function])
     announce(function)
     try:
@@ -653,9 +658,9 @@ def load(function: str, row: dict, say) -> bool:
 
 
 def serve(file) -> None:
-    """The worker's loop. Reads pickles from the trainer: first the hello, then pairs of (functions
-    to import, jobs). Writes numbered lines of JSON: what it imports, when it is ready, then the
-    answer to each job as it is done:
+    """The worker's loop. Reads pickles from the trainer: first the hello, then pairs of ([(a
+    function to import, arguments to try it with), ...], jobs). Writes numbered lines of JSON: what
+    it imports, when it is ready, then the answer to each job as it is done:
     [0, "ready"], [1, ["importing", ...]], ... [3, "ready"], [4, 0.5], ..."""
     numbers = itertools.count()
 
@@ -673,8 +678,7 @@ def serve(file) -> None:
         if functions:
             # an import may need more memory than a job is allowed
             limit(math.inf)
-            for function in functions:
-                row = next(row for name, _, row in jobs if name == function)
+            for function, row in functions:
                 if not load(function, row, say):
                     return
             limit(memory_gib)

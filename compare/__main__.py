@@ -33,6 +33,7 @@ import checkpoint
 import rewards
 from checks import INSTEAD, eval_source
 from common import (
+    CHOSEN_WAITING,
     ROOT,
     RunStopped,
     UserError,
@@ -280,6 +281,7 @@ def command_of(run: dict, ranks: int) -> list[str]:
 def start(run: dict, ranks: int, locked) -> subprocess.Popen:
     """Starts a run's next command; its output is appended to the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name != CHOSEN_WAITING}
     # beside the run's folder, not in it: overwriting the folder would delete the log
     with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(
@@ -289,7 +291,7 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
             stderr=log,
             start_new_session=True,  # Ctrl-C reaches only us, and we end the runs
             pass_fds=[locked.fileno()],  # see carry_out()
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # ranks share the cores
+            env={"OMP_NUM_THREADS": "1", **kept},  # ranks share the cores
         )
 
 

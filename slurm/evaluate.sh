@@ -11,8 +11,8 @@
 #
 # The checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
 #
-# Leaves runs/math_maxent/evaluations/step_000100.json (the summary) and .jsonl (a line per
-# problem).
+# Leaves runs/math_maxent/evaluations/job_step_000100.json (the summary) and .jsonl (a line per
+# problem). Without job_ it would be the training's own file of that step.
 # One process per GPU of the node, or one without GPUs. A "shallow" checkpoint is made into a model
 # first, in a temporary folder. Rewards of your own ("module:function") and options of vLLM that may
 # import code are taken when you name them, --reward_funcs=..., --vllm_options=..., or say that you
@@ -84,7 +84,7 @@ if ! compgen -G "$checkpoint/model*.safetensors" > /dev/null; then
   python checkpoint.py export "$checkpoint" "$model"
 fi
 gpus=$(gpus_here | wc -l)
-out=$(dirname "$checkpoint")/evaluations/$(basename "$checkpoint")
+out=$(dirname "$checkpoint")/evaluations/job_$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"
 # of a job that has died, or a stranger's links, through which nothing is written
 rm -f "$out.said" "$out.tmp" "$out.jsonl.tmp"

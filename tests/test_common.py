@@ -136,6 +136,16 @@ def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use
         assert waiting(monkeypatch, 0, **kept) == {}
 
 
+def test_a_command_chooses_how_its_threads_wait_when_it_starts(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = "import common, os; print(os.environ['OMP_WAIT_POLICY'], common.CHOSEN_WAITING)"
+    words = [sys.executable, "-c", code]
+    said = subprocess.run(words, cwd=common.ROOT, capture_output=True, text=True)
+    assert said.stdout == "passive OMP_WAIT_POLICY\n", said.stderr
+
+
 def test_a_process_that_computes_is_seen_running_and_one_that_wakes_for_a_moment_is_not(
     monkeypatch,
 ):

@@ -303,6 +303,26 @@ def test_what_goes_backward_are_the_tokens_of_groups_with_a_gradient(
         torch.testing.assert_close(grad, everything[name], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("objective", ["gspo", "maxent"])
+def test_a_later_update_leaves_out_rows_that_rest(tiny_model_dir, monkeypatch, objective):
+    batch = batch_of()
+    flag = f"--objective={objective}"
+    grads, metrics = gradients(tiny_model_dir, REWARDS, flag, batch=batch)
+    seen = []
+    real = Policy.forward
+
+    def forward(self, ids, *lengths):
+        seen.append(len(ids))
+        return real(self, ids, *lengths)
+
+    monkeypatch.setattr(Policy, "forward", forward)
+    same, later = gradients(tiny_model_dir, REWARDS, flag, batch=batch)  # no step in between
+    assert sum(seen) == 2 * G  # the third group's rewards are equal
+    assert later["loss"] == pytest.approx(metrics["loss"], abs=1e-7)
+    for name, grad in grads.items():
+        torch.testing.assert_close(same[name], grad, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("objective", ["dr_grpo", "maxent", "flow"])
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize("factor", [1, 0], ids=["one group at rest", "all"])

@@ -162,10 +162,30 @@ def test_so_do_limits_of_processor_time(tmp_path, monkeypatch):
         (folder / "cpu.cfs_period_us").write_text("100000\n")
     membership.write_text("8:memory:/docker\n4:cpu,cpuacct:/docker\n3:cpuset:/docker\n")
     assert core_limits(membership, root) == [4]
+    # mounted with its names in another order than they are listed in, and linked
+    membership.write_text("4:cpuacct,cpu:/docker\n")
+    assert core_limits(membership, root) == []
+    (root / "cpu").symlink_to(root / "cpu,cpuacct")
+    assert core_limits(membership, root) == [4]
+    (old / "cpu.cfs_period_us").unlink()  # a share of what?
+    assert core_limits(membership, root) == []
     bound = len(os.sched_getaffinity(0))
     for limits, cores in (([], bound), ([0.5], 1), ([bound + 3.0], bound)):
         monkeypatch.setattr(common, "core_limits", lambda *args, limits=limits: limits)
         assert usable_cores() == cores
+    monkeypatch.setattr(common, "core_limits", lambda *args: [])
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
+    assert usable_cores() == os.cpu_count()
+
+
+def test_an_optimizer_on_the_cpu_gets_its_ranks_share_of_the_cores(monkeypatch):
+    given = []
+    monkeypatch.setattr(train, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for offloads, device in ((True, "cuda"), (True, "cpu"), (False, "cuda")):
+        train.share_cores({"offload_optimizer": offloads}, torch.device(device))
+    assert given == [4]
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):

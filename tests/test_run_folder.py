@@ -26,9 +26,12 @@ def hold(folder: Path, said: Path) -> None:
     killed."""
     with journal.hold_folder(folder):
         started = subprocess.Popen(["sleep", "600"], close_fds=False)
+        source, sink = os.pipe()
         forked = os.fork()
         if not forked:
+            os.write(sink, b".")
             time.sleep(600)
+        os.read(source, 1)  # it runs, and has closed its copy of the lock
         said.write_text(f"{started.pid} {forked}")
         time.sleep(600)
 

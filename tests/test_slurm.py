@@ -229,7 +229,7 @@ def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
 
 
 def test_a_checkpoint_is_evaluated_by_a_job_of_its_own_and_no_secret_is_written(two_nodes):
-    result = two_nodes / "evaluations" / "step_000006.json"
+    result = two_nodes / "evaluations" / "job_step_000006.json"
     said = Path(f"{two_nodes}_evaluation.out")
     slurm_cluster.wait_until(result.exists, PATIENCE, lambda: slurm_cluster.tail(said))
     assert json.loads(result.read_text())["problems"] == 2
@@ -482,13 +482,13 @@ def test_an_evaluation_writes_through_no_link_of_a_strangers_folder(tmp_path):
     (tmp_path / "diary").write_text("mine")
     (tmp_path / "evaluations").mkdir()
     for end in ("said", "tmp", "json"):
-        (tmp_path / "evaluations" / f"step_1.{end}").symlink_to(tmp_path / "diary")
+        (tmp_path / "evaluations" / f"job_step_1.{end}").symlink_to(tmp_path / "diary")
     env = without_slurm() | {"BASH_FUNC_python%%": TORCHRUN_SAYS}
     done = bash("slurm/evaluate.sh", path, env=env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "diary").read_text() == "mine"
-    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step_1.json"]
-    assert (tmp_path / "evaluations" / "step_1.json").read_text() == '{"model": 1}\n'
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["job_step_1.json"]
+    assert (tmp_path / "evaluations" / "job_step_1.json").read_text() == '{"model": 1}\n'
 
 
 def one_node(folder: Path, **variables) -> dict:

@@ -117,6 +117,14 @@ def test_prompts_that_differ_in_spaces_are_one_and_in_case_are_not():
     assert prompt_key({"prompt": "\ud83d"})  # JSON can hold half a character
 
 
+def test_a_group_of_equal_rewards_has_taught_exactly_nothing():
+    rewards = torch.tensor([[0.7] * 12, [0.9] * 12])
+    assert (rewards.amax(1) != rewards.mean(1)).any()  # in float32
+    buffer = Replay(ROWS, 12, 0.5, {})
+    buffer.update(ROWS[:2], rewards)
+    assert set(buffer.state["prompts"].values()) == {(1, 0.0, 0.0)}
+
+
 # --- what it chooses
 
 

@@ -556,11 +556,13 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
 ):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_SCRATCH", "/scratch")  # a cluster's
+    monkeypatch.setattr(evaluate, "CHOSEN_WAITING", "GOMP_SPINCOUNT")  # not the user's
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     path = tmp_path / "a run" / "step_000001"
     path.mkdir(parents=True)
     seen = path / "seen"
     evaluate.start_command(
-        "sh -c 'echo rank=$RANK $LOCAL_SCRATCH > \"$0/seen\"' {checkpoint}", path
+        "sh -c 'echo rank=$RANK$GOMP_SPINCOUNT $LOCAL_SCRATCH > \"$0/seen\"' {checkpoint}", path
     )
     end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):

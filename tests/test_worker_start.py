@@ -185,6 +185,30 @@ def test_the_first_call_has_the_columns_of_a_row(reward_folder):
     pool.close()
 
 
+DIES = """
+import os
+def f(completion, answer, dies, **row):
+    if dies:
+        os.abort()
+    return 1.0
+"""
+
+
+def test_a_row_on_which_workers_die_costs_its_own_jobs_and_no_others(reward_folder, monkeypatch):
+    """Workers that come after are not tried with it."""
+    monkeypatch.setattr(workers, "WAIT_SECONDS", SLACK)
+    (reward_folder / "dies.py").write_text(DIES)
+    pool = Pool(1, SLACK, 1.0)
+    function, text, row = job("dies:f", "a")
+    good, bad = (function, text, row | {"dies": 0}), (function, text, row | {"dies": 1})
+    assert pool.answers({0: good}) == {0: 1.0}
+    found = pool.answers({1: bad, 2: bad, 3: good, 4: good})
+    assert (found[3], found[4]) == (1.0, 1.0)
+    for key in (1, 2):
+        assert found[key] == workers.Failure("error", "the worker died (Aborted)")
+    pool.close()
+
+
 def test_workers_that_never_start_end_the_run_after_a_few_tries(reward_folder, monkeypatch):
     starts = []
     start = Pool.start
@@ -206,6 +230,9 @@ def test_workers_that_never_start_end_the_run_after_a_few_tries(reward_folder, m
 def test_a_worker_that_starts_clears_the_count_of_those_that_did_not(reward_folder):
     pool = Pool(1, SLACK, 1.0)
     pool.failed_starts = 2
+    while not pool.workers[0].ready:
+        pool.attend(0.1)
+    assert pool.failed_starts == 2  # it has not loaded a function yet
     assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
     assert pool.failed_starts == 0
     pool.close()
