@@ -119,6 +119,36 @@ def test_the_rate_of_a_warm_start_rises_and_falls_and_its_temperature_is_1(alone
     assert temperatures == [1.0]
 
 
+def test_two_ranks_of_a_warm_start_have_the_gradient_of_one_on_average(
+    alone, tmp_path, monkeypatch
+):
+    c = load_config(["--model=tiny", f"--output_dir={tmp_path}"])
+    groups = []
+    for length in (1, 2, 5, 9):  # ranks have unlike numbers of tokens
+        tokens = list(range(5, 5 + length))
+        logps = [0.0] * length
+        demonstration = {"prompt_ids": [5, 6], "completion_ids": tokens, "logprobs": logps}
+        groups.append(([demonstration], []))
+    totals = []
+    gradients = []
+
+    def kept(parameters, most: float) -> torch.Tensor:
+        gradients.append([p.grad.clone() for p in parameters])
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", kept)
+    monkeypatch.setattr(sft, "across_ranks", lambda sums: totals.append(sums) or totals[0])
+    for rank, size in ((0, 1), (0, 2), (1, 2)):  # alone first: all have its totals
+        world = World(rank, size, torch.device("cpu"))
+        monkeypatch.setattr(sft, "start_distributed", lambda world=world: world)
+        lm, tokenizer = sft.load_model(c)
+        own = {"steps": 1, "batch_size": 6, "learning_rate": 1e-3}
+        sft.train(c, own, lm, tokenizer, groups, set())
+    assert totals[1][1] != totals[2][1]
+    for one, first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close((first + second) / 2, one, rtol=1e-4, atol=1e-7)
+
+
 def test_ranks_of_a_warm_start_compare_what_they_learn_from(alone, tmp_path, monkeypatch):
     class Compared(Exception):
         """Carries what a rank tells the others."""
