@@ -146,7 +146,7 @@ def test_two_ranks_of_a_warm_start_have_the_gradient_of_one_on_average(
         sft.train(c, own, lm, tokenizer, groups, set())
     assert totals[1][1] != totals[2][1]
     for one, first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close((first + second) / 2, one, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close((first + second) / 2, one, rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_of_a_warm_start_compare_what_they_learn_from(alone, tmp_path, monkeypatch):
