@@ -281,7 +281,8 @@ def command_of(run: dict, ranks: int) -> list[str]:
 def start(run: dict, ranks: int, locked) -> subprocess.Popen:
     """Starts a run's next command; its output is appended to the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if name != CHOSEN_WAITING}
+    kept = dict(os.environ)
+    kept.pop(CHOSEN_WAITING, None)  # they choose for themselves
     # beside the run's folder, not in it: overwriting the folder would delete the log
     with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(

@@ -28,7 +28,11 @@ def test_a_folder_stays_locked_while_a_run_lives_though_we_were_killed(tmp_path,
     log = tmp_path / "out" / "a" / "seed_1.log"
     log.parent.mkdir(parents=True)
     log.write_text("of an earlier try\n")
-    monkeypatch.setattr(compare, "command_of", lambda run, ranks: ["sh", "-c", "echo new; cat"])
+    words = ["sh", "-c", "echo new$GOMP_SPINCOUNT; cat"]
+    monkeypatch.setattr(compare, "command_of", lambda run, ranks: words)
+    # our choice of how threads wait is none of theirs
+    monkeypatch.setattr(compare, "CHOSEN_WAITING", "GOMP_SPINCOUNT")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setattr(compare.subprocess, "DEVNULL", subprocess.PIPE)  # cat waits for its end
     locked = journal.take_lock(tmp_path / "out", "")
     process = compare.start(run, 1, locked)
