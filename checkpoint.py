@@ -406,6 +406,15 @@ def take_over(config: dict, step: int, parameters) -> str:
         sentences.append(f"the run goes on from an earlier checkpoint: {path.stem} is now {path}")
         # start a new run on Weights & Biases: it accepts no step twice
         (folder / "wandb_id").unlink(missing_ok=True)
+    source = Path(config["resume_from_checkpoint"])
+    name = re.fullmatch(r"(step_\d+)\.abandoned\d*", source.name)
+    if name and source.resolve().parent == folder.resolve():
+        # its branch is the run's again: "latest" and a job that is queued again are to find it
+        path = source.rename(folder / name[1])
+        sentences.append(
+            f"the run goes on from {source.name}, now {path} again; metrics and evaluations up "
+            f"to step {step} may be those of the other branch"
+        )
     sentences.append(forecast(config, parameters))
     return "\n".join(sentences)
 
@@ -582,11 +591,12 @@ def put_in_place(tmp: Path, path: Path) -> None:
     flush(tmp, *tmp.rglob("*"))  # first: the final name promises that everything is on the disk
     old = None
     if os.path.lexists(path):
-        old = path.rename(free_name(path, ".old"))
+        # not .old, which tidy() deletes: if we are killed here, nothing else has this step
+        old = path.rename(free_name(path, ".abandoned"))
     tmp.rename(path)
     flush(path.parent)  # the rename itself
     if old:
-        discard(old)
+        discard(old, aside=free_name(path, ".old"))
 
 
 def flush(*paths: Path) -> None:

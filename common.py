@@ -44,6 +44,9 @@ LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we appen
 LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
 # looks that a thread of torch, waiting for another, takes before it sleeps, see choose_waiting()
 SPINS = 10_000
+# seconds in which a rank may get a signal once more: Slurm and systemd can send it to every process
+# of a job, and torchrun passes it on to its ranks
+ECHO = 5.0
 # characters of an error: it may name a column or an id of a stranger's data, of a megabyte
 LONGEST_ERROR = 2000
 
@@ -937,6 +940,7 @@ class Stop:
     def __init__(self, folder, rank: int):
         self.file = Path(folder) / "stop" if rank == 0 else None  # rank 0 looks for all ranks
         self.heard = 0  # number of the signal; 0: none yet
+        self.echo_until = 0.0  # a signal before this time is the first one again
         listen(self.hear)
         outlive_terminal()
 
@@ -947,11 +951,15 @@ class Stop:
             self.heard = self.heard or number
         elif self.heard in (0, signal.SIGHUP):
             self.heard = number
+            if under_torchrun():
+                self.echo_until = time.monotonic() + ECHO
             if self.file is not None:  # rank 0: a step can take minutes
                 write_stderr(
                     f"\n{signal.Signals(number).name}: the run saves and ends after this step; a "
                     f"second signal ends it at once, unsaved"
                 )
+        elif time.monotonic() < self.echo_until:
+            self.echo_until = 0.0  # there is one copy, not two
         else:
             # asked twice, so end now. There is nothing to tidy up: a checkpoint gets its name only
             # when it is whole

@@ -46,6 +46,7 @@ OF_A_START = (
     "stop",
     "wandb",
     "wandb_id",
+    "weights",  # for servers
     TRIAL_SAVE,
 )
 # What a run that goes on writes to by its name: a symbolic link would lead it out of its folder
@@ -384,10 +385,10 @@ def rewind(folder: Path, step: int) -> None:
     """Removes what a run that died, or went another way, wrote into its folder after `step`."""
     for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
         rewind_lines(path, step)
-    rollouts = folder.glob("rollouts/step_*.rank_*.jsonl")
-    for path in (*rollouts, *folder.glob("evaluations/step_*.jsonl")):
-        number = path.name.removeprefix("step_").partition(".")[0]
-        if number.isdecimal() and int(number) > step:
+    for path in (*folder.glob("rollouts/*"), *folder.glob("evaluations/*")):
+        # job_: of slurm/evaluate.sh; what it says of step_N.abandoned stays, as that does
+        name = re.fullmatch(r"(job_)?step_(\d+)(\.rank_\d+)?\.jsonl?", path.name)
+        if name and int(name[2]) > step:
             path.unlink()
 
 

@@ -316,6 +316,7 @@ def start(c: dict) -> Run:
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
+    dist.barrier()  # rank 0 may rename the checkpoint that others still read
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, in_place)
         print(checkpoint.take_over(c, saved.step, parameters), flush=True)
@@ -783,6 +784,7 @@ def train(run: Run) -> None:
         # 9. the new weights go to the sampler
         with timer("rollout"):
             run.sampler.wait()  # rollout_ahead: the next batch is still sampled by the old ones
+        stop_if_folder_is_gone(run)  # before anything is written into it, such as servers' weights
         with timer("sync"):
             sync_weights(run)
 
@@ -793,7 +795,6 @@ def train(run: Run) -> None:
         metrics |= learner.group_metrics(collected.rewards[:, :G], measured.lengths[:, :G])
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
-        stop_if_folder_is_gone(run)  # before anything is written into it
         log_step(run, metrics, bar)
         show_rollouts(run, collected)
         warn_of_equal_rewards(run, collected.rewards[:, :G])

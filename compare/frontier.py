@@ -132,14 +132,17 @@ def averages(steps: list[dict]) -> dict:
 
 
 def measured_by(source: Path) -> dict:
-    """{"problems", "k"} of the evaluations: those of a folder's first run, or 256 and 8."""
+    """{"problems", "k"} of the evaluations: those of a folder's first finished run, or 256 and
+    8."""
+    problems, k = 256, 8
     for _, _, run in runs_in(source, having="config.json"):  # none in a file
         config = DEFAULTS | read_settings(run / "config.json")
+        k = config["eval_num_generations"]
         problems = config["eval_max_prompts"]  # at most: the data may have fewer
         if (run / "eval.jsonl").exists():
             problems = len({record["id"] for record in read_evaluation(run / "eval.jsonl")})
-        return {"problems": problems, "k": config["eval_num_generations"]}
-    return {"problems": 256, "k": 8}
+            break
+    return {"problems": problems, "k": k}
 
 
 def best_point(run: pd.DataFrame, problems: int) -> pd.Series:

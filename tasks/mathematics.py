@@ -1,7 +1,8 @@
 r"""Mathematics: an answer in \boxed{} or <answer> tags, right if it says the same as the row's.
 
 Rows come from a file or a Hugging Face dataset; this file has none of its own. One row:
-  {"prompt": "What is 1/2 + 1/3?", "answer": "5/6"}   or the answer "2 + 3 = 5\n#### 5", as in GSM8K
+  {"prompt": "What is 1/2 + 1/3?", "answer": "5/6"}
+The answer may be a whole solution: "2 + 3 = 5\n#### 5" as in GSM8K, or with a \boxed{} as in MATH.
 
 math_reward compares values (math-verify does the algebra); math_exact compares spellings, which
 takes microseconds. The docstring of each says what it covers and what it does not.
@@ -102,7 +103,9 @@ def gold_text(answer) -> str:
         if not math.isfinite(answer):
             raise ValueError(f"the right answer must be a finite number, not {answer}")
         return format(Decimal(repr(float(answer))), "f")  # 0.00001, not 1e-05
-    return str(answer).rpartition("#### ")[2]  # GSM8K has the working before the mark
+    text = str(answer).rpartition("####")[2]  # GSM8K has the working before the mark
+    stated = stated_answer(text)  # of a whole solution, as in the column `solution` of MATH
+    return text if stated is None else stated
 
 
 # --- by value
@@ -157,6 +160,7 @@ TWO_UNITS = re.compile(
 ANGLE = re.compile(r"\\angle\s*\{?([A-Z])([A-Z])([A-Z])\}?")
 ASSIGNMENT = re.compile(r"([A-Za-z])=(.+)")
 CHOICE = re.compile(r"\(([A-Z])\)|[Oo]ption\s+([A-Z])(?![A-Za-z])")  # (A), Option A
+LISTED_CHOICE = re.compile(r"(?<![A-Za-z.])([A-Z])[.:)](?![A-Za-z])")  # A. 12, A) 12, A: 12
 CLOCK_OR_DATE = re.compile(r"[0-9]{1,2}:[0-9]{2}|[0-9]+(?:-[0-9]+)+")  # no ratio, no difference
 # white space of LaTeX at the ends of an answer
 MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\{\}|\s)+|(?:\\[ ,;:!]|~|\{\}|\s)+$")
@@ -197,7 +201,8 @@ def plainly_equal(gold: str, given: str) -> bool | None:
     otherwise None. Decimals that are equal but for rounding are left to math-verify too: None."""
     if SPACES.sub("", gold) == SPACES.sub("", given):
         return True
-    if ALL_WORDS.fullmatch(gold) and without_text(gold) == without_text(given):
+    in_words = ALL_WORDS.fullmatch(gold) or ALL_WORDS.fullmatch(given)
+    if in_words and without_text(gold) == without_text(given):
         return True
     a = rational(gold)
     b = rational(given)
@@ -258,7 +263,7 @@ def equal_in_kind(gold: str, given: str) -> bool | None:
     angle, other = ANGLE.fullmatch(gold), ANGLE.fullmatch(given)
     if angle and other:
         return angle[2] == other[2] and {angle[1], angle[3]} == {other[1], other[3]}
-    letters = {a or b for a, b in CHOICE.findall(given)}
+    letters = {a or b for a, b in CHOICE.findall(given)} or set(LISTED_CHOICE.findall(given))
     if letters and re.fullmatch("[A-Z]", gold):
         return letters == {gold}
     values = assignments(gold)
@@ -374,6 +379,7 @@ def cleaned(text: str) -> str:
     """An answer without full stop, without what separates thousands, with LaTeX for symbols."""
     text = MARGIN.sub("", FULL_STOP.sub("", MARGIN.sub("", text.translate(SYMBOLS))))
     text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = re.sub(r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}", text)
     text = MAGNITUDE.sub(in_digits, text.replace("\\varnothing", "\\emptyset"))
     text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
     return text.replace("~", " ")  # 5~\mathrm{kg}: math-verify reads no ~

@@ -124,6 +124,28 @@ def test_kill_9_at_any_instant_of_a_save_loses_no_finished_checkpoint(
     assert interrupted > 5  # the instants were not all between two saves
 
 
+def test_a_save_that_is_killed_while_it_replaces_another_leaves_that_one(
+    alone, tiny_model_dir, tmp_path, monkeypatch
+):
+    path = save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    rename = Path.rename
+
+    def killed(self, target) -> Path:
+        if self.suffix == ".tmp":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    checkpoint.tidy(tmp_path)  # the next start
+    assert checkpoint.verify(tmp_path / "step_000002.abandoned") == "" and not path.exists()
+    save(tmp_path, 2, FakeEngine(tiny_model_dir))
+    save(tmp_path, 2, FakeEngine(tiny_model_dir))  # not killed: the old one goes
+    assert checkpoint.verify(path) == "" and len(list(tmp_path.glob("step_*"))) == 2
+
+
 def save_with_room_for_300_kb(folder: Path, model: Path, sentence: Path) -> None:
     vars(torch.distributed).update(GROUP_OF_ONE)
     engine = FakeEngine(model)
@@ -257,12 +279,15 @@ def test_a_run_that_goes_on_from_an_abandoned_branch_takes_the_folder_over_from_
 ):
     path = save(tmp_path, 2, FakeEngine(tiny_model_dir))
     kept = path.rename(tmp_path / "step_000002.abandoned")
+    source = checkpoint.manifest_of(kept)
     save(tmp_path, 2, FakeEngine(tiny_model_dir))
     (tmp_path / "wandb_id").write_text("of the other branch")
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": str(kept)}
     said = checkpoint.take_over(c, 2, ParameterCounts(10, 10))
     assert "step_000002 is now" in said
-    assert checkpoint.latest(tmp_path) is None  # the other branch's is out of sight
+    assert f"step_000002.abandoned, now {path} again" in said
+    # the other branch's is out of sight
+    assert checkpoint.latest(tmp_path) == path and checkpoint.manifest_of(path) == source
     assert not (tmp_path / "wandb_id").exists()
 
 

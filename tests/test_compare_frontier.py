@@ -88,6 +88,9 @@ def test_a_folder_of_compare_is_read_like_a_file(tmp_path):
     # what was evaluated counts; eval_max_prompts is a limit, for runs that are not finished
     assert frontier.measured_by(tmp_path / "out") == {"problems": 6, "k": 8}
     (runs[0]["folder"] / "eval.jsonl").unlink()
+    assert frontier.measured_by(tmp_path / "out") == {"problems": 6, "k": 8}
+    for run in runs[1:]:
+        (run["folder"] / "eval.jsonl").unlink()
     assert frontier.measured_by(tmp_path / "out") == {"problems": 4, "k": 8}
     assert frontier.measured_by(tmp_path / "a_file.jsonl") == {"problems": 256, "k": 8}
 

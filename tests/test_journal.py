@@ -192,6 +192,13 @@ def test_a_git_that_hangs_does_not_hold_up_a_run(tmp_path, monkeypatch):
     assert journal.git_commit() == "unknown: git gave no answer in 0.2 seconds"
 
 
+@pytest.mark.parametrize("name", ["weights", "wandb"])
+def test_a_folder_of_a_run_that_ended_before_its_first_step_is_free(name, tmp_path):
+    take_up(tmp_path)
+    (tmp_path / name).mkdir()
+    journal.check_run_folder(CONFIG | {"output_dir": str(tmp_path)}, resuming=False)
+
+
 def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp_path):
     (tmp_path / journal.CONVERTED / "engine").mkdir(parents=True)
     c = CONFIG | {"output_dir": str(tmp_path)}
@@ -206,3 +213,23 @@ def test_a_step_is_evaluated_once_its_evaluation_is_written_not_its_own_line(tmp
     lines = '{"step": 1, "reward": 1.0}\n{"step": 2, "reward": 1.0}\n'
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 2, "eval/mean@8": 0.5}\n')
     assert [journal.has_evaluation(tmp_path, step) for step in (1, 2, 3)] == [False, True, False]
+
+
+def test_a_rewind_removes_what_came_after_its_step_and_leaves_what_is_somebodys_own(tmp_path):
+    for name in ("rollouts/step_{}.rank_0.jsonl", "evaluations/step_{}.jsonl"):
+        for step in ("000100", "000300", "by_step"):
+            path = tmp_path / name.format(step)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    jobs = "job_step_000300.json", "job_step_000300.jsonl", "job_step_000300.abandoned.json"
+    for name in jobs:  # of slurm/evaluate.sh
+        (tmp_path / "evaluations" / name).touch()
+    journal.rewind(tmp_path, 100)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
+    assert left == {
+        "rollouts/step_000100.rank_0.jsonl",
+        "rollouts/step_by_step.rank_0.jsonl",
+        "evaluations/step_000100.jsonl",
+        "evaluations/step_by_step.jsonl",
+        "evaluations/job_step_000300.abandoned.json",
+    }

@@ -132,6 +132,22 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
     assert reward("\\boxed{24}<answer>24</answer>", WORKING + gold) == 0.0
 
 
+@pytest.mark.parametrize("reward", [math_reward, math_exact])
+@pytest.mark.parametrize(
+    "solution, right, wrong",
+    [
+        ("Suppose $a = 10_3 = 3$. Then $1010_2 = \\boxed{10}$.", "10", "3"),
+        ("We have $x = 2$ and $x = 3$, so the pair is $\\boxed{(1,2)}$.", "(1,2)", "(2,3)"),
+        ("First \\boxed{3}, in all <answer>18</answer>", "18", "3"),
+        ("2 + 2 = 4\n####4", "4", "2"),
+    ],
+)
+def test_an_answer_may_be_a_whole_solution(reward, solution, right, wrong):
+    for said, value in ((right, 1.0), (wrong, 0.0)):
+        # math_exact reads the tags
+        assert reward(f"\\boxed{{{said}}} <answer>{said}</answer>", solution) == value
+
+
 @pytest.mark.parametrize(
     "box, gold, value",
     [
@@ -239,6 +255,18 @@ def test_an_answer_of_gsm8k_is_what_follows_its_working(reward, text, gold):
         ("\u221a12", "2\\sqrt3", 1),
         ("\u221a(3)/2", "\\frac{\\sqrt{3}}{2}", 1),
         ("\u20ac18", "18", 1),
+        # words, with or without \text
+        ("\\text{All real numbers}", "All real numbers", 1),
+        ("\\text{12 apples}", "12 apples", 1),
+        ("\\text{12 pears}", "Type II", 0),
+        # a choice listed with its text
+        ("B. 12", "B", 1),
+        ("B) 12", "B", 1),
+        ("\\text{B) }12", "B", 1),
+        ("C. 12", "B", 0),
+        ("B: 5, A: 6", "B", 0),
+        ("\\mathbb R", "\\mathbb{R}", 1),
+        ("\\mathbb Z", "\\mathbb{R}", 0),
         ("5\u3002", "5", 1),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
+import common
 from common import SIGNALS, Stop
 
 # A shell's background job and nohup start a process deaf to some of them, and so may whoever
@@ -167,6 +168,26 @@ def test_a_signal_is_heard_and_a_second_one_ends_the_process_at_once(number, tmp
             time.sleep(0.01)
         os.kill(process.pid, number)
     assert child.status(process) == 128 + number
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_signal_that_torchrun_passes_on_is_no_second_one(tmp_path, monkeypatch):
+    """Slurm and systemd may send it to every process, and torchrun sends its ranks what it gets."""
+    now, left = [100.0], []
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", left.append)
+    for launcher in ("TORCHELASTIC_RUN_ID", "NONE"):
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        monkeypatch.setenv(launcher, "1")
+        for waits, ended in ((0.0, launcher == "NONE"), (9.0, True)):
+            stop = Stop(tmp_path, 1)
+            stop.hear(signal.SIGTERM, None)
+            now[0] += waits
+            stop.hear(signal.SIGTERM, None)
+            assert bool(left) == ended
+            stop.hear(signal.SIGTERM, None)  # one more is the user's
+            assert left and stop.asked()
+            left.clear()
 
 
 @pytest.mark.usefixtures("own_handlers")
