@@ -602,7 +602,7 @@ def catch_up(run: Run) -> None:
         save_now(run)
     elif run.hub:
         newest = checkpoint.latest(run.folder)
-        # not so if it resumed from another folder, such as step_N.abandoned
+        # not so if it resumed from a checkpoint in another folder
         if newest and checkpoint.number_of(newest) == run.step:
             run.hub.push(newest, last=True)
 
