@@ -91,7 +91,7 @@ COUNTDOWN_K64 = {
     "xdr, τ = .05, lr 2e-4 (the same start), two seeds": "xdr_05",
     "dr_grpo, lr 2e-4 (start .219, pass@8 .730)": "dr_grpo",
     "maxrl, lr 2e-4 (the same start), two seeds": "maxrl",
-    "maxent as a policy gradient, τ = 0, lr 2e-4 (the same start)": "maxent_pg_tau0",
+    "maxent as a policy gradient, τ = 0, lr 2e-4 (the same start), two seeds": "maxent_pg_tau0",
     "maxent, groups weighted by spread, lr 2e-4 (the same start)": "maxent_spread",
     "maxent, τ = .2, lr 1e-4": "maxent_half",
     "the same run, diverging": "maxent_half_1500",
