@@ -275,7 +275,7 @@ def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: st
 def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
     if failure["kind"] == "timeout":
         return "raise reward_timeout, or make it faster"
-    if "MemoryError" in failure["reason"]:
+    if workers.lacked_memory(failure["reason"]):
         return "raise reward_memory_gib, or let it take less memory"
     if "a reward must be" in failure["reason"]:  # None, NaN
         return "let it return a number for every completion, 0 where it has nothing to say"

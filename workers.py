@@ -290,8 +290,7 @@ class Pool:
             result = believed(message)
             self.found[worker.jobs.popleft()] = result
             worker.since = self.clock()
-            # of the error's kind alone: its words may be the model's
-            if isinstance(result, Failure) and "MemoryError" in result.reason.partition(":")[0]:
+            if isinstance(result, Failure) and lacked_memory(result.reason):
                 # earlier jobs may have filled its memory; then all later ones would fail too
                 self.take_back(worker)
                 worker.fault = "is out of memory"
@@ -383,6 +382,12 @@ class Pool:
             worker.kill()
         self.workers = []
         self.selector.close()
+
+
+def lacked_memory(reason: str) -> bool:
+    """Whether a Failure's reason names a MemoryError: by its kind alone, as its words may be the
+    model's."""
+    return "MemoryError" in reason.partition(":")[0]
 
 
 def believed(message):

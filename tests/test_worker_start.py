@@ -104,6 +104,9 @@ def test_a_function_that_gives_no_number_is_told_to_give_one(reward_folder, valu
     assert "f(completion, answer" not in said
     slow = {"kind": "timeout", "reason": "no answer in 0.5 s"}
     assert "raise reward_timeout" in scoring.cure_for(functions[0], row, slow)
+    for kind, cure in (("MemoryError", "raise reward_memory_gib"), ("ValueError", "f(completion")):
+        failed = {"kind": "error", "reason": f"{kind}: a MemoryError, said the model"}
+        assert cure in scoring.cure_for(functions[0], row, failed)
 
 
 SLEEPS = "import time\ntime.sleep(1000)\n"
