@@ -14,6 +14,7 @@ from functools import lru_cache
 from checks import entries
 from common import scheduled
 from data import BLOCK
+from loss import equal_groups
 from prompts import prompt_key
 
 # up to this many visits to a prompt count alike; after that, older ones fade
@@ -171,7 +172,7 @@ class Replay:
         prompts = dict(self.state["prompts"])  # a copy: a checkpoint may hold the old dict
         gaps = rewards.amax(1) - rewards.mean(1)  # (P,)
         # 0 exactly, not the rounding of the mean, if all rewards are equal
-        gaps = gaps.masked_fill(rewards.amax(1) == rewards.amin(1), 0.0)
+        gaps = gaps.masked_fill(equal_groups(rewards), 0.0)
         for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
             if key in self.rows:  # prompts of the easy pool are not remembered

@@ -784,8 +784,8 @@ def train(run: Run) -> None:
         # 9. the new weights go to the sampler
         with timer("rollout"):
             run.sampler.wait()  # rollout_ahead: the next batch is still sampled by the old ones
-        stop_if_folder_is_gone(run)  # before anything is written into it, such as servers' weights
         with timer("sync"):
+            stop_if_folder_is_gone(run)  # before anything is written into it, also servers' weights
             sync_weights(run)
 
         # log what happened, then evaluate and save if it is time
