@@ -501,7 +501,8 @@ def accumulate_gradients(
     targets = targets.to(device)
     rests = resting_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if couples_rows(c) else 1, c, rests)
-    if "old_logps" in batch:  # a later update: the first has measured what resting rows are for
+    first_update = "old_logps" not in batch
+    if not first_update:  # it has measured all that resting rows are needed for
         plan = plan._replace(resting=[], missing=0)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -531,7 +532,7 @@ def accumulate_gradients(
     if device.type == "cuda":
         torch.cuda.synchronize()  # so far the last backward is only queued
     seconds = time.perf_counter() - began
-    if "old_logps" not in batch:  # the first update
+    if first_update:
         batch["old_logps"] = old_logps
     metrics = update_metrics(sums, counts["tokens"], has_reference="ref_logps" in batch)
     return metrics | learning_seconds(seconds)

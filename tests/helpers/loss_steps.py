@@ -249,9 +249,11 @@ class Table:
 
     def __init__(self, logps, entropy):
         self.tables = [x.clone().requires_grad_() for x in (logps, entropy)]
+        self.rows = set()  # what was looked up
 
     def __call__(self, ids, prompt_lengths, lengths, want_entropy=True):
         mask = completion_mask(lengths)
+        self.rows.update(ids[:, 0].tolist())
         return [table[ids[:, 0], : mask.shape[1]] * mask for table in self.tables]
 
     def backward(self, loss, scale_wrt_gas):
@@ -299,6 +301,7 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     group = measured_group(engine, batch, step, c)
     targets = learner.group_targets(group, c["maxent_tau"], c["beta"], c)
     norm = learner.step_counts(targets, group.lengths)
+    engine.rows.clear()
 
     def given_plan(batch, unit, c, rests=None):
         resting = [rows for rows in plan if rests is not None and rests[rows].all()]
@@ -315,13 +318,18 @@ def accumulate(step, case, plan=None, budget=10**6, pad=0, first=False):
     with patch("learner.agree_on_plan", given_plan if plan else learner.agree_on_plan):
         metrics = learner.accumulate_gradients(engine, batch, targets, c["beta"], c, norm)
     tokens = int(step.lengths.sum())
-    if first:  # later updates leave out rows that rest
-        close(metrics["entropy"], step.entropy.sum() / tokens)
+    rows = sorted(engine.rows)
+    whole = len(rows) == len(step.lengths)
+    assert whole or not first  # later updates leave out rows that rest
+    close(metrics["entropy"], step.entropy[rows].sum() / tokens)
+    kl = metrics.get("kl", 0.0) * tokens
     assert ("kl" in metrics) == (c["beta"] > 0)
+    if c["beta"] > 0:
+        close(kl, loss.k3_kl(step.logps, step.ref)[rows].sum(), least=0.1)
     return SimpleNamespace(
         value=metrics["loss"],
         grad=engine.gradient(),
         low=round(metrics["clip_ratio/low"] * tokens, 3),
         high=round(metrics["clip_ratio/high"] * tokens, 3),
-        kl=metrics.get("kl", 0.0) * tokens if first else None,
+        kl=kl if whole else None,
     )
