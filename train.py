@@ -114,7 +114,7 @@ from ranks import (
 # share of it may remain between sampler and policy, for rounding
 TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
 TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each
-TRIAL_TOKENS = 16  # the most in one of these completions
+TRIAL_TOKENS = 4  # the most in one of these completions
 MAX_SKIPPED_STEPS = 5  # a run stops after this many steps in a row with a non-finite update
 EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group could teach
 
