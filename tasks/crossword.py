@@ -24,7 +24,8 @@ space, digits and signs do not matter; a letter of another script is another let
 An enumeration ("6", "3,5", "(3-5)"), in the answer or as a column `enumeration`, is checked too:
 the completion must have that many letters, and if white space or hyphens divide it, parts of these
 lengths. For "3,5", "ICE-CREAM" and "ICECREAM" are right and "ICEC REAM" is wrong; "S-I-L-E-N-T" is
-right only without an enumeration. A user's own rows may have just the word as answer: "SILENT".
+right only without an enumeration. An enumeration that is not of the answer's letters is an error.
+A user's own rows may have just the word as answer: "SILENT".
 It does not cover: the reasoning, misspellings, the word among others ("SILENT or LISTEN", "the
 answer is SILENT"): all 0.
 """
@@ -101,15 +102,20 @@ def canonical(text: str) -> str:
     return "".join(c for c in decomposed if c.isalpha())
 
 
-def fits(text: str, enumeration) -> bool:
-    """Whether the text has as many letters as the enumeration ("6", "3,5", "(3-5)") says and, if it
-    is in parts, parts of those lengths. True if the enumeration has no number."""
-    wanted = []  # [3, 5]
+def parts(enumeration) -> list[int]:
+    """[3, 5] of "3,5", "3-5" or "(3-5)"; [] without a number."""
+    wanted = []
     for part in PARTS_OF_ENUMERATION.split(str(enumeration)):
         # summed, because "1'5" is one part of 6 letters
         length = sum(map(int, re.findall("[0-9]+", part)))
         if length > 0:
             wanted.append(length)
+    return wanted
+
+
+def fits(text: str, wanted: list[int]) -> bool:
+    """Whether the text has as many letters as the parts of an enumeration and, if it is in parts,
+    parts of these lengths. True without an enumeration."""
     if not wanted:
         return True
     lengths = []
@@ -136,10 +142,16 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
     # an answer without letters would equal any completion without letters
     if not letters:
         raise ValueError(f"crossword: the answer {words!r} has no letters")
+    wanted = parts(enumeration)
+    if wanted and sum(wanted) != len(letters):
+        raise ValueError(
+            f"crossword: the answer {words!r} has {len(letters)} letters and its enumeration "
+            f"{enumeration!r} {sum(wanted)}: no completion can be right"
+        )
     text = last_answer(completion)
     if len(text) > MAX_CHARACTERS or canonical(text) != letters:
         return None
-    return letters if fits(text, enumeration) else None
+    return letters if fits(text, wanted) else None
 
 
 def reward(completion: str, answer, enumeration=None, **row) -> float:
