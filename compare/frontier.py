@@ -216,7 +216,7 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
 def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     """Draws pass@k, and coverage@k or else distinct@k where they are known, against mean@k. Each
     run is a path in the colour of its arm, averaged over LAST neighbouring evaluations, from a
-    cross at the start to a dot with the number of its last step."""
+    cross at its start to a dot at its end."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws to a file, needs no window
@@ -230,12 +230,8 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
             path = smoothed(run.set_index("step")[["mean", metric]])
             axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)
-            end = path.iloc[-1]
-            axis.plot(*end, "o", color=colors[arm])
-            label = str(path.index[-1])
-            axis.annotate(label, end, xytext=(5, 3), textcoords="offset points", fontsize=7)
-        start = evaluations[evaluations["step"] == 0].iloc[0]
-        axis.plot(start["mean"], start[metric], "kx", markersize=9)
+            axis.plot(*path.iloc[0], "kx", markersize=9)
+            axis.plot(*path.iloc[-1], "o", color=colors[arm])
         axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)

@@ -455,11 +455,17 @@ def band(axis, x, runs: pd.DataFrame, **style) -> None:
     axis.fill_between(x, runs.min(axis=1), runs.max(axis=1), color=line.get_color(), alpha=0.12)
 
 
+def width_of(arm: str, color: dict) -> float:
+    """The first arm's lines are broad: those of others that lie upon them don't hide them."""
+    return 4.0 if arm == next(iter(color)) else 1.5
+
+
 def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
         of_arm = curves[curves["arm"] == arm]
         over = prolonged(of_arm.pivot_table(index="step", columns="seed", values=metric))
-        band(axis, over.index, over, color=color[arm], label=arm)
+        style = {"color": color[arm], "linewidth": width_of(arm, color)}
+        band(axis, over.index, over, label=arm, **style)
     axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
 
 
@@ -473,9 +479,11 @@ def draw_rewards(axis, rewards: pd.DataFrame, color: dict) -> None:
 def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
         path = path_of(curves, arm, metric)
-        axis.plot(path["mean"], path[metric], color=color[arm], linewidth=1, alpha=0.7)
-        axis.plot(*path.iloc[-1], "o", color=color[arm])  # where training ended
-        axis.annotate(arm, path.iloc[-1], fontsize=7)
+        width = width_of(arm, color)
+        axis.plot(path["mean"], path[metric], color=color[arm], linewidth=width, alpha=0.7)
+        axis.plot(*path.iloc[0], "kx", markersize=9)
+        # where training ended
+        axis.plot(*path.iloc[-1], "o", color=color[arm], markersize=5 + width)
     axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
 
 

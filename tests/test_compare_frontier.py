@@ -198,10 +198,12 @@ def test_a_path_is_drawn_from_the_start_with_its_mean_to_the_right(tmp_path, dra
     table = evaluations_of(tmp_path, line(0, 0.2, 0.5), line(50, 0.4, 0.7))
     frontier.draw(table, tmp_path / "x.png", 8)
     for axis, wanted in zip(drawn, ([0.5, 0.6], [0.25, 0.3]), strict=True):  # pass, coverage
-        path, _, start = axis.lines
+        path, start, end = axis.lines
         assert path.get_xdata() == pytest.approx([0.2, 0.3])  # averaged with those before
         assert path.get_ydata() == pytest.approx(wanted)
         assert (start.get_xdata()[0], start.get_ydata()[0]) == (0.2, wanted[0])
+        assert end.get_xdata() == pytest.approx([0.3])
+        assert end.get_ydata() == pytest.approx(wanted[1:])
 
 
 def test_every_run_of_an_arm_has_a_path_of_its_own(tmp_path, drawn):

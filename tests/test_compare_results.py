@@ -100,6 +100,22 @@ def test_a_path_is_drawn_with_its_mean_to_the_right(tmp_path):
     results.draw_path(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
     assert axis.lines[0].get_xdata() == pytest.approx([0.1, 0.2])
     assert axis.lines[0].get_ydata() == pytest.approx([0.9, 0.9])
+    ends = [line.get_xdata()[0] for line in axis.lines[1:]]  # a cross at the start, a dot
+    assert ends == pytest.approx([0.1, 0.2])
+    plt.close("all")
+
+
+def test_the_first_arm_shows_below_one_that_lies_upon_it():
+    lines = [
+        {"arm": arm, "seed": 1, "step": step, "mean": 0.1 * step, "pass": 0.9}
+        for arm in ("a", "b")
+        for step in (1, 2)
+    ]
+    _, axes = plt.subplots(1, 2)
+    for axis, panel in zip(axes, (results.draw_curve, results.draw_path), strict=True):
+        panel(axis, pd.DataFrame(lines), "pass", K, {"a": "blue", "b": "red"})
+        widths = {line.get_color(): line.get_linewidth() for line in axis.lines[::-1]}
+        assert widths["blue"] > 2 * widths["red"]
     plt.close("all")
 
 
