@@ -105,7 +105,7 @@ class Experience:
         c = self.config
         sampled, failed = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.step_rewards(sampled, timer)
-        worst = metrics  # of all attempts: a failure counts even if its group is replaced later
+        worst = metrics  # the attempt with the most failures
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
             equal = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
@@ -120,7 +120,8 @@ class Experience:
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(equal.sum())
         if c["resample_equal_groups"]:
-            metrics = metrics | {"resampled_groups": resampled}
+            # of groups that were replaced too: a prompt whose reward fails is one of them
+            metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
             tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))

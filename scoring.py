@@ -233,6 +233,12 @@ def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torc
 # --- failures
 
 
+def failure_counts(metrics: dict) -> dict:
+    """What combine() has counted of failures."""
+    ends = ("/failures", "/timeouts", "/errors")
+    return {name: count for name, count in metrics.items() if name.endswith(ends)}
+
+
 def check_failures(metrics: dict, completions: int, limit: float) -> None:
     """RewardsFailed if functions failed on more than the share `limit` of a step's completions.
     metrics: from combine()."""
@@ -241,8 +247,8 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
     if failures <= limit * completions:
         return
     kinds = []
-    for name, count in metrics.items():
-        if count and name.endswith(("/timeouts", "/errors")):
+    for name, count in failure_counts(metrics).items():
+        if count and name != "reward/failures":
             kinds.append(f"{name} {count}")
     raise RewardsFailed(
         f"rewards failed on {failures} of a step's {completions} completions "

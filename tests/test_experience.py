@@ -418,9 +418,9 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
     assert len(saved) == G
     assert "no idea" in json.loads(saved[0])["reason"]
     assert json.loads(saved[0])["step"] == 1
-    # a group that only failed is replaced; what happened to it is in the file all the same
+    # a group that only failed is replaced; it counts all the same, and is in the file
     (got,) = collect(c | {"resample_equal_groups": 9}, 1, inputs)
-    assert got.metrics["reward/fake/errors"] == 0
+    assert got.metrics["reward/fake/errors"] == got.metrics["reward/failures"] == 4
     assert "broken" not in [row["answer"] for row in got.rows]
     failed = set()
     for path in tmp_path.glob("*.jsonl"):
