@@ -108,6 +108,9 @@ def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
     return whole // G
 
 
+SAMPLED = ("id", "prompt", "answer", "prompt_ids")  # of a row, which its lines repeat
+
+
 def check_rows(path: Path, rows: list[dict], G: int) -> None:
     """UserError unless these rows are those of the file's first groups of G lines."""
     with open(path, "rb") as file:  # bytes: of a stranger's file, which may not be UTF-8
@@ -115,15 +118,16 @@ def check_rows(path: Path, rows: list[dict], G: int) -> None:
         for i, (row, text) in enumerate(zip(rows, firsts)):
             try:
                 line = json.loads(text)
-                made_of = [line["id"], line["prompt"], line["answer"]]
+                made_of = [line[key] for key in SAMPLED]
             except (ValueError, KeyError, TypeError, RecursionError):  # somebody changed the file
-                made_of = [text, None, None]
-            asked_for = json.dumps([row["id"], row["prompt"], row["answer"]], default=str)
+                made_of = [text]
+            asked_for = json.dumps([row[key] for key in SAMPLED], default=str)
             if json.dumps(made_of, default=str) != asked_for:  # as text: NaN is not NaN
                 raise UserError(
                     f"--output={str(path)!r} was made of other rows: its prompt {i + 1} is "
                     f"{quoted(made_of[0])}, and that of the dataset {quoted(row['id'])}, or has "
-                    f"another text or answer: name another file or remove it"
+                    f"another text, answer or chat template (which may write the date): name "
+                    f"another file or remove it"
                 )
 
 

@@ -80,10 +80,20 @@ class Packed(NamedTuple):
 
 
 def uses_varlen(lm) -> bool:
-    """Whether this model can use varlen_attn, which needs 16 bits and a GPU from Ampere on."""
+    """Whether this model can use varlen_attn, which needs 16 bits, a GPU from Ampere on, and heads
+    that FlashAttention takes: as wide for values as for keys, in steps of 8, up to 256."""
     if lm.device.type != "cuda" or lm.dtype not in (torch.bfloat16, torch.float16):
         return False
+    width = head_width(lm.config)
+    if width % 8 or width > 256 or getattr(lm.config, "v_head_dim", None):
+        return False
     return torch.cuda.get_device_capability(lm.device) >= (8, 0)
+
+
+def head_width(config) -> int:
+    """Numbers in a key of one attention head."""
+    given = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
 
 
 # --- between host and device

@@ -57,6 +57,7 @@ from policy import (
     CHUNK,
     ODD_HEAD,
     add_adapters,
+    check_body,
     count_parameters,
     dtype_of,
     has_plain_head,
@@ -71,6 +72,7 @@ from prompts import (
     prompts_hash,
     render_prompt,
     set_chat_template,
+    tokenise,
     with_prompt,
     with_trained,
 )
@@ -131,6 +133,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
         stop_ids = stop_token_ids(model, tokenizer, vocab_size)
+        refuse_closed_prompts(model, tokenizer, stop_ids)
         if not dry_run or has_weights(model):
             check_weights(model)
         else:
@@ -237,6 +240,12 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
             f"model={model!r} has no chat template: its prompts are plain text "
             f"(a base model; --chat_template gives it one)"
         )
+    if "strftime_now" in str(tokenizer.chat_template):
+        say_on_rank_0(
+            f"warning: model={model!r}: its chat template writes the date into prompts, so a run "
+            f"that is resumed on another day goes on with others; if the template reads one, fix "
+            f"it, such as --chat_template_kwargs={{'date_string': '26 Jul 2024'}}"
+        )
     # tokens that the template or the tokenizer adds to every prompt
     plain = {"system_prompt": "", "chat_template_kwargs": {}}
     text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
@@ -245,6 +254,17 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
         raise UserError(
             f"model={model!r}: every prompt would hold {tokenizer.decode(beyond[:1])!r}, which is "
             f"number {beyond[0]} of its tokenizer, but config.json has vocab_size={vocab_size}"
+        )
+
+
+def refuse_closed_prompts(model: str, tokenizer, stop_ids: list[int]) -> None:
+    """UserError if the tokenizer of a base model writes the end of a text behind every prompt."""
+    last = tokenise(["1"], tokenizer)[0][-1:]
+    if not tokenizer.chat_template and last and last[0] in stop_ids:
+        raise UserError(
+            f"model={model!r}: its tokenizer ends every prompt with {tokenizer.decode(last)!r}, "
+            f"behind which there is nothing to complete: take that out of the post_processor in "
+            f"tokenizer.json, or give it a --chat_template"
         )
 
 
@@ -349,10 +369,11 @@ def check_weights(model: str) -> None:
 
 
 def refuse_unsupported(model: str, config) -> None:
-    """UserError if the model has more on its logits than a vocabulary head, or if its files hold
-    buffers, tensors that are no parameters, such as the routing bias of DeepSeek-V3: checkpoints
-    and the rollout engine get parameters only."""
+    """UserError if the model has more on its logits than a vocabulary head, or no body to tell from
+    it, or if its files hold buffers, tensors that are no parameters, such as the routing bias of
+    DeepSeek-V3: checkpoints and the rollout engine get parameters only."""
     lm = empty_model(model, config)
+    check_body(lm)
     if not has_plain_head(lm):
         raise UserError(f"model={model!r} {ODD_HEAD}")
     buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()

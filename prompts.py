@@ -110,11 +110,11 @@ def with_uncut(row: dict) -> list[dict]:
 
 
 def prompts_hash(rows: list[dict]) -> str:
-    """A hash of the rows' prompts and their order: a resumed run sees by it that its data are
-    others."""
+    """A hash of the rows' prompts, as the model gets them, and their order: a resumed run sees by
+    it that its data are others, and ranks that they differ."""
     whole = hashlib.sha256()
     for row in rows:
-        whole.update(prompt_identity(row).encode("utf-8", "surrogatepass") + b"\0\0")
+        whole.update(str(row["prompt_ids"]).encode())
     return whole.hexdigest()[:16]
 
 

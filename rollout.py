@@ -45,6 +45,7 @@ from common import (
     rank_memory,
     say_on_rank_0,
 )
+from packing import head_width
 from policy import dtype_of, named_weights
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
@@ -91,9 +92,8 @@ def bytes_per_token(config: dict, model_config) -> int:
     heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
     # ranks that share an engine divide the heads among them; each has at least one
     heads = max(1, heads // entries(config, "vllm_options")["tensor_parallel_size"])
-    size = getattr(model_config, "head_dim", None)
-    size = size or model_config.hidden_size // model_config.num_attention_heads
-    return 2 * model_config.num_hidden_layers * heads * size * dtype_of(config).itemsize
+    numbers = 2 * model_config.num_hidden_layers * heads * head_width(model_config)
+    return numbers * dtype_of(config).itemsize
 
 
 def rows_at_once(config: dict, engines: int, at_most: int) -> int:

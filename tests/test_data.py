@@ -180,6 +180,8 @@ GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
         ([GOOD | {"task": 5}], ["row 0: 'task' must be a name, not 5"]),
         ([GOOD | {"check": lambda: 0}], ["row 0 can not leave this process", "pickle"]),
         ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can not leave this process", "keys must be"]),
+        ([GOOD | {"prompt": "\ud83d"}], ["row 0 can not leave this process", "surrogates"]),
+        ([GOOD | {"solutions": ["\ud83d"]}], ["row 0 can not leave this process", "surrogates"]),
         ([GOOD | {"deep": json.loads("[" * 200 + "]" * 200)}], ["row 0: a column is nested deep"]),
         ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a whole number from 0 on"]),
     ],

@@ -215,7 +215,7 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     flags = [f"--model={config['model']}", *FLAGS[1:]]  # without --max_prompts
     c = load_config(["config/countdown_tiny.py", *flags])
     lines = lines_of(whole)
-    rows = [{key: line[key] for key in ("id", "prompt", "answer")} for line in lines[::3]]
+    rows = [{key: line[key] for key in generate.SAMPLED} for line in lines[::3]]
     assert generate.finished_prompts(whole, rows, c) == 5
     changes = {"temperature": 0.5, "seed": 9, "max_completion_length": 9, "system_prompt": "S"}
     changes |= {"model": "m", "reward_weights": [1.0, 0.1], "num_generations": 2}
@@ -232,7 +232,8 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     # the first row was deleted, or a text or an answer changed, since
     with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
         generate.finished_prompts(whole, rows[1:], c)
-    for change in ({"prompt": "another"}, {"answer": {"numbers": [1], "target": 1}}):
+    changes = {"prompt": "another", "answer": {"numbers": [1], "target": 1}, "prompt_ids": [3, 4]}
+    for change in ({key: value} for key, value in changes.items()):
         changed = [*rows[:3], rows[3] | change, rows[4]]
         with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
             generate.finished_prompts(whole, changed, c)
@@ -261,11 +262,14 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
         tmp_path / "out.jsonl",
         load_config(["config/countdown_tiny.py", "--num_generations=2"]),
     )
-    rows = [{"id": "x", "prompt": "y", "answer": math.nan}] * 2
+    rows = [{"id": "x", "prompt": "y", "answer": math.nan, "prompt_ids": [1]}] * 2
     assert generate.finished_prompts(path, rows, config) == 0
     line = json.dumps(rows[0]) + "\n"
     path.write_text(line * 3 + line[:7])
     assert generate.finished_prompts(path, rows, config) == 1 and path.read_text() == line * 2
+
+
+OURS = b'{"id": "x", "prompt": "y", "answer": NaN, "prompt_ids": [1]}\n'
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,7 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
     [
         b'{"id": "mine", "prompt": "z"}\n' * 3,
         b'{"id": "mine", "prompt": "z"}\n',
-        b'{"id": "x", "prompt": "y", "answer": NaN}\n' * 2 + b'{"id": "mine", "prompt": "z"}\n{"id',
+        OURS * 2 + b'{"id": "mine", "prompt": "z"}\n{"id',
         b"\xff\xfe\n" * 3,
     ],
     ids=["a group and a part", "a part", "a group of ours and a part", "no UTF-8"],
@@ -281,7 +285,7 @@ def test_a_group_that_is_not_whole_is_cut_off(tmp_path):
 def test_a_file_of_other_rows_is_refused_as_it_is(tmp_path, content):
     path = tmp_path / "out.jsonl"
     config = load_config(["config/countdown_tiny.py", "--num_generations=2"])
-    rows = [{"id": "x", "prompt": "y", "answer": math.nan}] * 2
+    rows = [{"id": "x", "prompt": "y", "answer": math.nan, "prompt_ids": [1]}] * 2
     generate.finished_prompts(path, rows, config)  # writes the settings beside it
     path.write_bytes(content)
     with pytest.raises(UserError, match="was made of other rows: its prompt"):

@@ -166,7 +166,7 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
         train,
         "load_inputs",
         lambda c, ranks: SimpleNamespace(
-            model_config=model_config, prompts_hash="x", eval_rows=[{"prompt": "1"}]
+            model_config=model_config, prompts_hash="x", eval_rows=[{"prompt_ids": [1]}]
         ),
     )
     monkeypatch.setattr(train.checkpoint, "find", lambda c: path)
@@ -179,6 +179,6 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
     # the ranks had compared before what they were started with
     hashes = {
         "hash of the training prompts": "x",
-        "hash of the evaluation prompts": prompts_hash([{"prompt": "1"}]),
+        "hash of the evaluation prompts": prompts_hash([{"prompt_ids": [1]}]),
     }
     assert told == [c | {"maxent_tau": told[0]["maxent_tau"]} | hashes]

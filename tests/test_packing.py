@@ -189,8 +189,9 @@ def test_keys_are_gathered_for_varlen_only_where_a_prompt_is_shared(qwen, varlen
 
 
 def test_varlen_attention_is_for_16_bits_on_a_gpu_that_has_it(monkeypatch):
-    def lm(device: str, dtype):
-        return SimpleNamespace(device=torch.device(device), dtype=dtype)
+    def lm(device: str, dtype, **attention):
+        config = SimpleNamespace(hidden_size=64, num_attention_heads=4, **attention)
+        return SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
 
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -198,6 +199,10 @@ def test_varlen_attention_is_for_16_bits_on_a_gpu_that_has_it(monkeypatch):
     assert packing.uses_varlen(lm("cuda", torch.float16))
     assert not packing.uses_varlen(lm("cuda", torch.float32))
     assert not packing.uses_varlen(lm("cpu", torch.bfloat16))
+    # OpenLLaMA-3B's heads, wider ones, and those of DeepSeek-V3, which FlashAttention refuses
+    for odd in ({"head_dim": 100}, {"head_dim": 264}, {"v_head_dim": 16}):
+        assert not packing.uses_varlen(lm("cuda", torch.bfloat16, **odd))
+    assert packing.uses_varlen(lm("cuda", torch.bfloat16, head_dim=256))
     capability = (7, 5)
     assert not packing.uses_varlen(lm("cuda", torch.bfloat16))
 

@@ -13,6 +13,8 @@ import torch
 from deadlines import PATIENCE
 from row_files import check_words, jsonl, refusal
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
     OPTConfig,
@@ -321,6 +324,23 @@ def test_a_model_without_a_chat_template_is_said_to_be_one(folder, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_template_that_writes_the_date_is_told(folder, capsys):
+    load_model_files(str(folder), "{{ strftime_now('%d') }}" + sft.TEMPLATE)
+    check_words(capsys.readouterr().out, "writes the date into prompts", "chat_template_kwargs")
+
+
+def test_a_base_model_whose_tokenizer_ends_every_prompt_is_refused(folder):
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    end = [("<|end|>", tokenizer.token_to_id("<|end|>"))]
+    tokenizer.post_processor = TemplateProcessing("$A <|end|>", special_tokens=end)
+    tokenizer.save(str(file))
+    assert load_model_files(str(folder)).tokenizer.chat_template  # which adds none
+    (folder / "chat_template.jinja").unlink()
+    words = refusal(load_model_files, str(folder))
+    check_words(words, "its tokenizer ends every prompt with '<|end|>'", "post_processor")
+
+
 def test_a_dry_run_does_without_weights_and_says_so(folder, capsys):
     (folder / WEIGHTS).unlink()
     load_model_files(str(folder), dry_run=True)
@@ -497,6 +517,12 @@ def test_a_model_that_computes_something_else_while_it_trains_is_refused(folder)
     policy.Policy(lm.eval(), 1.0, 64, pack=False)
     with pytest.raises(UserError, match="something else while it trains"):
         policy.Policy(lm.train(), 1.0, 64, pack=False)
+    # noise that these tokens do not show
+    quiet = AutoModelForCausalLM.from_pretrained(folder).train()
+    policy.Policy(quiet, 1.0, 64, pack=False)
+    quiet.config.router_jitter_noise = 1e-9
+    with pytest.raises(UserError, match="something else while it trains"):
+        policy.Policy(quiet, 1.0, 64, pack=False)
 
 
 def test_a_nan_deep_in_the_weights_is_refused_before_it_trains(folder):
@@ -549,6 +575,15 @@ def test_a_model_with_more_on_its_logits_than_a_head_is_refused_without_weights(
     for config in (PhiConfig(**small), Gemma2Config(**small, num_key_value_heads=2, head_dim=16)):
         words = refusal(preflight.refuse_unsupported, "mine", config)
         check_words(words, "model='mine'", "a bias, a cap or a scale on the logits")
+
+
+def test_a_model_whose_body_transformers_does_not_name_is_refused():
+    """Llama 4's text model: its base_model is itself, and gives no hidden states."""
+    small = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    config = Llama4TextConfig(**small, intermediate_size_mlp=64, num_local_experts=2)
+    words = refusal(preflight.refuse_unsupported, "mine", config)
+    check_words(words, "'llama4_text' is not supported", "gives hidden states")
 
 
 def test_a_run_warns_that_no_row_has_modes_to_adapt_tau_to(folder, tmp_path, capsys):

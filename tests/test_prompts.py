@@ -71,8 +71,9 @@ def test_a_prompt_is_known_by_its_text_alone():
 
 
 def test_other_prompts_another_order_and_other_ends_of_prompts_have_another_hash():
-    texts = (["ab", "c"], ["c", "ab"], ["a", "bc"], ["ab", "d"])
-    assert len({prompts.prompts_hash([{"prompt": t} for t in two]) for two in texts}) == 4
+    ids = ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]], [[1, 2], [4]], [[12], [3]])
+    hashes = {prompts.prompts_hash([{"prompt_ids": prompt} for prompt in two]) for two in ids}
+    assert len(hashes) == len(ids)
 
 
 # --- templates of one's own
