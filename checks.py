@@ -24,7 +24,9 @@ class Objective(NamedTuple):
 
     # how token terms are summed; "constant": divided by N * L
     token_sum: Literal["constant", "row_mean", "token_mean"] = "constant"
-    advantage: str = "centred"  # how a row compares with its group: a name in loss.ADVANTAGES
+    # how a row compares with its group: a name in loss.ADVANTAGES, or "own" for a branch in
+    # learner.row_advantages
+    advantage: str = "centred"
     # its default of scale_rewards: the divisor of "centred" advantages
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped

@@ -346,7 +346,8 @@ def coerce_key(key: str, value, before, where: str):
     if value is True and key == "resume_from_checkpoint":
         raise UserError(f"{where}: write --{key}=latest, or name a step_* folder")
     if type(value) is str and key.endswith("dataset"):
-        raise UserError(f"{where} has entries: write {key}.name={quoted(value)}")
+        entry = f"{key} = {{'name': {quoted(value, 60)}}}"
+        raise UserError(f"{where} has entries: write {entry}, or as a flag --{key}.name=...")
     if key == "dataset":
         default = {}
         if type(value) is list:
@@ -407,9 +408,11 @@ def coerce(value, default, where: str):
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:  # not isinstance: bool is a subclass of int
+        like = f" like {default!r}" if default != "" else ""
+        points = f"; {', '.join(checks.STEPS)} may change by step" if type(value) is dict else ""
         raise UserError(
-            f"{where} must be of type {kind.__name__} like {default!r}, "
-            f"not {type(value).__name__} {quoted(value)}"
+            f"{where} must be of type {kind.__name__}{like}, "
+            f"not {type(value).__name__} {quoted(value)}{points}"
         )
     # a list's items have the type of its default's first item; an empty default allows any
     if kind is list and default:

@@ -466,8 +466,14 @@ class MetricsLog:
         self.wandb = start_wandb(folder, config) if config["report_to"] == "wandb" else None
 
     def write(self, step: int, metrics: dict) -> None:
+        """Adds a line. UserError for a metric that is no number, one of the user's own."""
         row = {"step": step}
         for name, value in metrics.items():
+            if not isinstance(value, (int, float)):
+                raise UserError(
+                    f"the metric {name!r} of step {step} is {quoted(value)}, no number; "
+                    f"x.mean().item() makes one of a tensor"
+                )
             # NaN and infinity are not JSON: null, so that any reader can parse the file
             row[name] = value if math.isfinite(value) else None
         self.file.write(json.dumps(row) + "\n")

@@ -50,6 +50,7 @@ from common import (
     rank_memory,
     refuse_missing_folder,
     say_on_rank_0,
+    scheduled,
     with_tau,
 )
 from loss import ADVANTAGES, CPU_CHUNK, KEPT_BYTES
@@ -499,16 +500,42 @@ class Inputs(NamedTuple):
     trained: set[str] | None
 
 
+def try_formula(c: dict) -> None:
+    """UserError if the objective's formula of advantages is missing, or does not give an advantage
+    for each row of a group that is equal and of one that is not."""
+    objective = OBJECTIVES[c["objective"]]
+    name = objective.advantage
+    if name == "own":
+        return
+    if name not in ADVANTAGES:
+        raise UserError(
+            f"checks.OBJECTIVES: {c['objective']!r} has advantage={name!r}, and loss.ADVANTAGES "
+            f"has only {', '.join(ADVANTAGES)}: its formula is missing there"
+        )
+    rewards = torch.zeros(2, c["num_generations"])
+    rewards[1, 0] = 1.0
+    tried = f"loss.ADVANTAGES[{name!r}], tried on rewards {rewards.int().tolist()},"
+    scale, k = c["scale_rewards"] or objective.scale, round(scheduled(c["pkpo_k"], 0))
+    try:
+        advantages = ADVANTAGES[name](rewards, scale, k)
+    except Exception as error:  # a user's formula may raise anything
+        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
+        raise UserError(f"{tried} fails with {reason}; it gets (rewards, scale, k)") from None
+    if not torch.is_tensor(advantages) or advantages.shape != rewards.shape:
+        given = tuple(advantages.shape) if torch.is_tensor(advantages) else quoted(advantages)
+        raise UserError(f"{tried} gives {given}, not a tensor of their shape (P, G)")
+    if not advantages.isfinite().all():
+        raise UserError(
+            f"{tried} gives {advantages.tolist()}: groups of equal rewards are usual, and have no "
+            f"spread to divide by"
+        )
+
+
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     """Loads model files, rows and rewards, and checks them as far as possible without loading
     weights. A dry run does not even download weights."""
     rewards.check_names(c["reward_funcs"])
-    advantage = OBJECTIVES[c["objective"]].advantage
-    if advantage not in ADVANTAGES:
-        raise UserError(
-            f"checks.OBJECTIVES: {c['objective']!r} has advantage={advantage!r}, and "
-            f"loss.ADVANTAGES has only {', '.join(ADVANTAGES)}: its formula is missing there"
-        )
+    try_formula(c)
     check_ranks(c, ranks)
     check_tensor_parallel(c, ranks)
     # "auto" stands for what a job's launcher sets, and a dry run on a login node has none

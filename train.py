@@ -688,13 +688,18 @@ def warn_of_equal_rewards(run: Run, rewards) -> None:
 
 def stop_after_skipped_updates(run: Run) -> None:
     """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
-    would change nothing."""
+    would change nothing. The first of them is told."""
+    if run.skipped_steps == 1:
+        run.say(
+            f"warning: step {run.step}: the loss or its gradient is not finite (null in "
+            f"metrics.jsonl), and the update was not applied"
+        )
     if run.skipped_steps >= MAX_SKIPPED_STEPS:
         save_now(run)  # some updates of these steps may have been applied
         raise RunStopped(
             f"{run.skipped_steps} steps in a row had a non-finite loss or gradient, which was not "
-            f"applied; lower learning_rate={run.config['learning_rate']} or look into "
-            f"metrics.jsonl"
+            f"applied; lower learning_rate={run.config['learning_rate']}, look into metrics.jsonl "
+            f"or, if the objective is your own, at what it divides by"
         )
 
 

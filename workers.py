@@ -608,7 +608,8 @@ def answer(function: str, text: str, arguments: dict):
         number = number_of(value)
         if number is None:
             kind = type(value).__name__
-            return {"error": f"gave a value of type {kind}, which is neither a number nor a text"}
+            hint = " (a list, as for TRL: docs/from_trl.md)" if kind == "list" else ""
+            return {"error": f"gave a value of type {kind}, neither a number nor a text{hint}"}
     except (Exception, SystemExit) as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         return {"error": reason + place_of(error, function)}

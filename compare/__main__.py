@@ -101,11 +101,16 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         flags, config = read_arm(own["arms"], arm, overrides, shared)
         evaluations.append(evaluation_settings(config))
         # eval_steps: curves, and figures "at equal mean@k", need evaluations during training
-        if evaluations[-1] != evaluations[0] or config["eval_steps"] == 0:
+        if config["eval_steps"] == 0:
+            raise UserError(
+                f"{own['arms']}: {arm}: eval_steps=0, and arms are compared by their evaluations: "
+                f"set some, such as --eval_steps=25"
+            )
+        if evaluations[-1] != evaluations[0]:
             raise UserError(
                 f"{own['arms']}: {arm}: all arms need the same held-out rows (eval_dataset, which "
                 f"follows dataset), the same eval_*, max_completion_length and first of "
-                f"reward_funcs, and eval_steps above 0, such as --eval_steps=25"
+                f"reward_funcs"
             )
         rewards.check_names(config["reward_funcs"])
         check_ranks(config, own["ranks"])

@@ -66,7 +66,10 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
         (["--dataset.name=tasks/countdown.py"], ["dataset 'tasks/countdown.py'"]),
         (["--dataset.name=nowhere.jsonl"], ["dataset 'nowhere.jsonl'"]),
         (["--dataset.name="], ["dataset.name"]),
-        (["--dataset=countdown"], ["dataset has entries: write dataset.name='countdown'"]),
+        (
+            ["--dataset=countdown"],
+            ["has entries: write dataset = {'name': 'countdown'}", "--dataset.name=..."],
+        ),
         (["--dataset={name: a.jsonl}"], ["dataset='{name: a.jsonl}' is no Python literal"]),
         (["--vllm_options={seed:"], ["vllm_options='{seed:' is no Python literal"]),
         (["--temperature={0: 1.0"], ["temperature='{0: 1.0' is no Python literal"]),

@@ -162,7 +162,8 @@ def test_a_number_may_be_a_line_through_points():
     )
     for points in ("{}", "{-1: 1.0}", "{'a': 1.0}", "{0: '1'}", "{0.5: 1.0}", "{True: 1.0}"):
         assert "temperature" in refusal(f"--temperature={points}")
-    assert "beta must be of type float" in refusal("--beta={0: 1.0}")
+    words = refusal("--beta={0: 1.0}")
+    assert "beta must be of type float" in words and "temperature, easy_dataset.share" in words
 
 
 def test_an_option_of_vllm_that_the_trainer_sets_is_refused():

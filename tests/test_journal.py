@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import checkpoint
 import common
@@ -121,6 +122,14 @@ def test_metrics_that_are_a_link_become_a_file_of_the_runs_own(tmp_path):
     assert theirs.read_text() == '{"step": 1}\n'
     rows, _ = journal.read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), None, "0.5"], ids=repr)
+def test_a_metric_that_is_no_number_is_named(tmp_path, value):
+    log = journal.MetricsLog(tmp_path, CONFIG, 0)
+    with pytest.raises(UserError, match=r"the metric 'mine/gap' of step 3 is .*, no number"):
+        log.write(3, {"reward": 1.0, "mine/gap": value})
+    log.close()
 
 
 def test_tokens_a_second_are_those_of_a_step_without_its_evaluation_and_checkpoint(monkeypatch):

@@ -224,7 +224,8 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
     asked, told = [], []
     monkeypatch.setattr(evaluate, "load_model_files", lambda *given: (None, None, []))
     monkeypatch.setattr(evaluate, "check_context", lambda *given: None)
-    monkeypatch.setattr(evaluate, "checked_eval_rows", lambda *given: SUMS)
+    rows = [row | {"prompt_ids": [1, i]} for i, row in enumerate(SUMS)]
+    monkeypatch.setattr(evaluate, "checked_eval_rows", lambda *given: rows)
     world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     monkeypatch.setattr(evaluate, "start_distributed", lambda: world)
     monkeypatch.setattr(evaluate, "check_alike", told.append)
@@ -232,6 +233,6 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
     monkeypatch.setattr(evaluate.rollout, "start_sampler", sampler)
     with pytest.raises(Warned):
         evaluate.main(load_config(["--model=some/where"]))
-    assert asked == [(SUMS, "some/where")]
-    assert told[0]["hash of the prompts"] == prompts.prompts_hash(SUMS)
+    assert asked == [(rows, "some/where")]
+    assert told[0]["hash of the prompts"] == prompts.prompts_hash(rows)
     assert capsys.readouterr().out == "it may\n"

@@ -1,13 +1,16 @@
 """Objectives of a user's own: what they are given, and what a forgotten line does."""
 
+import re
+
 import pytest
 import torch
 
 import checks
 import learner
 import loss
+import preflight
 from checks import Objective, warn_config
-from common import default_config, load_config
+from common import UserError, default_config, load_config
 from learner import GroupMeasures
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])  # (P, G)
@@ -68,3 +71,30 @@ def test_advantages_of_ones_own_may_use_scale_and_k_and_compare_groups(config, m
     assert learner.may_have_gradient(REWARDS, 0.0, c).tolist() == [True, True]
     usual = load_config(["--objective=dr_grpo"])
     assert learner.may_have_gradient(REWARDS, 0.0, usual).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "formula, words",
+    [
+        (lambda r, k: r, "fails with TypeError"),
+        (lambda r, scale, k: r.flatten(), "gives (6,), not a tensor of their shape (P, G)"),
+        (lambda r, scale, k: r.mean(1, keepdim=True) - r.mean(), "gives (2, 1), not a tensor"),
+        (lambda r, scale, k: r.tolist(), "not a tensor of their shape"),
+        # the groups' spread without a word on 0
+        (lambda r, scale, k: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True), "gives [[nan"),
+    ],
+)
+def test_a_formula_that_gives_no_advantages_is_one_sentence_before_the_run(
+    config, monkeypatch, formula, words
+):
+    monkeypatch.setitem(loss.ADVANTAGES, "odd", formula)
+    c = config(Objective(advantage="odd"))
+    with pytest.raises(UserError, match=re.escape("loss.ADVANTAGES['odd'], tried on")) as refused:
+        preflight.try_formula(c)
+    assert words in str(refused.value)
+
+
+def test_every_formula_of_ours_passes_and_a_branch_has_none(config):
+    for name in checks.OBJECTIVES:
+        preflight.try_formula(load_config([f"--objective={name}", "--pkpo_k=4"]))
+    preflight.try_formula(config(Objective(advantage="own")))

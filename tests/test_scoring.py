@@ -136,8 +136,9 @@ def odd(completion, answer, odd_value, **row):
         (-math.inf, "gave -inf"),
         (None, "gave None; a reward must be a number"),
         ("good", "gave 'good'; a reward must be a number"),
-        ({"reward": 1.0}, "gave a value of type dict, which is neither a number nor a text"),
-        ((1.0, 0.0), "gave a value of type tuple, which is neither a number nor a text"),
+        ({"reward": 1.0}, "gave a value of type dict, neither a number nor a text"),
+        ((1.0, 0.0), "gave a value of type tuple, neither a number nor a text"),
+        ([1.0], "neither a number nor a text (a list, as for TRL: docs/from_trl.md)"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_with_reward_value_and_row_and_counts_as_0(

@@ -323,6 +323,7 @@ def test_nan_log_probs_of_the_trainer_skip_steps_and_do_not_blame_the_sampler(
     status, words = in_child.run(with_nan_log_probs, tiny_model_dir, folder, **flags)
     assert status == 1
     assert "2 steps in a row had a non-finite loss" in words
+    assert words.count("the loss or its gradient is not finite") == 1  # at the first
     assert "weights" not in words.splitlines()[-1]
     assert checkpoint.latest(folder).name == "step_000002"
 
