@@ -316,7 +316,8 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     where = f"{path}:{number}"
                     rows[where] = read_row(text, where)
     except OSError as error:
-        raise UserError(f"dataset {path!r} can't be read: {error.strerror}") from None
+        place = "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
+        raise UserError(f"dataset {path!r} can't be read: {error.strerror}{place}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows

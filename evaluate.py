@@ -27,7 +27,6 @@ import math
 import os
 import shlex
 import subprocess
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -193,6 +192,18 @@ def panels_of(lines: list[dict]) -> dict:
     return panels
 
 
+def running_mean(values) -> list[float]:
+    """The mean of each value and those before it, of which each counts for nine tenths of the one
+    after it."""
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total = 0.9 * total + value
+        weight = 0.9 * weight + 1.0
+        means.append(total / weight)
+    return means
+
+
 def draw_curves(lines: list[dict], path: Path) -> None:
     import matplotlib
 
@@ -209,9 +220,9 @@ def draw_curves(lines: list[dict], path: Path) -> None:
             if name.startswith("eval/"):
                 axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
             else:  # single steps are noisy: draw them faintly, and their running mean
-                mean = list(accumulate(values, lambda past, value: 0.9 * past + 0.1 * value))
-                (line,) = axis.plot(steps, mean, label=name)
+                (line,) = axis.plot(steps, running_mean(values), label=name)
                 axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)

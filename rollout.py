@@ -779,9 +779,13 @@ def completion_metrics(rollouts: list[dict], n: int) -> dict:
 
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
-    """The first prompt as the model sees it, with its best and its worst rollout, special tokens
-    included. rewards (p, G)."""
-    scores = rewards[0].tolist()
+    """A prompt as the model sees it, with its best and its worst rollout, special tokens included:
+    the first whose rewards differ, if there is one. rewards (p, G)."""
+    differ = rewards.amax(1) > rewards.amin(1)  # (p,)
+    place = int(differ.int().argmax())  # of equal ones the first
+    G = rewards.shape[1]
+    rollouts = rollouts[place * G : (place + 1) * G]
+    scores = rewards[place].tolist()
     prompt_ids = rollouts[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
     for score in (max(scores), min(scores)):  # index() finds the first of equal ones

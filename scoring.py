@@ -273,8 +273,9 @@ def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: st
             if failed:
                 raise UserError(
                     f"reward_funcs: {quoted(function.name)} can't score row {quoted(row['id'])} of "
-                    f"dataset {dataset!r}, answer {quoted(row['answer'], 60)} "
-                    f"({failed[0]['reason']}): {cure_for(function, row, failed[0])}"
+                    f"dataset {dataset!r}, answer {quoted(row['answer'], 60)}, when it is tried "
+                    f"on the completion {failed[0]['completion']!r} ({failed[0]['reason']}): "
+                    f"{cure_for(function, row, failed[0])}"
                 )
 
 

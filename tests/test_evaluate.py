@@ -10,6 +10,7 @@ from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
 import evaluate
 import rollout
 import scoring
+import sft
 from common import load_config
 from ranks import World
 
@@ -108,3 +109,26 @@ def test_another_evaluation_seed_draws_other_samples(monkeypatch):
     assert {record["seed"] for record in records} == {0}
     assert {record["seed"] for record in others} == {1}
     assert set(call["seeds"]).isdisjoint(other["seeds"])
+
+
+def test_a_running_mean_is_the_mean_at_first_and_forgets_by_a_tenth():
+    assert evaluate.running_mean([1.0, 3.0]) == pytest.approx([1.0, 3.9 / 1.9])
+    assert evaluate.running_mean([0.0] * 200 + [1.0])[-1] == pytest.approx(0.1)
+    assert evaluate.running_mean([]) == []
+
+
+def test_the_shown_group_is_the_first_whose_rewards_differ():
+    tokenizer = sft.tiny_tokenizer()
+    texts = ["1", "2", "3", "4"]
+    rollouts = []
+    for i, text in enumerate(texts):
+        ids = tokenizer.convert_tokens_to_ids([text])
+        prompt = tokenizer.convert_tokens_to_ids(list("ab")[i // 2 : i // 2 + 1])
+        rollouts.append({"prompt_ids": prompt, "completion_ids": ids, "finish_reason": "stop"})
+    shown = rollout.show(tokenizer, rollouts, torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
+    assert shown.splitlines() == [
+        "prompt (1 tokens): 'b'",
+        "  reward 1.000, 1 tokens (stop): '4'",
+        "  reward 0.000, 1 tokens (stop): '3'",
+    ]
+    assert "prompt (1 tokens): 'a'" in rollout.show(tokenizer, rollouts, torch.ones(2, 2))
