@@ -38,7 +38,7 @@ ERROR = math.inf
 SAVED_PER_STEP = 20
 SAVED_CHARACTERS = 100_000  # per completion
 ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
-CHECKED_TASKS = 20  # at most: a user's column "task" may hold as many values as there are rows
+CHECKED_ROWS = 20  # at most: a user's column "task" may hold as many values as there are rows
 
 
 class RewardFunction(NamedTuple):
@@ -259,14 +259,14 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
 
 def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: str, c: dict) -> None:
     """UserError if a function can't read the answers of its rows, as when another task's reward is
-    used on one's own dataset. Tries the first row of each task."""
-    first_of_task = {}
+    used on one's own dataset. Tries the first row of each task, and of those with other columns."""
+    firsts = {}
     for row in rows:
-        first_of_task.setdefault(row["task"], row)
+        firsts.setdefault((row["task"], frozenset(row)), row)
     # "\\boxed{1}" too: the rewards of mathematics find no answer in a bare text
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
     for function in functions:
-        for row in list(first_of_task.values())[:CHECKED_TASKS]:
+        for row in list(firsts.values())[:CHECKED_ROWS]:
             if not function.applies_to(row):
                 continue
             _, failed = measure(examples, [row], [function], c)

@@ -92,6 +92,17 @@ def test_a_function_of_ones_own_that_fails_is_told_what_it_gets_and_not_to_chang
     assert "another column" not in said
 
 
+def test_a_column_that_later_rows_lack_is_told_at_the_start(reward_folder):
+    (reward_folder / "level.py").write_text("def f(completion, level, **row): return 1.0\n")
+    c = config("level:f", reward_workers=0)
+    rows = [row_of("math", "1") | {"level": 1} for _ in range(3)]
+    scoring.check_answers(functions_for(c, rows), rows, "data", c)
+    rows += [row_of("math", "2") | {"id": "late"}]
+    said = refusal(scoring.check_answers, functions_for(c, rows), rows, "data", c)
+    assert "row 'late'" in said and "missing 1 required positional argument: 'level'" in said
+    assert "the completion '1'" in said
+
+
 @pytest.mark.parametrize("value, given", [("None", "None"), ("float('nan')", "nan")])
 def test_a_function_that_gives_no_number_is_told_to_give_one(reward_folder, value, given):
     # modules are imported once: each value has its own
