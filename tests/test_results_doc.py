@@ -96,7 +96,7 @@ COUNTDOWN_K64 = {
     "maxent, τ = .2, lr 1e-4": "maxent_half",
     "the same run, diverging": "maxent_half_1500",
     "maxent, τ = .1, lr 2e-4": "maxent_10",
-    "the same (start .219, pass@8 .730)": "maxent_10_1500",
+    "the same (starts .219 and .225), two seeds": "maxent_10_1500",
     "xdr, τ = .8, lr 2e-4": "xdr_80",
     "xdr, τ = .8, lr 2e-4 (start .219, pass@8 .730)": "xdr_80_1500",
     "dapo, lr 2e-4": "dapo",
