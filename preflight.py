@@ -512,9 +512,12 @@ def try_formula(c: dict) -> None:
             f"checks.OBJECTIVES: {c['objective']!r} has advantage={name!r}, and loss.ADVANTAGES "
             f"has only {', '.join(ADVANTAGES)}: its formula is missing there"
         )
-    rewards = torch.zeros(2, c["num_generations"])
+    G = c["num_generations"]
+    rewards = torch.zeros(2, G)
     rewards[1, 0] = 1.0
-    tried = f"loss.ADVANTAGES[{name!r}], tried on rewards {rewards.int().tolist()},"
+    tried = (
+        f"loss.ADVANTAGES[{name!r}], tried on two groups of {G} rewards, all 0 and one of them 1,"
+    )
     scale, k = c["scale_rewards"] or objective.scale, round(scheduled(c["pkpo_k"], 0))
     try:
         advantages = ADVANTAGES[name](rewards, scale, k)
@@ -526,8 +529,8 @@ def try_formula(c: dict) -> None:
         raise UserError(f"{tried} gives {given}, not a tensor of their shape (P, G)")
     if not advantages.isfinite().all():
         raise UserError(
-            f"{tried} gives {advantages.tolist()}: groups of equal rewards are usual, and have no "
-            f"spread to divide by"
+            f"{tried} gives NaN or infinity: groups of equal rewards are usual, and have no spread "
+            f"to divide by"
         )
 
 
