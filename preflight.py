@@ -515,9 +515,7 @@ def try_formula(c: dict) -> None:
     G = c["num_generations"]
     rewards = torch.zeros(2, G)
     rewards[1, 0] = 1.0
-    tried = (
-        f"loss.ADVANTAGES[{name!r}], tried on two groups of {G} rewards, all 0 and one of them 1,"
-    )
+    tried = f"loss.ADVANTAGES[{name!r}], tried on groups of {G} rewards, all 0 and one of them 1,"
     scale, k = c["scale_rewards"] or objective.scale, round(scheduled(c["pkpo_k"], 0))
     try:
         advantages = ADVANTAGES[name](rewards, scale, k)
