@@ -481,7 +481,7 @@ def test_the_arms_that_are_shipped_fit_their_config(name):
         ("a = {}", ["--report_only=1"], ["report_only", "bool"]),
         ("a = {}", ["--seed=3"], ["--seed=3", "compare itself"]),
         ("a = {}", ["--max_step=3"], ["max_step", "max_steps"]),
-        ("a = {}", ["--eval_steps=0"], ["eval_steps above 0"]),
+        ("a = {}", ["--eval_steps=0"], ["a: eval_steps=0", "such as --eval_steps=25"]),
         ('a = {}\nb = {"max_completion_length": 4}', [], ["arms.py: b", "max_completion_length"]),
         (
             'a = {"reward_funcs": ["countdown", "formt"], "reward_weights": [1.0, 0.1]}',

@@ -75,7 +75,8 @@ def test_pkpo_takes_the_whole_k_of_each_step(tiny_model_dir, tmp_path):
     flags = {"objective": "pkpo", "pkpo_k": {0: 4, 2: 2}, "max_steps": 3}
     status, words = in_child.run(with_k_told, tiny_model_dir, tmp_path / "run", **flags)
     assert status == 0, words
-    assert re.findall(r"advantages of k=(\S+)", words) == ["4", "3", "2"]
+    trial, *of_steps = re.findall(r"advantages of k=(\S+)", words)
+    assert (trial, of_steps) == ("4", ["4", "3", "2"])
 
 
 def test_an_evaluation_whose_servers_are_lost_is_said_and_ends_nothing(monkeypatch):
