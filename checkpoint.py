@@ -124,7 +124,7 @@ class TrainerState(NamedTuple):
     controllers: dict  # see controllers.init_state()
     replay: dict  # see stream.py
     streaks: dict = NO_STREAKS
-    prompt_ids: str = ""  # prompts.prompts_hash() of the training rows; "" in older checkpoints
+    prompts_hash: str = ""  # of the training rows; "" in older checkpoints
 
 
 # --- is it whole?
@@ -733,8 +733,9 @@ def read_table(file: Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """A checkpoint's controller_state.json, for a TrainerState. An older one lacks `prompt_ids`."""
-    return {"prompt_ids": ""} | read_table(path / "controller_state.json")
+    """A checkpoint's controller_state.json, for a TrainerState. An older one has no
+    `prompts_hash`."""
+    return {"prompts_hash": ""} | read_table(path / "controller_state.json")
 
 
 def damaged(file: Path) -> UserError:

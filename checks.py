@@ -191,6 +191,11 @@ def skipped_groups(c: dict) -> str:
     return "all" if c["maxent_group_weight"] == "spread" else c["maxent_skip_equal_groups"]
 
 
+def scale_of(c: dict) -> str:
+    """What advantages are divided by: scale_rewards or, where that is "", the objective's own."""
+    return c["scale_rewards"] or OBJECTIVES[c["objective"]].scale
+
+
 def is_policy_gradient(c: dict) -> bool:
     """Whether the loss is a policy gradient: advantages times log-probs of tokens. Otherwise it is
     a loss over the scores of groups."""
@@ -1178,8 +1183,7 @@ def reward_warnings(c: dict) -> list[str]:
             "are all equally good are active, with flat weights at any tau: the target may be out "
             f"of reach{cure}"
         )
-    scale = c["scale_rewards"] or objective.scale
-    if seed_reward and scale == "group" and not objective.group_loss:
+    if seed_reward and scale_of(c) == "group" and not objective.group_loss:
         warnings.append(
             "info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards "
             "the small seed rewards are blown up to standard deviation 1; "

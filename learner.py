@@ -35,6 +35,7 @@ from checks import (
     OBJECTIVES,
     adds_kl,
     is_policy_gradient,
+    scale_of,
     skipped_groups,
     uses_ref_scores,
     uses_scores,
@@ -229,9 +230,8 @@ def weight_advantages(targets: GroupTargets):
 def row_advantages(measured: GroupMeasures, c: dict):
     """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES.
     measured.rewards: shaped already."""
-    objective = OBJECTIVES[c["objective"]]
-    scale = c["scale_rewards"] or objective.scale  # "": the objective's own
-    return L.ADVANTAGES[objective.advantage](measured.rewards, scale, c["pkpo_k"])
+    formula = L.ADVANTAGES[OBJECTIVES[c["objective"]].advantage]
+    return formula(measured.rewards, scale_of(c), c["pkpo_k"])
 
 
 def row_weights(advantages, measured: GroupMeasures, tau: float, beta: float, c: dict):

@@ -34,6 +34,7 @@ from checks import (
     eval_source,
     holds_out_rows,
     max_sequence_length,
+    scale_of,
     state_bytes,
     warn_config,
 )
@@ -503,8 +504,7 @@ class Inputs(NamedTuple):
 def try_formula(c: dict) -> None:
     """UserError if the objective's formula of advantages is missing, or does not give an advantage
     for each row of a group that is equal and of one that is not."""
-    objective = OBJECTIVES[c["objective"]]
-    name = objective.advantage
+    name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
         return
     if name not in ADVANTAGES:
@@ -516,9 +516,8 @@ def try_formula(c: dict) -> None:
     rewards = torch.zeros(2, G)
     rewards[1, 0] = 1.0
     tried = f"loss.ADVANTAGES[{name!r}], tried on groups of {G} rewards, all 0 and one of them 1,"
-    scale, k = c["scale_rewards"] or objective.scale, round(scheduled(c["pkpo_k"], 0))
     try:
-        advantages = ADVANTAGES[name](rewards, scale, k)
+        advantages = ADVANTAGES[name](rewards, scale_of(c), round(scheduled(c["pkpo_k"], 0)))
     except Exception as error:  # a user's formula may raise anything
         reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
         raise UserError(f"{tried} fails with {reason}; it gets (rewards, scale, k)") from None

@@ -8,6 +8,7 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 
 import hashlib
 import re
+from array import array
 from functools import cached_property
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def prompts_hash(rows: list[dict]) -> str:
     it that its data are others, and ranks that they differ."""
     whole = hashlib.sha256()
     for row in rows:
-        whole.update(str(row["prompt_ids"]).encode())
+        whole.update(array("q", [*row["prompt_ids"], -1]).tobytes())  # -1 ends each
     return whole.hexdigest()[:16]
 
 

@@ -45,6 +45,7 @@ from common import (
     rank_memory,
     say_on_rank_0,
 )
+from loss import equal_groups
 from packing import head_width
 from policy import dtype_of, named_weights
 
@@ -781,8 +782,7 @@ def completion_metrics(rollouts: list[dict], n: int) -> dict:
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """A prompt as the model sees it, with its best and its worst rollout, special tokens included:
     the first whose rewards differ, if there is one. rewards (p, G)."""
-    differ = rewards.amax(1) > rewards.amin(1)  # (p,)
-    place = int(differ.int().argmax())  # of equal ones the first
+    place = int(equal_groups(rewards).int().argmin())  # of several the first
     G = rewards.shape[1]
     rollouts = rollouts[place * G : (place + 1) * G]
     scores = rewards[place].tolist()

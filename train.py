@@ -258,7 +258,7 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     saved = checkpoint.load(path, engine, Path(c["output_dir"]))
     if changes := checkpoint.changes(path, c):
         say_on_rank_0(changes)
-    if saved.prompt_ids and saved.prompt_ids != inputs.prompts_hash:
+    if saved.prompts_hash and saved.prompts_hash != inputs.prompts_hash:
         say_on_rank_0(
             f"warning: the training prompts are not those of {path}: from here on the run takes "
             f"other prompts than it would have taken (or their chat template is another one, or "

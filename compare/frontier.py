@@ -27,6 +27,7 @@ from compare.results import (
     LAST,
     colors_of,
     complete_metrics,
+    draw_way,
     markdown,
     metrics_of,
     prepare_file,
@@ -229,9 +230,7 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     for axis, metric in zip(axes[0], shown, strict=True):
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
             path = smoothed(run.set_index("step")[["mean", metric]])
-            axis.plot(path["mean"], path[metric], color=colors[arm], linewidth=1.2, alpha=0.7)
-            axis.plot(*path.iloc[0], "kx", markersize=9)
-            axis.plot(*path.iloc[-1], "o", color=colors[arm])
+            draw_way(axis, path, colors[arm], width=1.2)
         axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)

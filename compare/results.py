@@ -464,8 +464,8 @@ def draw_curve(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> 
     for arm in color:
         of_arm = curves[curves["arm"] == arm]
         over = prolonged(of_arm.pivot_table(index="step", columns="seed", values=metric))
-        style = {"color": color[arm], "linewidth": width_of(arm, color)}
-        band(axis, over.index, over, label=arm, **style)
+        width = width_of(arm, color)
+        band(axis, over.index, over, color=color[arm], linewidth=width, label=arm)
     axis.set(title=f"{metric}@{k}, range over runs", xlabel="step")
 
 
@@ -476,14 +476,18 @@ def draw_rewards(axis, rewards: pd.DataFrame, color: dict) -> None:
     axis.set(title=f"training reward, {REWARDS} steps averaged", xlabel="step")
 
 
+def draw_way(axis, path: pd.DataFrame, color, width: float) -> None:
+    """Draws the second column of `path` against its first, "mean", from a cross at the start to a
+    dot where training ended."""
+    mean, metric = path.columns
+    axis.plot(path[mean], path[metric], color=color, linewidth=width, alpha=0.7)
+    axis.plot(*path.iloc[0], "kx", markersize=9)
+    axis.plot(*path.iloc[-1], "o", color=color, markersize=5 + width)
+
+
 def draw_path(axis, curves: pd.DataFrame, metric: str, k: int, color: dict) -> None:
     for arm in color:
-        path = path_of(curves, arm, metric)
-        width = width_of(arm, color)
-        axis.plot(path["mean"], path[metric], color=color[arm], linewidth=width, alpha=0.7)
-        axis.plot(*path.iloc[0], "kx", markersize=9)
-        # where training ended
-        axis.plot(*path.iloc[-1], "o", color=color[arm], markersize=5 + width)
+        draw_way(axis, path_of(curves, arm, metric), color[arm], width_of(arm, color))
     axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
 
 

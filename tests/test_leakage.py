@@ -190,7 +190,7 @@ def test_a_warm_start_writes_its_list_and_its_record(tiny_model_dir, tmp_path):
 def test_a_resumed_run_hands_on_what_it_had_learnt_before(tmp_path, monkeypatch, capsys):
     """Its data may have changed in between."""
     state = checkpoint.TrainerState(
-        3, controllers.init_state(load_config([])), {}, prompt_ids="other"
+        3, controllers.init_state(load_config([])), {}, prompts_hash="other"
     )
     monkeypatch.setattr(checkpoint, "load", lambda path, engine, folder: state)
     monkeypatch.setattr(checkpoint, "changes", lambda path, c: "")
