@@ -72,7 +72,6 @@ UNTOLD = (
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
-    "max_steps",
     "max_tokens_per_micro_batch",
 )
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
@@ -738,8 +737,8 @@ def read_state(path: Path) -> dict:
     return {"prompts_hash": ""} | read_table(path / "controller_state.json")
 
 
-def damaged(file: Path) -> UserError:
-    return UserError(f"{file} is damaged: it is not what a run saves")
+def damaged(file: Path, what: str = "") -> UserError:
+    return UserError(f"{file} is damaged: it is not what a run saves{what}")
 
 
 def holds_model(path: Path) -> bool:
@@ -786,8 +785,8 @@ def check_convertible(path: Path, config: dict) -> None:
         raise UserError(
             f"{path} was saved by {saved} ranks and this run has {now}: with "
             f"optimizer={config['optimizer']!r}, optimizer_options={options!r} and "
-            f"zero_stage={config['zero_stage']} only as many can go on; or start a new run from "
-            f"its weights: --model={path} --output_dir=..."
+            f"zero_stage={config['zero_stage']} only {saved} can resume it; or start a new run "
+            f"from its weights: --model={path} --output_dir=..."
         )
 
 
@@ -814,6 +813,11 @@ def check_state(path: Path, config: dict) -> None:
             example["replay"] = {"total": 1, "prompts": prompts}  # at least one visit
     except (KeyError, TypeError):
         raise damaged(file) from None
+    held = held if isinstance(held, dict) else {}
+    for key, value in example["controllers"].items():
+        if key in held and not alike(held[key], value):
+            what = f" (controllers.{key}={quoted(held[key])}, controllers.init_state has {value!r})"
+            raise damaged(file, what)
     if not alike(saved, example):
         raise damaged(file)
     variances = [v for _, _, v in saved["replay"].get("prompts", {}).values()]

@@ -4,10 +4,10 @@ of one sentence.
 for holds, sentence in claims(config): ...  # common.check_config raises the first that doesn't hold
 for sentence in warn_config(config, vocabulary, default_config()): ...
 
-A new key has its line in config/default.py. Here it is in RANGES (a number) or CHOICES (a word), in
-USED or SWITCHES if only some configs read it, in STEPS if it may change during a run, and in a
-claim if it excludes another. tests/test_config_shipped.py and test_config_refused.py say what is
-missing.
+To add a key, write its line in config/default.py. Then add it here: to RANGES (a number) or CHOICES
+(a word), to USED or SWITCHES if only some configs read it, to STEPS if it may change during a run;
+one that excludes another is a claim. tests/test_config_shipped.py and test_config_refused.py say
+what is missing, and nothing else does: without a range any number passes.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
@@ -31,10 +31,11 @@ class Objective(NamedTuple):
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
-    # a loss over a group's scores, which learn weights w or flow's balance; "" none
+    # a loss over a group's sequence scores: "weights" pulls their softmax towards w, "balance" is
+    # flow's; "" none
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    term: Literal["", "semantic_entropy", "token_entropy"] = ""  # what it adds to dr_grpo
+    term: Literal["", "semantic_entropy", "token_entropy"] = ""  # dr_grpo, changed
 
     @property
     def has_weights(self) -> bool:
@@ -853,6 +854,12 @@ def objective_claims(c: dict):
         c["delta"] == -1 or c["delta"] >= ceiling,
         f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}",
     )
+    masks = c["importance_sampling"].endswith("_mask")
+    yield (
+        not masks or c["importance_sampling_cap"] >= 1,
+        f"importance_sampling={c['importance_sampling']!r} leaves out what has a ratio above "
+        f"importance_sampling_cap={c['importance_sampling_cap']}: below 1 that is everything",
+    )
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
     yield (
@@ -964,22 +971,42 @@ def controller_claims(c: dict):
     )
 
 
+LEAST_LEAD = 0.01  # of lead_of_right(): a target that tells right from wrong no more has 0
+
+
 def tau_limit(c: dict, vocabulary: int) -> float:
     """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its
     target is right at least half of the time.
 
     Assume rewards 0 and 1 and beta = 0, and let tau be that product. At the target the scores of
-    right and wrong rows differ by 1 / tau. So the log-probs of strings of T tokens differ by
-    T / (scale * tau) if scores are means, by 1 / (scale * tau) if they are sums. There are V^T
-    wrong strings, so the difference must be at least T * ln V. For sums T is taken to be
-    max_completion_length. A loss without scores, maxent's policy gradient, gets the same limit as
-    means."""
+    right and wrong rows differ by lead / tau, see lead_of_right(). So the log-probs of strings of T
+    tokens differ by lead * T / (scale * tau) if scores are means, by lead / (scale * tau) if they
+    are sums. There are V^T wrong strings, so the difference must be at least T * ln V. For sums T
+    is taken to be max_completion_length. A loss without scores, maxent's policy gradient, gets the
+    same limit as means."""
+    lead = lead_of_right(c)
     if not uses_scores(OBJECTIVES[c["objective"]], c):
-        return 1 / math.log(vocabulary)
+        return lead / math.log(vocabulary)
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
         per_token *= c["max_completion_length"]  # the score is the sum of so many log-probs
-    return 1 / (per_token * math.log(vocabulary))
+    return lead / (per_token * math.log(vocabulary))
+
+
+def lead_of_right(c: dict) -> float:
+    """maxent_q_temperature * (log q of a right row - log q of a wrong one), with rewards 0 and 1
+    and a quarter of the group right: 1, or what unlikeliness_coef and maxent_q_epsilon leave."""
+    reward = 1 - c["unlikeliness_coef"]  # of the likeliest right row
+    epsilon = c["maxent_q_epsilon"]
+    if epsilon == 0:
+        return max(reward, LEAST_LEAD)
+    G = completions_per_prompt(c)
+    temperature = c["maxent_q_temperature"]
+    odds = math.exp(-reward / temperature)  # of a wrong row to a right one, in the softmax
+    right = G // 4 or 1
+    share = (1 - G * epsilon) / (right + (G - right) * odds)
+    lead = temperature * math.log((share + epsilon) / (share * odds + epsilon))
+    return max(lead, LEAST_LEAD)
 
 
 def default_tau(c: dict, vocabulary: int) -> float:
@@ -1022,9 +1049,12 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     because = f"ln(vocabulary {vocabulary})"
     if scored and c["maxent_score_norm"] == "sum":
         because = f"(max_completion_length * {because}), as scores are sums,"
-    because = f"{times}/{because}"
+    lead = lead_of_right(c)
+    because = f"{times * lead:.3g}/{because}"
     if scored and c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
+    if lead < 1:
+        because += " (less than 1 by maxent_q_epsilon or unlikeliness_coef)"
     # the sentences below round the limit to three digits: who writes that is not warned again
     highest_allowed = limit * 1.005
     if product > highest_allowed:
@@ -1183,11 +1213,12 @@ def reward_warnings(c: dict) -> list[str]:
             "are all equally good are active, with flat weights at any tau: the target may be out "
             f"of reach{cure}"
         )
-    if seed_reward and scale_of(c) == "group" and not objective.group_loss:
+    scale = scale_of(c)
+    if seed_reward and scale in ("group", "mean") and not objective.group_loss:
+        size = "standard deviation 1" if scale == "group" else "advantages of up to G"
         warnings.append(
-            "info_seed_reward > 0 with scale_rewards='group': in a group of equal task rewards "
-            "the small seed rewards are blown up to standard deviation 1; "
-            "use scale_rewards='none'"
+            f"info_seed_reward > 0 with scale_rewards={scale!r}: in a group of equal task rewards "
+            f"the small seed rewards are blown up to {size}; use scale_rewards='none'"
         )
     return warnings
 

@@ -26,11 +26,10 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
-# Timeout of a collective, in which ranks wait for each other; of DeepSpeed's own, over gradients
-# and shards, it is torch's, ten minutes on GPUs. It is longer than anything that one rank may do
-# alone while the others wait: start rollout servers, wait for rewards that hang, hash a large
-# checkpoint, finish an upload (an hour). It is not needed to notice a rank that dies: connections,
-# torchrun and ranks.Heartbeat do that at once.
+# Timeout of our own collectives (DeepSpeed's have torch's, ten minutes on GPUs). It is longer than
+# anything that one rank may do alone while the others wait: start rollout servers, wait for rewards
+# that hang, hash a large checkpoint, finish an upload (an hour). A rank that dies is noticed
+# without it, at once: by connections, torchrun and ranks.Heartbeat.
 DEADLINE = timedelta(hours=3)
 # characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
 LONGEST_CONFIG = 1_000_000
@@ -1100,6 +1099,10 @@ FOREIGN = {
     "vllm_importance_sampling_clip_max": "importance_sampling_cap",
     "vllm_server_base_url": "rollout_server",
     # sentences from here on, but for verl's names
+    "warmup_ratio": "--warmup_steps=N is a number of steps",
+    "ref_model": "the reference is --model as the run found it, and --beta turns it on",
+    "eval_on_start": "--eval_steps=N evaluates the start too",
+    "reward_kwargs": "functools.partial in a module of yours fixes a reward's arguments",
     "kl_coef": "--beta is the weight of a KL in the loss; there is none in the reward",
     "vllm_server_timeout": "--rollout_timeout is for each answer of a server, its start included",
     "log_completions": "--log_rollouts_steps=N writes them every N steps",

@@ -2,9 +2,11 @@
 round trip.
 
     state = init_state(config)          # step, tau, beta, entropy, steering, skipped, meta
-    state = update_tau(state, entropy, config)      # each step, with the entropy of its weights
+    state = update_tau(state, entropy, config)      # each step, with its steering_metric()
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
     state, metrics = meta_step(state, groups, config)    # instead of both: controller_meta_method
+
+Call update_tau even where nothing steers tau: it counts the step for both. meta_step counts it too.
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). A larger tau makes the
 weights flatter and their entropy larger, so the feedback is negative.
@@ -55,8 +57,8 @@ def init_state(config: dict) -> dict:
         "step": 0,
         "tau": config["maxent_tau"],
         "beta": config["beta"],
-        "entropy": None,  # its moving average (EMA), None until the first finite entropy
-        "steering": steering_metric(config),  # the metric that "entropy" averages
+        "steering": steering_metric(config),  # a metric's name
+        "entropy": None,  # the moving average (EMA) of that metric; None before a finite value
         "skipped": 0,  # measurements that were missing or not finite; a step may lack two
         # the meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
         "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
@@ -91,14 +93,14 @@ def is_measured(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def counted(state: dict) -> dict:
+def next_step(state: dict) -> dict:
     """The state one step later, nothing else changed."""
     return {**state, "step": state["step"] + 1}
 
 
-def skipped(state: dict) -> dict:
+def unmeasured_step(state: dict) -> dict:
     """The state one step later, after a step without a measurement."""
-    return {**counted(state), "skipped": state["skipped"] + 1}
+    return {**next_step(state), "skipped": state["skipped"] + 1}
 
 
 # --- the two rules
@@ -112,9 +114,9 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
     non-finite entropy changes nothing but the counts. Without a target the step is counted all the
     same: the run may be resumed with a target that depends on the step."""
     if not steers_tau(config):
-        return counted(state)
+        return next_step(state)
     if not is_measured(entropy):
-        return skipped(state)
+        return unmeasured_step(state)
     # the average starts at the first entropy: from 0 it would need ten steps to get there
     smooth = entropy
     if state["entropy"] is not None:
@@ -127,7 +129,7 @@ def update_tau(state: dict, entropy: float | None, config: dict) -> dict:
     if state["step"] >= warmup:
         move = config["maxent_tau_lr"] * (entropy_target(state["step"], config) - smooth)
         tau = clip(moved(tau, move), config["maxent_tau_min"], config["maxent_tau_max"])
-    return {**counted(state), "tau": tau, "entropy": smooth}
+    return {**next_step(state), "tau": tau, "entropy": smooth}
 
 
 def moved(x: float, move: float) -> float:
@@ -243,12 +245,12 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
     active group, or with a non-finite gradient, nothing changes but the counts."""
     # no update in this step
     if state["step"] % config["controller_meta_update_interval"]:
-        return counted(state), {}
+        return next_step(state), {}
     if len(groups["utilities"]) == 0:
-        return skipped(state), {}
+        return unmeasured_step(state), {}
     (phi, H, K), (tau_grad, beta_grad) = meta_gradient(state, groups, config)
     if not (is_measured(phi) and is_measured(tau_grad) and is_measured(beta_grad)):
-        return skipped(state), {}
+        return unmeasured_step(state), {}
     most = config["controller_meta_beta_grad_clip"]
     if most > 0:
         beta_grad = clip(beta_grad, -most, most)
@@ -271,7 +273,7 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
         "meta/tau_projected": float(tau != free_tau),
         "meta/beta_projected": float(beta != free_beta),
     }
-    return {**counted(state), "tau": tau, "beta": beta, "meta": meta}, metrics
+    return {**next_step(state), "tau": tau, "beta": beta, "meta": meta}, metrics
 
 
 def rate(own: float, config: dict) -> float:

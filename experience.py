@@ -32,7 +32,7 @@ class Collected(NamedTuple):
     """A step's completions and their rewards."""
 
     rank: int
-    rows: list[dict]  # this rank's p prompts
+    prompts: list[dict]  # this rank's p rows of the dataset
     rollouts: list[dict]  # their p * (G + S) completions, prompt-major
     rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
@@ -42,7 +42,7 @@ class Collected(NamedTuple):
     @property
     def own_rewards(self) -> torch.Tensor:
         """(p, G + S): of this rank. `rewards` is in rank order, also after deal()."""
-        p = len(self.rows)
+        p = len(self.prompts)
         return self.rewards[self.rank * p : (self.rank + 1) * p]
 
     @property
@@ -90,7 +90,7 @@ class Experience:
         rewards_per_func = self.stack_rewards(sampled)
         return Collected(
             rank=self.rank,
-            rows=[rows[place] for place in self.places],
+            prompts=[rows[place] for place in self.places],
             rollouts=rollouts,
             rewards_per_func=rewards_per_func,
             right=scoring.correct(rewards_per_func, self.inputs.reward_functions),
@@ -222,7 +222,7 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
     right = collected.right.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
-            row = collected.rows[i // size]
+            row = collected.prompts[i // size]
             line = {
                 "step": step,
                 "id": row["id"],
@@ -283,10 +283,10 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     `rewards` (P, G + S) gets the new order: the groups of rank 0 first. All ranks together."""
     if world.size == 1:
         return collected
-    groups = rollout.groups_of(collected.rollouts, len(collected.rows))
-    first = world.rank * len(collected.rows)
+    groups = rollout.groups_of(collected.rollouts, len(collected.prompts))
+    first = world.rank * len(collected.prompts)
     held = {}  # place -> (row, group, rewards per function, right)
-    for i, row in enumerate(collected.rows):
+    for i, row in enumerate(collected.prompts):
         held[first + i] = (row, groups[i], collected.rewards_per_func[i], collected.right[i])
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
@@ -302,7 +302,7 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     rows, groups, per_func, right = zip(*[held[place] for place in mine])
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
-        rows=list(rows),
+        prompts=list(rows),
         rollouts=[r for group in groups for r in group],
         rewards_per_func=torch.stack(per_func),
         right=torch.stack(right),

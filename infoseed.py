@@ -136,7 +136,7 @@ def under_base_prompt(collected, S: int) -> list[dict]:
     seeded = [r for r in collected.rollouts if "seed_id" in r]
     rows = []
     for i, r in enumerate(seeded):
-        rows.append({**r, "prompt_ids": collected.rows[i // S]["prompt_ids"]})
+        rows.append({**r, "prompt_ids": collected.prompts[i // S]["prompt_ids"]})
     return rows
 
 

@@ -363,7 +363,7 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
 
 def is_evaluation(row: dict) -> bool:
     """Whether a row of metrics.jsonl is an evaluation's, not a training step's."""
-    return any(name.startswith("eval/") for name in row)
+    return any(name.startswith("eval/mean@") for name in row)
 
 
 def has_evaluation(folder: Path, step: int) -> bool:
@@ -467,6 +467,8 @@ class MetricsLog:
 
     def write(self, step: int, metrics: dict) -> None:
         """Adds a line. UserError for a metric that is no number, one of the user's own."""
+        if "step" in metrics:
+            raise UserError("a metric can't be called 'step': every line has that already")
         row = {"step": step}
         for name, value in metrics.items():
             if not isinstance(value, (int, float)):

@@ -7,10 +7,10 @@ and on many.
     metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
     engine.step()
 
-A row is a completion with its prompt (but collected.rows are the dataset's). P prompts of the step,
-p = P / world of this rank. G rows of a group, InfoSeed's S included (train.py, experience.py and
-infoseed.py write G + S). N = p*G rows of this rank (in loss.py: of the step), n of a micro-batch.
-T tokens of the longest completion. What tells the objectives apart stands in checks.OBJECTIVES.
+A row is a completion with its prompt. P prompts of the step, p = P / world of this rank. G rows of
+a group, InfoSeed's S included (train.py, experience.py and infoseed.py write G + S). N = p*G rows
+of this rank (in loss.py: of the step), n of a micro-batch. T tokens of the longest completion. What
+tells the objectives apart stands in checks.OBJECTIVES.
 
 Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
 it, and *resting* if it gets no gradient at all, so that a forward will do.
@@ -52,8 +52,8 @@ class MicroBatchPlan(NamedTuple):
     """Row indices of each micro-batch of this rank. How they are chosen: end of this file."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
-    learning: list  # forward and backward, after the resting ones; as many on every rank
-    missing: int = 0  # forwards to add, so that all ranks make as many: ZeRO-3 gathers in each
+    learning: list  # forward and backward, after the resting ones; the same number on every rank
+    missing: int = 0  # forwards to add, until all ranks make the same number (for ZeRO-3)
     split: torch.Tensor | None = None  # (N,) bool: rows of split groups; None: no rank has any
 
     @property
@@ -104,7 +104,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     batch["ref_logps"].
 
     collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
-    rows = collected.rows
+    rows = collected.prompts
     rollouts = collected.rollouts
     right = collected.right
     lengths = batch["lengths"]  # (N,)
@@ -230,7 +230,10 @@ def weight_advantages(targets: GroupTargets):
 def row_advantages(measured: GroupMeasures, c: dict):
     """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES.
     measured.rewards: shaped already."""
-    formula = L.ADVANTAGES[OBJECTIVES[c["objective"]].advantage]
+    name = OBJECTIVES[c["objective"]].advantage
+    if name == "own":
+        raise ValueError(f"learner.row_advantages has no branch for objective={c['objective']!r}")
+    formula = L.ADVANTAGES[name]
     return formula(measured.rewards, scale_of(c), c["pkpo_k"])
 
 
@@ -408,7 +411,7 @@ def resting_rows(targets: GroupTargets, beta: float, c: dict):
 @torch.no_grad()
 def idle_forwards(model, batch: dict, forwards: int) -> None:
     """Runs `forwards` forwards of one row, whose results are dropped: ZeRO-3 gathers parameters in
-    every forward, so all ranks need as many."""
+    every forward, so all ranks need the same number."""
     part = rollout.take(batch, torch.tensor([0]))
     for _ in range(forwards):
         model(part["ids"], part["prompt_lengths"], part["lengths"])
@@ -701,8 +704,9 @@ def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
     if not units:
         return []
     ends = torch.tensor([[unit.rows[0], unit.rows[-1]] for unit in units])  # (units, 2)
-    # what a unit saves behind the unit before it: what its first row shares with that one's last.
-    # Every second one: between them stands what a unit's last row shares with its own first
+    # What a unit saves behind the one before it: the tokens that its first row shares with that
+    # one's last. shared_tokens() compares each row of [first 0, last 0, first 1, last 1, ...] with
+    # the row before it, so every second result is of two units.
     saved = shared_tokens(batch, ends.flatten())[::2].tolist()
     micro_batches = []
     used = 0  # tokens in the last one
@@ -736,14 +740,14 @@ def fill_padded(units: list[Unit], budget: int) -> list:
 
 def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
     """The plan of these micro-batches, with as many as the rank that has the most: all ranks need
-    as many backwards and, since ZeRO-3 gathers weights in each, as many forwards.
+    the same number of backwards and, since ZeRO-3 gathers weights in each, of forwards.
 
     For each missing learning one the largest is halved; if all are single units, a resting unit
     becomes a learning one (its gradient is 0). For each missing resting one too the largest is
     halved; if none can be, idle_forwards() stands in."""
     while len(learning) < most_learning:
         if not halve_largest(learning):
-            # there is a resting unit, as all ranks have as many rows
+            # there is a resting unit, as all ranks have the same number of rows
             learning.append([resting[-1].pop()])
             resting = [units for units in resting if units]
     while len(resting) < most_resting and halve_largest(resting):

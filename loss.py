@@ -72,7 +72,8 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     mean: groups with K = 0, whose mean is 0, would have to count too. The right rows of a group add
     up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A is 0 where no
     reward is above 0. Negative rewards could bring the mean to nearly 0, so the divisor is at least
-    max_group(r) / G; the mean of rewards >= 0 is never below that."""
+    (max_group(r) - min(0, min_group(r))) / G, and |A| at most G; the mean of rewards >= 0 is never
+    below that."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
     # 1e-4 keeps a group of nearly equal rewards from being blown up
@@ -82,7 +83,8 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
         advantages = advantages / (rewards.std() + 1e-4)
     elif scale == "mean":
         best = rewards.amax(1, keepdim=True)  # (P, 1)
-        divisor = torch.maximum(mean, best / rewards.shape[1])
+        worst = rewards.amin(1, keepdim=True).clamp(max=0)  # (P, 1) without any below 0 it is 0
+        divisor = torch.maximum(mean, (best - worst) / rewards.shape[1])
         advantages = (advantages / divisor).masked_fill(best <= 0, 0.0)
     elif scale != "none":
         raise ValueError(f'scale_rewards={scale!r} must be "group", "batch", "mean" or "none"')

@@ -181,8 +181,8 @@ def leakage_warning(rows: list[dict], model) -> str:
     trained = read_trained(model) if rows else set()
     if trained is None:
         return (
-            f"warning: an earlier version trained {model} or what it began with, and kept no list "
-            f"of the prompts: whether it has learnt the answers to some of these {len(rows)} is "
+            f"warning: {model}, or what it began with, was trained by a version that kept no list "
+            f"of its prompts: whether it has learnt the answers to some of these {len(rows)} is "
             f"unknown"
         )
     count = sum(not trained.isdisjoint(prompt_keys([row])) for row in rows)

@@ -11,9 +11,10 @@ A reward is a plain function (completion, answer, **row) -> float:
                  max_completion_length and soft_overlong_buffer
 
 There are two ways to add one: an entry in REWARDS below, or "module:function" in reward_funcs,
-which names a module of your own. Either way a worker process (workers.py) imports it by module and
-name, so it must be a `def` at the top of its module. A worker sees little of your environment: a
-key that a reward needs goes into a variable whose name begins with REWARD_.
+which names a module of your own. A worker process (workers.py) imports it by module and name. An
+entry of REWARDS must be a `def` at the top of its module; "module:function" may be whatever can be
+called there: `half = functools.partial(short, level=0.5)` fixes an argument. A worker sees little
+of your environment: a key that a reward needs goes into a variable whose name begins with REWARD_.
 """
 
 import re

@@ -58,7 +58,7 @@ HF_ROWS = 64  # each has a row of logits
 HF_TOKENS = 32_768  # each has keys and values
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
-SMALL = 0.1  # of a GPU's memory
+STAY_SHARE = 0.1  # of a GPU's memory: weights below it stay there while vLLM sleeps
 
 
 class Sampling(NamedTuple):
@@ -276,7 +276,7 @@ def device_bytes(device: torch.device) -> int:
 def stays_on_gpu(weights: int, memory: int) -> bool:
     """Whether vLLM's weights (bytes) stay on a GPU of so much memory while vLLM sleeps: small ones
     do, because they would free too little to be worth the work."""
-    return weights < SMALL * memory
+    return weights < STAY_SHARE * memory
 
 
 class Engine:

@@ -49,7 +49,7 @@ import evaluate
 import infoseed
 import learner
 import rollout
-from checks import entries, max_sequence_length, warn_config
+from checks import CHOICES, entries, max_sequence_length, warn_config
 from common import (
     RewardsFailed,
     RolloutsLost,
@@ -235,9 +235,9 @@ def load_reference(c: dict, engine, device):
 
 
 def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
-    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0): in a
-    run resumed on as many ranks, the checkpoint's value, so that it goes on to the bit; in others
-    as many tokens as fit into memory. All ranks call it together."""
+    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0): a run
+    that is resumed on the same number of ranks takes the checkpoint's value, and so goes on bit
+    for bit; any other takes as many tokens as fit into memory. All ranks call it together."""
     tokens = c["max_tokens_per_micro_batch"]
     if tokens:
         return tokens
@@ -256,8 +256,9 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     """Loads a checkpoint into the engine, and says what has changed since it was saved. Returns
     its TrainerState, and the inputs with what it was trained on. All ranks call it together."""
     saved = checkpoint.load(path, engine, Path(c["output_dir"]))
-    if changes := checkpoint.changes(path, c):
-        say_on_rank_0(changes)
+    for sentence in (checkpoint.changes(path, c), rate_change(path, saved.step, c)):
+        if sentence:
+            say_on_rank_0(sentence)
     if saved.prompts_hash and saved.prompts_hash != inputs.prompts_hash:
         say_on_rank_0(
             f"warning: the training prompts are not those of {path}: from here on the run takes "
@@ -272,8 +273,21 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     return saved, inputs._replace(trained=with_trained(inputs.trained, path))
 
 
+def rate_change(path: Path, step: int, c: dict) -> str:
+    """A sentence if the learning rate of the next step is not what a checkpoint's own config says:
+    with a larger max_steps a rate that had fallen is high again. "" else, or if no step is left."""
+    before = checkpoint.settings_of(path)
+    if step >= c["max_steps"] or before["lr_scheduler_type"] not in CHOICES["lr_scheduler_type"]:
+        return ""
+    old, new = learning_rate_at(step, before), learning_rate_at(step, c)
+    if math.isclose(old, new, rel_tol=0.01):
+        return ""
+    return f"the learning rate goes on at {new:.3g}, where {path} would have had {old:.3g}"
+
+
 def start(c: dict) -> Run:
     """Loads everything that a run needs; makes the run's folder, or takes it up again."""
+    learning_rate_at(c["max_steps"], c)  # a schedule without its formula is found now, not later
     in_place = checkpoint.resumes_in_place(c)
     check_run_folder(c, in_place)
     # before ranks meet: one that reports what is wrong and exits keeps no other waiting
@@ -404,9 +418,9 @@ def update(
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
     run.skipped_steps and batch["old_logps"].
 
-    Loss, entropy and KL are those of the first update, before the policy has moved. The shares of
-    clipped tokens and the norm of the gradient are those of the last update; in the first all
-    ratios are 1. Seconds add up."""
+    Of several updates, loss, entropy and KL are the first one's, before the policy has moved. The
+    shares of clipped tokens and the norm of the gradient are the last one's: in the first nothing
+    is clipped. Seconds are summed."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
@@ -711,6 +725,7 @@ def dry_run_main(c: dict) -> None:
     if launched_rank() > 0:
         return
     size = launched_ranks()
+    learning_rate_at(c["max_steps"], c)  # as in start()
     inputs = dry_run(c, size, deepspeed_config(c))
     # last: what is shown above holds for any other folder too
     check_run_folder(c, checkpoint.resumes_in_place(c))
@@ -747,7 +762,7 @@ def train(run: Run) -> None:
     timer.take()  # set-up and evaluation are no part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
-        # was a step ago), 3. their rewards (P, G + S), S of them for seeds of InfoSeed (S = 0: off)
+        # was a step ago), 3. their rewards (P, G + S): S more are asked with a seed of InfoSeed
         try:
             with enough_memory("rollout", c):
                 collected = run.experience.collect(run.step, timer)
@@ -759,7 +774,7 @@ def train(run: Run) -> None:
             collected = deal(collected, run.world, c)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G + S)
-        with timer("score"), enough_memory("learn", c):
+        with timer("targets"), enough_memory("learn", c):
             # LoRA: its base weights waited in CPU memory while the sampler was awake
             move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))

@@ -11,8 +11,11 @@ all that are waited for together within WAIT_SECONDS.
 
     the worker   runs the jobs. It has no torch, no GPU and no process group, so that killing it
                  harms nobody
-    its keeper   waits until the worker ends, the trainer dies, or the trainer sends SIGTERM; then
+    its keeper   waits until the worker ends, the trainer dies, or the trainer sends END; then
                  kills the worker and all its descendants, whatever session they moved to
+
+Neither hears the signals that ask a run to stop, which may be sent to all its processes at once:
+the trainer still wants the rewards of its last step.
 
 The worker receives jobs as pickles and answers in lines of JSON; the trainer trusts nothing else
 from it. A worker that gives no answer for `timeout` seconds, dies or runs out of memory loses the
@@ -44,11 +47,12 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
+from copy import deepcopy
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from common import RunStopped, UserError, quoted
+from common import RunStopped, UserError, listen, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
 # for all jobs that answers() waits for: other ranks wait for this one meanwhile (common.DEADLINE)
@@ -141,7 +145,7 @@ class Worker:
     def kill(self) -> None:
         """Kills the worker and everything that it started, and waits until they are gone."""
         self.socket.close()
-        self.process.terminate()  # this process is the keeper: it kills the others, then exits
+        self.process.send_signal(END)  # to the keeper: it kills the others, then exits
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # a reward has sent the keeper a SIGSTOP
@@ -377,7 +381,7 @@ class Pool:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.process.terminate()  # tell all of them before waiting for any
+            worker.process.send_signal(END)  # tell all of them before waiting for any
         for worker in self.workers:
             worker.kill()
         self.workers = []
@@ -459,8 +463,8 @@ def reap(worker: int) -> int | None:
 
 
 def keep(worker: int) -> int:
-    """Waits until the worker ends or SIGTERM comes, then kills the worker and all its descendants.
-    Returns the worker's exit status (negative: a signal), or SIGTERM's number."""
+    """Waits until the worker ends or END comes, then kills the worker and all its descendants.
+    Returns the worker's exit status (negative: a signal), or END's number."""
     status = None
     while status is None and signal.sigwait(KEEPER_SIGNALS) == signal.SIGCHLD:
         status = reap(worker)
@@ -473,7 +477,7 @@ def keep(worker: int) -> int:
             kill(pid)
         time.sleep(0.005)  # a killed process takes a moment to leave /proc
     reap(worker)
-    return signal.SIGTERM if status is None else status
+    return END if status is None else status
 
 
 def show(output) -> None:
@@ -508,14 +512,20 @@ def leave_as(status: int) -> None:
     os._exit(abs(status))
 
 
-KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+def ignore(number: int, frame) -> None:
+    """A signal handler that does nothing. No program that is started inherits it, as SIG_IGN."""
+
+
+END = signal.SIGUSR2  # ends a keeper: none of the signals that ask a run to stop
+KEEPER_SIGNALS = {END, signal.SIGCHLD}
 
 
 def main(channel: int, parent: int) -> None:
     """Runs the keeper, which forks the worker; both processes end in this function."""
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait never gets a signal that is ignored
+    signal.signal(signal.SIGCHLD, ignore)  # sigwait never gets a signal that is ignored
     before = signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
-    end_with_parent(parent, signal.SIGTERM)
+    listen(ignore)  # before the fork: for the worker, too
+    end_with_parent(parent, END)
     adopt_orphans()
     no_core_dumps()
     source, sink = os.pipe()
@@ -600,7 +610,8 @@ def answer(function: str, text: str, arguments: dict):
     """What function(text, **arguments) returns, as a JSON value: a finite number, a text or None.
     {"error": sentence} if it returns anything else or raises."""
     try:
-        value = imported(function)(text, **arguments)
+        # a copy, as a reward may change what it is given: pickle sends what jobs share once
+        value = imported(function)(text, **deepcopy(arguments))
         if isinstance(value, str) and len(value) > LONGEST_TEXT:
             return {"error": f"gave a text of {len(value)} characters"}
         if value is None or isinstance(value, str):
@@ -694,8 +705,10 @@ def serve(file) -> None:
 
 
 def let_go(held: list[int]) -> None:
-    """Closes the file descriptors in `held` and empties the list. This runs after every fork, and a
-    process forked later on may use the same numbers for other files."""
+    """Runs in what a reward forks: closes the file descriptors in `held` and empties the list, as a
+    process forked later on may use the same numbers for other files. Signals end that process as
+    usual: a reward may want to end it by one."""
+    listen(signal.SIG_DFL)
     while held:
         os.close(held.pop())
 

@@ -33,7 +33,7 @@ chat_template_kwargs = {}  # variables for the template, such as {"enable_thinki
 max_prompt_length = 512  # tokens, chat template included
 long_prompts = "error"  # longer ones: "error" stops, "drop" leaves out, "truncate" cuts the start
 allow_leakage = False  # True: evaluation prompts may be training prompts too
-replay = {}  # old prompts anew: {"size": kept, "fraction": of a step, "ucb": exploration}; {} off
+replay = {}  # prompts again: {"size": kept, "fraction": of a step, "ucb": exploration}; {} off
 resample_equal_groups = 0  # rounds of replacing groups of equal rewards (dynamic sampling); 0 off
 
 # --- rollouts
@@ -154,6 +154,6 @@ checkpoint_mode = "full"  # with a Hugging Face model each time; "shallow": only
 eval_command = ""  # started after a save, such as "sbatch slurm/evaluate.sh {checkpoint}", without
 #                    a shell; "" off
 push_to_hub = ""  # a hub repository for full checkpoints, made private, "me/math-maxent"; "" off
-log_rollouts_steps = 0  # write all to rollouts/step_N.rank_R.jsonl every so many steps; 0 off
-report_to = ""  # metrics.jsonl only; "wandb": Weights & Biases too
+log_rollouts_steps = 0  # completions of every N-th step go to rollouts/step_N.rank_R.jsonl; 0 off
+report_to = ""  # "" metrics.jsonl only; "wandb": Weights & Biases too
 wandb_options = {}  # for wandb.init, such as {"project": "maxent-grpo", "mode": "offline"}

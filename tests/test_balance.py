@@ -149,7 +149,7 @@ def collected_by(world: World) -> experience.Collected:
     right = rewards[own] == 1
     return experience.Collected(
         rank=world.rank,
-        rows=rows[own],
+        prompts=rows[own],
         rollouts=mine,
         rewards_per_func=rewards[own, :, None],
         right=right,
@@ -163,7 +163,7 @@ def one_step(c: dict, world: World) -> dict:
     torch.manual_seed(0)
     collected = experience.deal(collected_by(world), world, c)
     # what is known of each row moves with it
-    own = collected.rewards[collected.rank * len(collected.rows) :][: len(collected.rows)]
+    own = collected.rewards[collected.rank * len(collected.prompts) :][: len(collected.prompts)]
     assert torch.equal(collected.right, own == 1)
     assert torch.equal(collected.rewards_per_func, own[..., None])
     engine = train.load_policy(c, world.device)
@@ -184,7 +184,7 @@ def one_step(c: dict, world: World) -> dict:
     metrics |= seeds.metrics(targets)
     metrics |= learner.group_metrics(collected.rewards, group.lengths)
     metrics |= mean_over_ranks(rollout.completion_metrics(collected.rollouts, G))
-    return {"places": [int(row["id"]) for row in collected.rows], "metrics": metrics}
+    return {"places": [int(row["id"]) for row in collected.prompts], "metrics": metrics}
 
 
 def on_a_rank(folder: Path, configs: dict) -> None:

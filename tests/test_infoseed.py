@@ -259,7 +259,7 @@ def test_seeded_completions_carry_their_seed_and_train_under_the_base_prompt_or_
     prompts_of_rows = [tokenizer.decode(r["prompt_ids"]) for r in seeded]
     assert prompts_of_rows == [f"<|user|>{p}<|assistant|>" for p in asked]
     assert len(set(sampler.seeds)) == 4
-    collected = SimpleNamespace(rows=rows, rollouts=groups)
+    collected = SimpleNamespace(prompts=rows, rollouts=groups)
     assert [len(r["prompt_ids"]) for r in infoseed.under_base_prompt(collected, 2)] == [3] * 4
 
 

@@ -186,7 +186,7 @@ def test_answers_are_told_apart_row_by_row(objective):
     texts = ["2*3+4", "4+3*2", "2+3+4", "", "2+3+4", "2*3+4", "2+3+4", "2+3+4"]
     c = load_config([f"--objective={objective}", "--num_generations=4", "--reward_workers=0"])
     collected = SimpleNamespace(
-        rows=[row_of("countdown", TEN), row_of("countdown", TEN)],
+        prompts=[row_of("countdown", TEN), row_of("countdown", TEN)],
         rollouts=rollouts_of(texts),
         right=torch.tensor([[True, True, False, False], [False, True, False, False]]),
         rewards=torch.zeros(2, 4),
@@ -478,7 +478,7 @@ SEEDED = [
 ]
 PROMPTS = [{"prompt_ids": [5 + x] * (2 + x)} for x in range(3)]
 LIVED = SimpleNamespace(
-    rows=PROMPTS,
+    prompts=PROMPTS,
     rollouts=[{**r, "seed_id": i % 2} for i, r in enumerate(SEEDED)],
     rewards=torch.zeros(3, 2),
 )

@@ -230,6 +230,18 @@ def test_the_string_plant_gets_there_by_descent_too():
     assert found < 0.15 < 0.85 < right_share(4, 3, 3.0, 0.5 / 3)
 
 
+@pytest.mark.parametrize("epsilon, unlikely, T_q", [(0, 0.5, 1), (0.05, 0, 1), (0.02, 0.25, 0.3)])
+def test_the_limit_of_tau_falls_with_what_q_leaves_of_the_lead_of_right_rows(
+    epsilon, unlikely, T_q
+):
+    changes = dict(maxent_q_epsilon=epsilon, unlikeliness_coef=unlikely, maxent_q_temperature=T_q)
+    rewards = torch.tensor([[1.0 - unlikely] * 4 + [0.0] * 12])
+    u = loss.log_reward_targets(rewards, T_q, epsilon)[0]
+    limit = checks.tau_limit(config(16, changes), 10)
+    assert limit == pytest.approx(T_q * (u[0] - u[-1]).item() / math.log(10), rel=1e-5)
+    assert limit < 0.8 * checks.tau_limit(config(16), 10)
+
+
 def test_summed_scores_have_a_limit_that_falls_with_the_length():
     c = config(16, dict(maxent_score_norm="sum"))
     assert checks.tau_limit(c, 4) == pytest.approx(1 / (L * math.log(4)))

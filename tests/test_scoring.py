@@ -37,20 +37,6 @@ NAN = math.nan
 # --- values, weights, metrics
 
 
-def greedy(completion, answer, **row):
-    """Eats from what it is given."""
-    return float(answer["numbers"].pop())
-
-
-def test_without_workers_too_a_reward_that_changes_what_it_is_given_changes_no_row():
-    c = config(f"{__name__}:greedy", reward_workers=0)
-    row = row_of("countdown", {"numbers": [1, 2]})
-    functions = functions_for(c, [row])
-    values, failed = scoring.measure(rollouts_of(["a", "b", "c"]), [row], functions, c)
-    assert values.flatten().tolist() == [2.0] * 3 and not failed
-    assert row["answer"] == {"numbers": [1, 2]}
-
-
 def slow_combine(values: list, functions: list) -> tuple[list, dict]:
     scores = []
     failures = 0

@@ -102,7 +102,7 @@ weights/entropy weights/entropy_norm weights/effective_rollouts weights/incorrec
 tau beta delta_tau delta_beta
 completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1
 completions/distinct_2 completions/jaccard
-time/rollout time/reward time/score time/learn time/sync time/wait time/step tokens_per_second
+time/rollout time/reward time/targets time/learn time/sync time/wait time/step tokens_per_second
 reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
 reward/parity_reward:parity/errors
 sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max

@@ -30,6 +30,7 @@ from reward_tools import (
     runs,
 )
 
+import common
 import rewards
 import scoring
 import workers
@@ -48,6 +49,7 @@ FAILS += ["close"]
 WORKS = {
     "fork_and_answer": 1,
     "fork_and_return": 1,
+    "fork_and_terminate": 1,
     "print": 1,
     "close_stdout": 1,
     "chdir": 1,
@@ -166,6 +168,22 @@ def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     found = pool.answers({i: job("hostile:act", str(i)) for i in range(100)})
     assert found == {i: i for i in range(100)} and "hang" not in pool.found
     pool.close()
+
+
+@pytest.mark.parametrize("number", common.SIGNALS)
+def test_signals_that_ask_a_run_to_stop_cost_no_reward(reward_folder, number):
+    """Whoever stops a run may send them to all of its processes."""
+    pool = Pool(1, PATIENCE, 1.0)
+    assert come_true(lambda: pool.attend(0.1) or pool.workers[0].ready)
+    jobs = {i: job("hostile:act", f"nap {i}") for i in range(3)}
+    pool.ask(jobs)
+    keeper = psutil.Process(pool.workers[0].process.pid)
+    for process in (keeper, *keeper.children()):
+        process.send_signal(number)
+    assert pool.answers(jobs) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert pool.workers[0].process.pid == keeper.pid
+    pool.close()
+    assert not runs(keeper.pid)
 
 
 def sleeps(pool: Pool) -> dict:
@@ -394,6 +412,14 @@ def test_answers_that_are_asked_for_while_others_are_under_way_are_their_own(bat
     values, _ = measured(["count c", "sleep", "7"], battle["row"], c)
     assert values == [1.0, TIMEOUT, 7.0]
     assert lines_of(counted).count("count c") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_reward_that_changes_what_it_is_given_changes_no_other_score(reward_folder, workers):
+    c = config("hostile:greedy", reward_workers=workers)
+    row = row_of("own", {"numbers": [1, 2]})
+    assert measured(["a", "b", "c", "d"], row, c) == ([2.0] * 4, [])
+    assert row["answer"] == {"numbers": [1, 2]}
 
 
 def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):

@@ -37,6 +37,11 @@ def tenfold(completion, answer, **row):
     return 10 * float(completion)
 
 
+def greedy(completion, answer, **row):
+    """Eats from what it is given."""
+    return float(answer["numbers"].pop())
+
+
 def known_as(word):
     def add(function):
         ACTS[word] = function
@@ -146,6 +151,17 @@ def fork_and_answer():
 def fork_and_return():
     """Both the parent and the child go on as the worker."""
     os.fork()
+    return 1.0
+
+
+@known_as("fork_and_terminate")
+def fork_and_terminate():
+    child = os.fork()
+    if not child:
+        time.sleep(1000)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
     return 1.0
 
 

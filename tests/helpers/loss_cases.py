@@ -23,6 +23,7 @@ CASES = [
     dict(objective="flow"),
     # and with what changes it
     dict(objective="maxrl", beta=0.3, delta=1.4),
+    dict(objective="maxrl", mode_entropy_coef=0.3),
     dict(objective="grpo", scale_rewards="mean"),
     dict(objective="pkpo", pkpo_k=1),
     dict(objective="pkpo", pkpo_k=2),

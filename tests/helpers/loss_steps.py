@@ -281,7 +281,9 @@ def batch_of(step, pad, first):
 def measured_group(engine, batch, step, c):
     """learner.measure_groups, which asks no reward function for the answers: the step has them."""
     reference = Table(step.ref, step.entropy) if c["beta"] > 0 else None
-    collected = SimpleNamespace(rows=range(step.P), rollouts=[], right=None, rewards=step.rewards)
+    collected = SimpleNamespace(
+        prompts=range(step.P), rollouts=[], right=None, rewards=step.rewards
+    )
     modes = [(0, set(range(k))) for k in step.modes.tolist()]
     with (
         patch("scoring.answer_clusters", lambda *a: step.clusters),

@@ -74,8 +74,9 @@ def slow_advantages(rewards, scale):
         if scale == "batch":
             divisor = slow_std(whole_batch) + 1e-4
         if scale == "mean":
-            divisor = max(mean(group), max(group) / len(group))
-        if max(group) == min(group) or divisor <= 0:
+            divisor = max(mean(group), (max(group) - min(0.0, *group)) / len(group))
+        nothing_is_right = scale == "mean" and max(group) <= 0
+        if max(group) == min(group) or nothing_is_right:
             advantages.append([0.0] * len(group))
         else:
             advantages.append([(v - mean(group)) / divisor for v in group])

@@ -100,7 +100,7 @@ def collected_by(rollouts: list[dict], rewards) -> SimpleNamespace:
         if i % G >= G - 2:
             r["seed_id"] = i % G - (G - 2)
     rows = [{"prompt_ids": r["prompt_ids"]} for r in rollouts[::G]]
-    return SimpleNamespace(rows=rows, rollouts=rollouts, right=None, rewards=rewards)
+    return SimpleNamespace(prompts=rows, rollouts=rollouts, right=None, rewards=rewards)
 
 
 def three_updates(c: dict, world: World) -> dict:
