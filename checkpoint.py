@@ -60,6 +60,7 @@ from common import (
     memory_text,
     merge,
     near_path,
+    quoted,
     say_on_rank_0,
     script,
     tell,

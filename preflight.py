@@ -510,7 +510,8 @@ def try_formula(c: dict) -> None:
     if name not in ADVANTAGES:
         raise UserError(
             f"checks.OBJECTIVES: {c['objective']!r} has advantage={name!r}, and loss.ADVANTAGES "
-            f"has only {', '.join(ADVANTAGES)}: its formula is missing there"
+            f'has only {", ".join(ADVANTAGES)}: its formula is missing there ("own" is for a '
+            f"branch in learner.row_advantages)"
         )
     G = c["num_generations"]
     rewards = torch.zeros(2, G)

@@ -166,6 +166,17 @@ def test_a_controllers_state_that_no_run_saves_is_one_sentence(change, tiny_mode
         checkpoint.check_state(path, c)
 
 
+def test_a_memory_that_has_left_its_form_is_named(tiny_model_dir, tmp_path):
+    """As of a rule of one's own that began with 0 and was to remember an average."""
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    state = checkpoint.read_state(path)
+    state["controllers"]["skipped"] = 0.125
+    signed(path, "controller_state.json", state)
+    said = r"\(controllers\.skipped=0\.125, controllers\.init_state has 0\)"
+    with pytest.raises(UserError, match=said):
+        checkpoint.check_state(path, CONFIG)
+
+
 def test_a_checkpoint_from_before_a_controller_says_so(tiny_model_dir, tmp_path):
     path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}

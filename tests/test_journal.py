@@ -132,6 +132,13 @@ def test_a_metric_that_is_no_number_is_named(tmp_path, value):
     log.close()
 
 
+def test_no_metric_takes_the_place_of_the_number_of_its_step(tmp_path):
+    log = journal.MetricsLog(tmp_path, CONFIG, 0)
+    with pytest.raises(UserError, match="can't be called 'step'"):
+        log.write(3, {"reward": 1.0, "step": 0.25})
+    log.close()
+
+
 def test_tokens_a_second_are_those_of_a_step_without_its_evaluation_and_checkpoint(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
@@ -219,7 +226,7 @@ def test_a_folder_of_a_run_that_was_killed_while_it_converted_shards_is_free(tmp
 
 
 def test_a_step_is_evaluated_once_its_evaluation_is_written_not_its_own_line(tmp_path):
-    lines = '{"step": 1, "reward": 1.0}\n{"step": 2, "reward": 1.0}\n'
+    lines = '{"step": 1, "reward": 1.0, "eval/mine": 2.0}\n{"step": 2, "reward": 1.0}\n'
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 2, "eval/mean@8": 0.5}\n')
     assert [journal.has_evaluation(tmp_path, step) for step in (1, 2, 3)] == [False, True, False]
 

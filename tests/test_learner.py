@@ -456,6 +456,17 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
         sampler_mismatch(batch, 0.1)
 
 
+def test_a_resume_says_that_the_rate_is_another(monkeypatch):
+    c = {"learning_rate": 1.0, "warmup_steps": 0, "max_steps": 8, "lr_scheduler_type": "linear"}
+    monkeypatch.setattr(train.checkpoint, "settings_of", lambda path: c)
+    said = train.rate_change("it", 8, {**c, "max_steps": 16})
+    assert said == "the learning rate goes on at 0.5, where it would have had 0"
+    assert train.rate_change("it", 4, c) == ""
+    assert train.rate_change("it", 8, c) == ""
+    c = {**c, "lr_scheduler_type": "of a stranger"}
+    assert train.rate_change("it", 8, {**c, "max_steps": 16}) == ""
+
+
 def test_learning_rate_warms_up_and_decays():
     c = {"learning_rate": 1.0, "warmup_steps": 4, "max_steps": 12, "lr_scheduler_type": "cosine"}
     rates = [train.learning_rate_at(step, c) for step in range(13)]

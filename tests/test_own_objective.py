@@ -97,6 +97,12 @@ def test_a_formula_that_gives_no_advantages_is_one_sentence_before_the_run(
     assert words in str(refused.value)
 
 
+def test_a_branch_that_is_not_there_is_named(config):
+    c = config(Objective(advantage="own"))
+    with pytest.raises(ValueError, match="row_advantages has no branch for objective="):
+        learner.row_advantages(GroupMeasures(REWARDS, REWARDS, torch.ones(2, 3)), c)
+
+
 def test_every_formula_of_ours_passes_and_a_branch_has_none(config):
     for name in checks.OBJECTIVES:
         preflight.try_formula(load_config([f"--objective={name}", "--pkpo_k=4"]))
