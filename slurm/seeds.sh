@@ -4,7 +4,7 @@
 #   sbatch --array=0-4 --gpus-per-node=8 slurm/seeds.sh config/math_maxent.py --key=value
 #
 # Task N runs slurm/train.sh (its --help has the rest) with --seed=N and _seed_N added to
-# output_dir.
+# output_dir, after a --suffix=... of yours.
 # At most two at a time: --array=0-4%2.
 
 #SBATCH --job-name=maxent-grpo
@@ -25,6 +25,6 @@ done
     "sbatch --array=0-4 slurm/seeds.sh ...; --help says more" >&2
   exit 1
 }
-cd "$SLURM_SUBMIT_DIR"
+[[ -f slurm/train.sh ]] || cd "$SLURM_SUBMIT_DIR"      # with --chdir we are there already
 # exec: Slurm signals this very process
 exec bash slurm/train.sh "$@" --seed="$SLURM_ARRAY_TASK_ID" --suffix="_seed_$SLURM_ARRAY_TASK_ID"

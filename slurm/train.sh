@@ -61,7 +61,8 @@ done
   echo "error: this is for Slurm: sbatch slurm/train.sh ...; --help says more" >&2
   exit 1
 }
-cd "$SLURM_SUBMIT_DIR"      # $0 is Slurm's copy, somewhere else
+# $0 is Slurm's copy, somewhere else. With --chdir we are there already
+[[ -f slurm/common.sh ]] || cd "$SLURM_SUBMIT_DIR"
 [[ -f slurm/common.sh ]] || {
   echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2
   exit 1
@@ -80,7 +81,7 @@ while (($#)); do
       name=${1#--}
       declare "${name//-/_}=$2"
       shift 2 ;;
-    --suffix=*) suffix=${1#*=}; shift ;;
+    --suffix=*) suffix+=${1#*=}; shift ;;      # one's own, then that of seeds.sh
     --dry_run | --dry_run=[Tt]rue) dry=1 args+=("$1"); shift ;;
     *) args+=("$1"); shift ;;
   esac
@@ -147,9 +148,11 @@ on() {
   local n=${2//[^,]/}      # its commas
   n=$((${#n} + 1))
   # one has ended: the others get two minutes to follow
+  # %%: in --output % begins a pattern, such as the %n of trainer_%n
   exec srun --overlap --cpu-bind=none \
     --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --nodelist="$2" \
-    --wait=120 --kill-on-bad-exit=0 --open-mode=append --output="$run/logs/$1.log" "${@:3}"
+    --wait=120 --kill-on-bad-exit=0 --open-mode=append \
+    --output="${run//%/%%}/logs/$1.log" "${@:3}"
 }
 
 address() {      # NODE: its own name and a port that is free there
@@ -183,10 +186,8 @@ mkdir -p "$run/logs"
 before=$(newest_checkpoint)
 more=()
 find "$run/logs/" -maxdepth 1 -type l -delete      # a stranger's: we write through no link
-if ((${SLURM_RESTART_COUNT:-0} == 0)); then
-  echo "$SLURM_JOB_ID" > "$run/logs/job"
-elif [[ $(cat "$run/logs/job" 2> /dev/null) == "$SLURM_JOB_ID" &&
-  $run/launches.jsonl -nt $run/logs/job ]]; then
+last=$(tail -n 1 "$run/launches.jsonl" 2> /dev/null) || true
+if [[ ${SLURM_RESTART_COUNT:-0} != 0 && $last == *'"slurm_job": "'$SLURM_JOB_ID'"'* ]]; then
   # what is there is this job's own. If not, the job was requeued before it began, and train.py
   # decides what becomes of an older run there
   if [[ $before ]]; then
@@ -255,6 +256,8 @@ wait "$trainer" || status=$?
 if ((status)); then
   tail -q -n 100 "$run"/logs/trainer_*.log | grep -a '^error: ' | sort -u >&2 || true
   say "training ended with status $status: $run/logs/trainer_*.log" >&2
+elif ((!dry && !cancelled)) && [[ ! -e $run/done && ! -e $run/stop ]]; then
+  die "srun ended with status 0, but the run is neither done nor stopped: $run"
 elif ((out_of_time && !cancelled)) && [[ -e $run/stop && ! -e $run/done ]]; then
   [[ $(newest_checkpoint) != "$before" ]] ||
     die "time is over and no checkpoint was added to ${before:-$run} since the start:" \

@@ -224,7 +224,7 @@ def two_nodes(short_of_time, slurm, tiny_model_dir, tmp_path_factory):
     assert len(steps_in(folder)) == 6
     assert json.loads((folder / "launches.jsonl").read_text())["world_size"] == 2
     logs = {path.name for path in (folder / "logs").iterdir()}
-    assert logs == {"job", "trainer_0.log", "trainer_1.log"}
+    assert logs == {"trainer_0.log", "trainer_1.log"}
     return folder
 
 
@@ -491,11 +491,14 @@ def test_an_evaluation_writes_through_no_link_of_a_strangers_folder(tmp_path):
     assert (tmp_path / "evaluations" / "job_step_1.json").read_text() == '{"model": 1}\n'
 
 
-def one_node(folder: Path, **variables) -> dict:
+NOTHING = "#!/bin/sh\nexit 1\n"
+
+
+def one_node(folder: Path, srun: str = NOTHING, **variables) -> dict:
     """The environment of a job on one node where srun starts nothing."""
-    srun, scontrol = "#!/bin/sh\nexit 1\n", "#!/bin/sh\necho here\n"
+    scontrol = "#!/bin/sh\necho here\n"
     job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here"}
-    path = tools(folder, srun=srun, scontrol=scontrol, scancel=srun)
+    path = tools(folder, srun=srun, scontrol=scontrol, scancel=NOTHING)
     return without_slurm() | job | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
@@ -512,13 +515,34 @@ def test_a_job_writes_its_logs_through_no_link_of_a_strangers_folder(tmp_path):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (tmp_path / "diary").write_text("mine")
-    for name in ("job", "trainer_0.log"):
-        (logs / name).symlink_to(tmp_path / "diary")
+    (logs / "trainer_0.log").symlink_to(tmp_path / "diary")
     words = [*CONFIG, f"--output_dir={tmp_path / 'run'}"]
     done = bash("slurm/train.sh", *words, env=one_node(tmp_path))
     assert "no process starts on here" in done.stderr, done.stderr
     assert (tmp_path / "diary").read_text() == "mine"
-    assert (logs / "job").read_text() == "7\n" and not (logs / "trainer_0.log").is_symlink()
+    assert not (logs / "trainer_0.log").is_symlink()
+
+
+def test_a_launch_that_failed_without_a_status_is_no_training_that_ended(tmp_path):
+    """As an old srun's, where a log could not be opened. A % in a folder's name is no pattern."""
+    run = tmp_path / "at_100%_job"
+    srun = f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\necho here 1234\n'
+    env = one_node(tmp_path, srun=srun)
+    done = bash("slurm/train.sh", *CONFIG, f"--output_dir={run}", env=env)
+    assert done.returncode == 1
+    assert "the run is neither done nor stopped" in done.stderr, done.stderr
+    asked = (tmp_path / "asked").read_text()
+    assert f"--output={tmp_path}/at_100%%_job/logs/trainer_%n.log" in asked
+    dry = bash("slurm/train.sh", *CONFIG, f"--output_dir={run}", "--dry_run", env=env)
+    assert dry.returncode == 0, dry.stderr
+
+
+def test_the_scripts_run_where_chdir_has_led(tmp_path):
+    """SLURM_SUBMIT_DIR stays the folder in which sbatch was typed."""
+    env = one_node(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path), SLURM_ARRAY_TASK_ID="3")
+    words = [*CONFIG, f"--output_dir={tmp_path / 'run'}", "--suffix=_mine"]
+    said = bash("slurm/seeds.sh", *words, env=env).stdout
+    assert f"{tmp_path / 'run_mine_seed_3'}: 1 node(s) train" in said
 
 
 def test_a_job_queued_again_before_it_began_is_started_as_it_was_asked_for(tmp_path):
@@ -528,16 +552,14 @@ def test_a_job_queued_again_before_it_began_is_started_as_it_was_asked_for(tmp_p
     (run / "step_000002").mkdir()
     (run / "launches.jsonl").write_text("{}\n")
     (run / "metrics.jsonl").write_text("")
-    os.utime(run / "launches.jsonl", (1, 1))
-    (run / "logs" / "job").write_text("7\n")
     words = [*CONFIG, f"--output_dir={run}", "--overwrite_output_dir=True"]
     env = one_node(tmp_path, SLURM_RESTART_COUNT="1")
     assert "--resume_from_checkpoint" not in bash("slurm/train.sh", *words, env=env).stdout
     # once it has written its launch, what is there is its own
-    (run / "launches.jsonl").write_text("{}\n{}\n")
+    own, others = '{"slurm_job": "7"}\n', '{"slurm_job": "70"}\n'
+    (run / "launches.jsonl").write_text("{}\n" + own)
     assert "--resume_from_checkpoint=latest" in bash("slurm/train.sh", *words, env=env).stdout
-    (run / "logs" / "job").write_text("6\n")  # of another job
-    os.utime(run / "logs" / "job", (2, 2))
+    (run / "launches.jsonl").write_text(own + others)
     assert "--resume_from_checkpoint" not in bash("slurm/train.sh", *words, env=env).stdout
 
 
