@@ -64,7 +64,7 @@ FREE = (
 
 def check_settings(path: Path, config: dict) -> dict:
     """All settings but those of FREE, as OUT.config.json has them. UserError if `path` was made
-    with others, or one of the two files is another program's."""
+    with others or by older weights, or one of the two files is another program's."""
     beside = Path(f"{path}.config.json")
     settings = as_read_back({key: value for key, value in config.items() if key not in FREE})
     # lexists: a broken link must not be overwritten either
@@ -83,6 +83,14 @@ def check_settings(path: Path, config: dict) -> dict:
             raise UserError(
                 f"--output={str(path)!r} was made with {key}={made_with.get(key)!r}, not "
                 f"{settings[key]!r}: name another file or remove it"
+            )
+    begun = beside.stat().st_mtime  # it is written once, before the first line
+    for weights in Path(config["model"]).glob("*.safetensors"):  # none, if it is a name on the hub
+        if weights.stat().st_mtime > begun:
+            raise UserError(
+                f"{weights} is newer than the first lines of --output={str(path)!r}, which other "
+                f"weights may have written: name another file or remove it (if they are the same: "
+                f"touch {beside})"
             )
     return settings
 

@@ -293,7 +293,7 @@ def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
         more += f", and {quoted(', '.join(map(str, row['answer'])))} are inside of the answer"
     return (
         f"it is called with one completion, a text, as f(completion, answer, **row), and this row "
-        f"has {quoted(columns)}{more}"
+        f"has {quoted(columns)} (beside tokens, max_completion_length, soft_overlong_buffer){more}"
     )
 
 

@@ -13,6 +13,7 @@ it to a private network only.
 
 import json
 import os
+import socket
 import sys
 
 from checks import entries, max_sequence_length
@@ -108,6 +109,18 @@ def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
     return additions
 
 
+def check_port(host: str, port: int) -> None:
+    """UserError if nothing can listen there. vLLM would say so after a minute, in a traceback."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            # as vLLM's own: the port of a server that has just ended is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"--host={host} --port={port} can't be used: {error.strerror}") from None
+
+
 def main(argv) -> None:
     for_us = argv
     for_vllm = []
@@ -122,6 +135,7 @@ def main(argv) -> None:
     if own["port"] > 65535:
         raise UserError(f"--port={own['port']}: ports end at 65535")
     c = load_config(rest)
+    check_port(own["host"], own["port"])
     from preflight import check_context, load_model_files
 
     # checked here, because vLLM itself answers a bad folder with a traceback

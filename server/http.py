@@ -339,6 +339,8 @@ def check_address(url: str, where: str) -> None:
             f"rollout_server: the address of {parsed.host} has a user or a password in it, which "
             f"config.json, messages and Weights & Biases would show: servers are asked without"
         )
+    if parsed.path.rstrip("/").endswith("/v1"):
+        raise UserError(f"{where}: leave out /v1, the server is asked for other paths too")
     if parsed.port is not None and not 1 <= parsed.port <= 65535:
         raise UserError(f"{where}: port {parsed.port} can't exist, ports are 1 to 65535")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -229,6 +230,12 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     assert generate.finished_prompts(older, rows, c) == 5
     with pytest.raises(UserError, match="made with eval_temperature="):
         generate.finished_prompts(older, rows, c | {"eval_temperature": 0.25})
+    # the weights were written again since
+    beside = Path(f"{older}.config.json")
+    (weights,) = Path(c["model"]).glob("*.safetensors")
+    os.utime(beside, (1, 1))
+    with pytest.raises(UserError, match=f"{weights} is newer than the first lines of --output"):
+        generate.finished_prompts(older, rows, c)
     # the first row was deleted, or a text or an answer changed, since
     with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
         generate.finished_prompts(whole, rows[1:], c)

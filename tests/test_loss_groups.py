@@ -239,7 +239,7 @@ def test_the_limit_of_tau_falls_with_what_q_leaves_of_the_lead_of_right_rows(
     u = loss.log_reward_targets(rewards, T_q, epsilon)[0]
     limit = checks.tau_limit(config(16, changes), 10)
     assert limit == pytest.approx(T_q * (u[0] - u[-1]).item() / math.log(10), rel=1e-5)
-    assert limit < 0.8 * checks.tau_limit(config(16), 10)
+    assert limit < 0.8 * checks.tau_limit(config(16, {}), 10)
 
 
 def test_summed_scores_have_a_limit_that_falls_with_the_length():

@@ -2,6 +2,7 @@
 `python -m server`, which starts one."""
 
 import re
+import socket
 import sys
 import threading
 
@@ -101,6 +102,7 @@ def test_a_server_that_can_not_be_used_is_refused_by_name_with_the_cure(
         ("auto", "a:1", "must begin with http"),
         ("http://a:port", "", "rollout_server"),
         ("http://", "", "rollout_server"),
+        ("http://a:1/v1/", "", "leave out /v1"),
         ("http://me:secret@a:1", "", "the address of a has a user or a password in it"),
     ],
 )
@@ -282,3 +284,12 @@ def test_serve_refuses_what_can_not_work(flags, words, monkeypatch):
     monkeypatch.setattr(serve.os, "execve", lambda *args: pytest.fail("started"))
     with pytest.raises(UserError, match=re.escape(words)):
         serve.main(["config/countdown_tiny.py", *flags])
+
+
+def test_a_port_on_which_another_listens_is_refused_before_anything_loads(monkeypatch):
+    monkeypatch.setattr(serve.os, "execve", lambda *args: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port={port} can't be used: Address already in use"):
+            serve.main(["config/countdown_tiny.py", "--model=/nowhere", f"--port={port}"])
+    serve.check_port("127.0.0.1", port)
