@@ -52,7 +52,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from common import RunStopped, UserError, listen, quoted
+from common import SIGNALS, RunStopped, UserError, listen, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
 # for all jobs that answers() waits for: other ranks wait for this one meanwhile (common.DEADLINE)
@@ -708,9 +708,16 @@ def let_go(held: list[int]) -> None:
     """Runs in what a reward forks: closes the file descriptors in `held` and empties the list, as a
     process forked later on may use the same numbers for other files. Signals end that process as
     usual: a reward may want to end it by one."""
-    listen(signal.SIG_DFL)
     while held:
         os.close(held.pop())
+    listen(signal.SIG_DFL)
+    hold_signals(signal.SIG_UNBLOCK)
+
+
+def hold_signals(how: int) -> None:
+    """Blocks (signal.SIG_BLOCK) or unblocks the signals that listen() is about. Blocked in a fork,
+    so that none is lost that is sent to the child before let_go() has run there."""
+    signal.pthread_sigmask(how, SIGNALS)
 
 
 def work(channel: int, keeper: int, output: int) -> None:
@@ -727,7 +734,11 @@ def work(channel: int, keeper: int, output: int) -> None:
     # that we died
     os.set_inheritable(channel, False)
     held = [channel]
-    os.register_at_fork(after_in_child=functools.partial(let_go, held))
+    os.register_at_fork(
+        before=functools.partial(hold_signals, signal.SIG_BLOCK),
+        after_in_parent=functools.partial(hold_signals, signal.SIG_UNBLOCK),
+        after_in_child=functools.partial(let_go, held),
+    )
     try:
         with socket.socket(fileno=channel) as connection:
             serve(connection.makefile("rwb"))
