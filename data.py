@@ -23,7 +23,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import ROOT, UserError, quoted, say_on_rank_0
+from common import ROOT, UserError, near_path, quoted, say_on_rank_0
 from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
@@ -317,7 +317,9 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     rows[where] = read_row(text, where)
     except OSError as error:
         place = "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
-        raise UserError(f"dataset {path!r} can't be read: {error.strerror}{place}") from None
+        raise UserError(
+            f"dataset {path!r} can't be read: {error.strerror}{place}{near_path(path)}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
@@ -405,6 +407,9 @@ def open_dataset(source: dict):
             f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "
             f"datasets library reads, such as .csv, goes into a folder of its own: name the folder"
         )
+    is_path = name.startswith(("/", "./", "../")) and not name.endswith(".parquet")
+    if is_path and not os.path.exists(name):  # the hub need not be asked
+        raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (name.endswith(".parquet") or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):

@@ -244,8 +244,10 @@ def test_what_has_changed_since_the_checkpoint_is_told(alone, tiny_model_dir, tm
     path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
     c = checkpoint.settings_of(path)
     assert checkpoint.changes(path, c) == ""
-    longer = {"max_steps": 99, "output_dir": "elsewhere", "resume_from_checkpoint": "latest"}
-    assert checkpoint.changes(path, c | longer) == ""
+    elsewhere = {"output_dir": "elsewhere", "resume_from_checkpoint": "latest"}
+    assert checkpoint.changes(path, c | elsewhere) == ""
+    longer = f"max_steps {c['max_steps']} -> 99"
+    assert longer in checkpoint.changes(path, c | elsewhere | {"max_steps": 99})
     said = checkpoint.changes(path, c | {"beta": 0.5, "temperature": {0: 1.0, 9: 0.5}})
     assert said.startswith(f"changed since {path}: ")
     assert f"beta {c['beta']} -> 0.5" in said and "temperature 1.0 -> " in said

@@ -42,6 +42,14 @@ def test_rows_of_a_parquet_file_without_prompt_or_answer_are_left_out_and_counte
     check_words(message, "none of its 2 rows", "'prompt'", "'answer'", "rows.parquet")
 
 
+@pytest.mark.parametrize("name", ["rows.json", "row.jsonl"])
+def test_a_path_that_is_not_there_is_told_with_what_lies_beside_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked"))
+    there = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
+    message = refusal(load, str(tmp_path / name))
+    check_words(message, str(tmp_path / name), f"did you mean {str(there)!r}?")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_a_part_of_what_has_no_parts_is_refused(kind, tmp_path):
     columns = {"prompt": ["a", "b"], "answer": ["1", "2"]}
