@@ -200,7 +200,7 @@ def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(ste
     (before,) = collect(config(), step)
     (got,) = collect(config(f"--resample_equal_groups={limit}"), step)
     stale = [len(set(group)) == 1 for group in before.rewards.tolist()]
-    assume(any(stale) and not all(stale))  # of a step in forty all groups differ
+    assume(any(stale) and not all(stale))  # at one of the hundred all groups differ
     for i, old in enumerate(stale):
         group = slice(i * G, (i + 1) * G)
         same_rollouts = got.rollouts[group] == before.rollouts[group]
