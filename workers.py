@@ -513,7 +513,7 @@ def leave_as(status: int) -> None:
 
 
 def ignore(number: int, frame) -> None:
-    """A signal handler that does nothing. No program that is started inherits it, as SIG_IGN."""
+    """A signal handler that does nothing. Unlike SIG_IGN, it is not inherited by programs."""
 
 
 END = signal.SIGUSR2  # ends a keeper: none of the signals that ask a run to stop
