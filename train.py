@@ -135,7 +135,7 @@ class Run:
     log: MetricsLog | None  # None on all ranks but 0
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
-    controllers: dict  # tau, beta and what their controllers remember
+    controller_state: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began at it, or has saved it
     skipped_steps: int  # in a row, with an update that was not applied
     equal_steps: int  # in a row, in which no group's rewards could teach anything
@@ -350,7 +350,7 @@ def start(c: dict) -> Run:
         log=log,
         hub=hub,
         step=saved.step,
-        controllers=saved.controllers,
+        controller_state=saved.controllers,
         saved_step=-1 if lacks_model else saved.step,
         skipped_steps=saved.streaks["skipped"],
         equal_steps=saved.streaks["equal"],
@@ -429,7 +429,7 @@ def update(
     updates, applied = [], True
     for i in range(c["num_iterations"]):
         new = learner.accumulate_gradients(
-            engine, batch, local_targets, run.controllers["beta"], c, counts
+            engine, batch, local_targets, run.controller_state["beta"], c, counts
         )
         new |= seeds.accumulate_gradients(update=i)
         # the Timer takes it off "learn", the phase around it
@@ -458,11 +458,11 @@ def steer(
     batch: dict,
 ) -> dict:
     """Moves tau and beta for the next step; returns what is logged about it. Sets
-    run.controllers.
+    run.controller_state.
 
     Either two separate rules move them, by the entropy of the weights and the KL in `metrics`, or
     the meta-controller moves both."""
-    c, old = run.config, run.controllers
+    c, old = run.config, run.controller_state
     meta_metrics = {}
     if c["controller_meta_method"]:
         scores = learner.maxent_scores(batch["old_logps"], batch["lengths"], c)  # (p * (G + S),)
@@ -476,7 +476,7 @@ def steer(
     else:
         new = controllers.update_tau(old, metrics.get(controllers.steering_metric(c)), c)
         new = controllers.update_beta(new, metrics.get("kl"), c)
-    run.controllers = new
+    run.controller_state = new
     return meta_metrics | {
         "tau": old["tau"],
         "delta_tau": new["tau"] - old["tau"],
@@ -562,7 +562,7 @@ def save_now(run: Run) -> None:
         streaks = {"skipped": run.skipped_steps, "equal": run.equal_steps}
         replay = run.experience.replay_state
         prompts = run.inputs.prompts_hash
-        state = checkpoint.TrainerState(run.step, run.controllers, replay, streaks, prompts)
+        state = checkpoint.TrainerState(run.step, run.controller_state, replay, streaks, prompts)
         saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c, run.inputs.trained)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:
@@ -688,7 +688,7 @@ def stop_if_folder_is_gone(run: Run) -> None:
 def warn_of_equal_rewards(run: Run, rewards) -> None:
     """Warns when for EQUAL_STEPS steps in a row no group's rewards (P, G) could teach anything."""
     c = run.config
-    beta = run.controllers["beta"]
+    beta = run.controller_state["beta"]
     # InfoSeed's rows have rewards and a loss of their own
     teach = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, beta, c).any()
     run.equal_steps = 0 if teach else run.equal_steps + 1
@@ -785,7 +785,7 @@ def train(run: Run) -> None:
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
-            tau, beta = run.controllers["tau"], run.controllers["beta"]
+            tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
             counts = learner.step_counts(targets, measured.lengths)
 

@@ -175,7 +175,7 @@ def one_step(c: dict, world: World) -> dict:
     norm = learner.step_counts(targets, group.lengths)
     state = {"beta": c["beta"]}
     run = SimpleNamespace(
-        config=c, engine=engine, world=world, controllers=state, step=0, skipped_steps=0
+        config=c, engine=engine, world=world, controller_state=state, step=0, skipped_steps=0
     )
     run.timer = Timer()
     metrics = train.update(run, batch, targets, norm, seeds)

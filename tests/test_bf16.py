@@ -43,7 +43,7 @@ def run_of(model, folder, stage: int, world, *more: str) -> SimpleNamespace:
     ]
     c = load_config(flags)
     engine = train.load_policy(c, world.device)
-    run = SimpleNamespace(config=c, engine=engine, world=world, controllers={"beta": 0.0})
+    run = SimpleNamespace(config=c, engine=engine, world=world, controller_state={"beta": 0.0})
     run.timer = Timer()
     run.step = 0
     run.skipped_steps = 0

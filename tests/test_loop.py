@@ -24,13 +24,13 @@ from prompts import prompts_hash
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
     c = setting("tau_excess", kl_target=0.5, beta=0.2)
-    run = SimpleNamespace(config=c, controllers=controllers.init_state(c))
+    run = SimpleNamespace(config=c, controller_state=controllers.init_state(c))
     measured = {"weights/entropy": 9.0, "weights/excess_entropy": 0.1, "kl": 2.0}
     told = train.steer(run, measured, None, None, None)
-    assert run.controllers["entropy"] == 0.1
-    assert run.controllers["tau"] > 0.2 == told["tau"]
-    assert run.controllers["beta"] > 0.2 == told["beta"]
-    assert told["delta_tau"] == run.controllers["tau"] - 0.2
+    assert run.controller_state["entropy"] == 0.1
+    assert run.controller_state["tau"] > 0.2 == told["tau"]
+    assert run.controller_state["beta"] > 0.2 == told["beta"]
+    assert told["delta_tau"] == run.controller_state["tau"] - 0.2
 
 
 # at this rate nothing is learnt: policy and reference stay the same model
@@ -149,7 +149,7 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     run.experience = SimpleNamespace(replay_state={})
     run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", trained=set())
     run.world = SimpleNamespace(rank=rank)
-    run.controllers = run.engine = run.hub = None
+    run.controller_state = run.engine = run.hub = None
     run.say = lambda sentence: None
     train.save_now(run)
     assert started == ([("ls {checkpoint}", "step_000004")] if rank == 0 else [])

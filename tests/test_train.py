@@ -416,7 +416,9 @@ def test_a_scripts_own_flag_is_known_by_other_trainers_names_too():
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
     said = []
     config = common.load_config(["--objective=dr_grpo", "--reward_funcs=countdown"])
-    run = SimpleNamespace(equal_steps=0, say=said.append, config=config, controllers={"beta": 0.0})
+    run = SimpleNamespace(
+        equal_steps=0, say=said.append, config=config, controller_state={"beta": 0.0}
+    )
     wrong = torch.zeros(3, 4)  # (P, G)
     one_right = wrong.clone()
     one_right[1, 2] = 1.0

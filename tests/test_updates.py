@@ -40,7 +40,9 @@ def test_each_update_has_the_steered_beta_and_the_rate_of_its_step(monkeypatch, 
     monkeypatch.setattr(learner, "own_targets", lambda targets, world: targets)
     seeds = SimpleNamespace(accumulate_gradients=accumulate_for_seeds)
     # half of the warm-up is over
-    run = SimpleNamespace(config=c, engine=engine, world=None, controllers={"beta": 0.7}, step=1)
+    run = SimpleNamespace(
+        config=c, engine=engine, world=None, controller_state={"beta": 0.7}, step=1
+    )
     run.skipped_steps, run.timer = 3, Timer()
     train.update(run, {}, None, {}, seeds)
     assert given == [(0.7, 0.5)] * 2

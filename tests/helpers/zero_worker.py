@@ -120,7 +120,7 @@ def three_updates(c: dict, world: World) -> dict:
             config=c,
             engine=engine,
             world=world,
-            controllers={"beta": c["beta"]},
+            controller_state={"beta": c["beta"]},
             step=step,
             skipped_steps=0,
             timer=Timer(),
