@@ -268,7 +268,7 @@ def test_a_dry_run_refuses_to_go_on_from_a_checkpoint_that_does_not_fit(no_weigh
         (
             "--optimizer=sgd --zero_stage=2",
             {"train_config.json": saved | {"optimizer": "sgd", "zero_stage": 2}, "rng_1.pt": ""},
-            "saved by 2 ranks and this run has 1: .*only as many can go on",
+            "saved by 2 ranks and this run has 1: .*only 2 can resume it",
         ),
     ]:
         save_files(path, files | changes)
