@@ -802,23 +802,23 @@ def check_state(path: Path, config: dict) -> None:
     saved = read_state(path)
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
     held = saved.get("controllers")
-    if isinstance(held, dict) and (missing := example["controllers"].keys() - held.keys()):
-        raise UserError(
-            f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: it is "
-            f"of older code; go on with that, or start a new run from its weights: "
-            f"--model={path} --output_dir=..."
-        )
+    if isinstance(held, dict):
+        if missing := example["controllers"].keys() - held.keys():
+            raise UserError(
+                f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: it "
+                f"is of older code; go on with that, or start a new run from its weights: "
+                f"--model={path} --output_dir=..."
+            )
+        for key, form in example["controllers"].items():
+            if not alike(held[key], form):
+                now = f"{key}={quoted(held[key])}"
+                raise damaged(file, f" (controllers.{now}, controllers.init_state has {form!r})")
     try:
         if saved["replay"]:
             prompts = {key: [1, 0.0, 0.0] for key in saved["replay"]["prompts"]}
             example["replay"] = {"total": 1, "prompts": prompts}  # at least one visit
     except (KeyError, TypeError):
         raise damaged(file) from None
-    held = held if isinstance(held, dict) else {}
-    for key, value in example["controllers"].items():
-        if key in held and not alike(held[key], value):
-            what = f" (controllers.{key}={quoted(held[key])}, controllers.init_state has {value!r})"
-            raise damaged(file, what)
     if not alike(saved, example):
         raise damaged(file)
     variances = [v for _, _, v in saved["replay"].get("prompts", {}).values()]

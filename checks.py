@@ -854,11 +854,12 @@ def objective_claims(c: dict):
         c["delta"] == -1 or c["delta"] >= ceiling,
         f"delta={c['delta']} must be -1 (off) or at least 1 + epsilon_high = {ceiling}",
     )
-    masks = c["importance_sampling"].endswith("_mask")
+    masks = is_policy_gradient(c) and c["importance_sampling"].endswith("_mask")
     yield (
         not masks or c["importance_sampling_cap"] >= 1,
         f"importance_sampling={c['importance_sampling']!r} leaves out what has a ratio above "
-        f"importance_sampling_cap={c['importance_sampling_cap']}: below 1 that is everything",
+        f"importance_sampling_cap={c['importance_sampling_cap']}: below 1 that is all on which "
+        f"sampler and trainer agree",
     )
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
@@ -1053,8 +1054,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     because = f"{times * lead:.3g}/{because}"
     if scored and c["maxent_score_scale"] != 1:
         because += f" over maxent_score_scale={c['maxent_score_scale']}"
-    if lead < 1:
-        because += " (less than 1 by maxent_q_epsilon or unlikeliness_coef)"
+    if lead < 0.995:
+        because += f" (less than {times} by maxent_q_epsilon or unlikeliness_coef)"
     # the sentences below round the limit to three digits: who writes that is not warned again
     highest_allowed = limit * 1.005
     if product > highest_allowed:
@@ -1070,7 +1071,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         G = completions_per_prompt(c)
         # the temperature of w is tau + beta
         tilt = c["maxent_q_temperature"] * c["beta"]
-        needed = min(highest, tau_of_excess(max(targets), G, max(1, G // 4)) - tilt)
+        needed = min(highest, lead * tau_of_excess(max(targets), G, max(1, G // 4)) - tilt)
         if needed > highest_allowed:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
@@ -1218,7 +1219,8 @@ def reward_warnings(c: dict) -> list[str]:
         size = "standard deviation 1" if scale == "group" else "advantages of up to G"
         warnings.append(
             f"info_seed_reward > 0 with scale_rewards={scale!r}: in a group of equal task rewards "
-            f"the small seed rewards are blown up to {size}; use scale_rewards='none'"
+            f"the small seed rewards are blown up to {size}; use scale_rewards='none' (of maxrl "
+            f"that makes dr_grpo) or info_seed_reward=0"
         )
     return warnings
 

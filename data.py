@@ -317,9 +317,8 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     rows[where] = read_row(text, where)
     except OSError as error:
         place = "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
-        raise UserError(
-            f"dataset {path!r} can't be read: {error.strerror}{place}{near_path(path)}"
-        ) from None
+        near = near_path(path) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"dataset {path!r} can't be read: {error.strerror}{place}{near}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows

@@ -90,7 +90,7 @@ def check_settings(path: Path, config: dict) -> dict:
             raise UserError(
                 f"{weights} is newer than the first lines of --output={str(path)!r}, which other "
                 f"weights may have written: name another file or remove it (if they are the same: "
-                f"touch {beside})"
+                f"touch -r {weights} {beside})"
             )
     return settings
 

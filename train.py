@@ -643,6 +643,8 @@ def finish(run: Run) -> None:
     if run.log:
         if run.step == c["max_steps"]:
             (run.folder / "done").touch()  # tells the batch script not to queue the job again
+        if run.stopping:  # by a signal too: the batch script tells by it a stop from a failed start
+            (run.folder / "stop").touch()
         run.log.close()
         evaluate.report(run.folder)
     if run.stopping:

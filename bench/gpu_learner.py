@@ -76,7 +76,7 @@ class Case:
         self.batch.pop("old_logps", None)  # each time is the first update of its batch
         # of an experience measure_groups reads these
         collected = SimpleNamespace(
-            rows=[{}] * self.groups, rollouts=[], right=[], rewards=self.rewards
+            prompts=[{}] * self.groups, rollouts=[], right=[], rewards=self.rewards
         )
         models = self.engine, self.reference
         measured = learner.measure_groups(*models, self.batch, collected, self.rewards, self.c)

@@ -112,7 +112,11 @@ def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
 def check_port(host: str, port: int) -> None:
     """UserError if nothing can listen there. vLLM would say so after a minute, in a traceback."""
     try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # vLLM takes an empty host for all addresses
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, _, _, address = found[0]
         with socket.socket(family, kind) as probe:
             # as vLLM's own: the port of a server that has just ended is free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -135,7 +139,8 @@ def main(argv) -> None:
     if own["port"] > 65535:
         raise UserError(f"--port={own['port']}: ports end at 65535")
     c = load_config(rest)
-    check_port(own["host"], own["port"])
+    if not any(word.startswith(("--port", "--host", "--uds")) for word in for_vllm):
+        check_port(own["host"], own["port"])
     from preflight import check_context, load_model_files
 
     # checked here, because vLLM itself answers a bad folder with a traceback

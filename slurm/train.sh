@@ -186,8 +186,11 @@ mkdir -p "$run/logs"
 before=$(newest_checkpoint)
 more=()
 find "$run/logs/" -maxdepth 1 -type l -delete      # a stranger's: we write through no link
-last=$(tail -n 1 "$run/launches.jsonl" 2> /dev/null) || true
-if [[ ${SLURM_RESTART_COUNT:-0} != 0 && $last == *'"slurm_job": "'$SLURM_JOB_ID'"'* ]]; then
+own() {      # whether the last launch in the run's folder was this job's
+  [[ -f $run/launches.jsonl ]] &&
+    tail -n 1 "$run/launches.jsonl" | grep -qF "\"slurm_job\": \"$SLURM_JOB_ID\""
+}
+if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] && own; then
   # what is there is this job's own. If not, the job was requeued before it began, and train.py
   # decides what becomes of an older run there
   if [[ $before ]]; then
