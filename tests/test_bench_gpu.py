@@ -19,6 +19,7 @@ from deadlines import PATIENCE
 from exact_matrix import ROOT
 from row_files import check_words, refusal
 
+import experience
 import packing
 from bench import gpu, gpu_kernels, gpu_learner, gpu_machine, gpu_needs, shapes
 from common import UserError
@@ -292,6 +293,21 @@ def test_a_step_says_whether_the_weights_moved(moved, words, monkeypatch):
     monkeypatch.setattr(gpu_learner, "Case", Case)
     found = next(gpu_learner.steps_and_saves(TINY))
     assert (found.good, found.measured) == (moved, f"loss 5.00e-01, {words}")
+
+
+def test_the_experience_that_a_case_makes_up_has_the_names_of_a_real_one(monkeypatch):
+    seen = []
+
+    def measure(engine, reference, batch, collected, *rest):
+        seen.append(vars(collected))
+        raise InterruptedError
+
+    monkeypatch.setattr(gpu_learner.learner, "measure_groups", measure)
+    case = object.__new__(gpu_learner.Case)
+    vars(case).update(batch={}, groups=2, rewards=None, engine=None, reference=None, c=None)
+    with pytest.raises(InterruptedError):
+        case.learn()
+    assert seen[0].keys() <= {*experience.Collected._fields}
 
 
 def test_a_model_that_was_half_saved_is_not_taken_for_one(tmp_path, monkeypatch):
