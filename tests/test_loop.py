@@ -183,3 +183,17 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
         "hash of the evaluation prompts": prompts_hash([{"prompt_ids": [1]}]),
     }
     assert told == [c | {"maxent_tau": told[0]["maxent_tau"]} | hashes]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_run_that_a_signal_stopped_leaves_the_file_that_the_batch_script_looks_for(
+    stopping, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train.evaluate, "report", lambda folder: None)
+    monkeypatch.setattr(train, "leave_together", lambda sampler: None)
+    run = SimpleNamespace(config=load_config(["--max_steps=9"]), step=3, stopping=stopping)
+    vars(run).update(folder=tmp_path, say=print, sampler=None, hub=None)
+    run.log = SimpleNamespace(close=lambda: None)
+    train.finish(run)
+    assert (tmp_path / "stop").exists() == stopping
+    assert not (tmp_path / "done").exists()
