@@ -191,7 +191,7 @@ def test_a_run_that_a_signal_stopped_leaves_the_file_that_the_batch_script_looks
 ):
     monkeypatch.setattr(train.evaluate, "report", lambda folder: None)
     monkeypatch.setattr(train, "leave_together", lambda sampler: None)
-    run = SimpleNamespace(config=load_config(["--max_steps=9"]), step=3, stopping=stopping)
+    run = SimpleNamespace(config=common.load_config(["--max_steps=9"]), step=3, stopping=stopping)
     vars(run).update(folder=tmp_path, say=print, sampler=None, hub=None)
     run.log = SimpleNamespace(close=lambda: None)
     train.finish(run)
