@@ -147,6 +147,8 @@ def script(work, *arguments):
     """Runs a script, work(*arguments), or work(command line) without arguments, and returns its
     result. Errors meant for the user end the process with one sentence and no traceback."""
     set_up_libraries()
+    # what a model or a dataset writes may not fit into a terminal's encoding; stderr is so already
+    sys.stdout.reconfigure(errors="backslashreplace")
     # before any import: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # train.py replaces this once it is ready to save when asked to stop
     end_with_torchrun()

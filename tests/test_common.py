@@ -72,6 +72,17 @@ def test_only_a_reader_of_the_output_that_has_gone_is_told_in_a_sentence(where, 
     assert ("Traceback" in done.stderr) == (where == "another")
 
 
+def test_a_prompt_that_the_output_has_no_signs_for_ends_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", "from common import script; script(lambda argv: print('\\u6570'))"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout) == (0, rb"\u6570" + b"\n"), done.stderr
+
+
 @pytest.mark.parametrize("where", ["a closed pipe", "a full disk"])
 def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
     work = "def work(argv):\n    print('a line')\n    raise UserError('row 7 is odd')"

@@ -51,7 +51,6 @@ WORKS = {
     "fork_and_return": 1,
     "fork_and_terminate": 1,
     "print": 1,
-    "close_stdout": 1,
     "chdir": 1,
     "run": 1,
     "true": 1,
@@ -167,6 +166,14 @@ def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     pool.ask({"hang": job("hostile:act", "sleep")})  # which is handed out alone
     found = pool.answers({i: job("hostile:act", str(i)) for i in range(100)})
     assert found == {i: i for i in range(100)} and "hang" not in pool.found
+    pool.close()
+
+
+def test_a_reward_that_closes_its_output_is_heard_all_the_same(reward_folder):
+    """In a worker of its own: whatever prints there afterwards fails."""
+    pool = Pool(1, PATIENCE, 1.0)
+    jobs = {text: job("hostile:act", text) for text in ("close_stdout", "3")}
+    assert pool.answers(jobs) == {"close_stdout": 1.0, "3": 3.0}
     pool.close()
 
 
