@@ -972,9 +972,6 @@ def controller_claims(c: dict):
     )
 
 
-LEAST_LEAD = 0.01  # of lead_of_right(): a target that tells right from wrong no more has 0
-
-
 def tau_limit(c: dict, vocabulary: int) -> float:
     """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its
     target is right at least half of the time.
@@ -994,6 +991,14 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     return lead / (per_token * math.log(vocabulary))
 
 
+LEAST_LEAD = 0.01  # of lead_of_right(): a target that tells right from wrong no more has 0
+
+
+def quarter(G: int) -> int:
+    """How many of G rows are right in the group that limits of tau are worked out for."""
+    return max(1, G // 4)
+
+
 def lead_of_right(c: dict) -> float:
     """maxent_q_temperature * (log q of a right row - log q of a wrong one), with rewards 0 and 1
     and a quarter of the group right: 1, or what unlikeliness_coef and maxent_q_epsilon leave."""
@@ -1004,7 +1009,7 @@ def lead_of_right(c: dict) -> float:
     G = completions_per_prompt(c)
     temperature = c["maxent_q_temperature"]
     odds = math.exp(-reward / temperature)  # of a wrong row to a right one, in the softmax
-    right = G // 4 or 1
+    right = quarter(G)
     share = (1 - G * epsilon) / (right + (G - right) * odds)
     lead = temperature * math.log((share + epsilon) / (share * odds + epsilon))
     return max(lead, LEAST_LEAD)
@@ -1071,7 +1076,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         G = completions_per_prompt(c)
         # the temperature of w is tau + beta
         tilt = c["maxent_q_temperature"] * c["beta"]
-        needed = min(highest, lead * tau_of_excess(max(targets), G, max(1, G // 4)) - tilt)
+        needed = min(highest, lead * tau_of_excess(max(targets), G, quarter(G)) - tilt)
         if needed > highest_allowed:
             warnings.append(
                 f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "

@@ -26,6 +26,7 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
+PATHS = ("/", "./", "../")  # what begins so is a path, no name on the hub
 # Timeout of our own collectives (DeepSpeed's have torch's, ten minutes on GPUs). It is longer than
 # anything that one rank may do alone while the others wait: start rollout servers, wait for rewards
 # that hang, hash a large checkpoint, finish an upload (an hour). A rank that dies is noticed
@@ -687,7 +688,7 @@ def read_settings(path: Path) -> dict:
 def refuse_missing_folder(model: str) -> None:
     """UserError if `model` is clearly a path, not a hub id, and there is no such folder: the hub
     need not be asked."""
-    if not model.startswith(("/", "./", "../", "runs/")) or os.path.isdir(model):
+    if not model.startswith((*PATHS, "runs/")) or os.path.isdir(model):
         return
     hint = ""
     if model.startswith("runs/"):

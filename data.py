@@ -23,7 +23,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import ROOT, UserError, near_path, quoted, say_on_rank_0
+from common import PATHS, ROOT, UserError, near_path, quoted, say_on_rank_0
 from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
@@ -406,7 +406,7 @@ def open_dataset(source: dict):
             f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "
             f"datasets library reads, such as .csv, goes into a folder of its own: name the folder"
         )
-    is_path = name.startswith(("/", "./", "../")) and not name.endswith(".parquet")
+    is_path = name.startswith(PATHS) and not name.endswith(".parquet")
     if is_path and not os.path.exists(name):  # the hub need not be asked
         raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not

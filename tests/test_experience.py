@@ -22,7 +22,7 @@ from digit_engine import (
     fake_reward,
     rows_of,
 )
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import experience
@@ -195,12 +195,12 @@ def test_any_number_of_ranks_has_together_what_one_rank_has(world, limit, flags)
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 99), st.integers(1, 3))
+@given(st.integers(0, 99).filter(lambda step: step != 43), st.integers(1, 3))
 def test_only_groups_without_spread_are_sampled_again_and_with_other_prompts(step, limit):
     (before,) = collect(config(), step)
     (got,) = collect(config(f"--resample_equal_groups={limit}"), step)
     stale = [len(set(group)) == 1 for group in before.rewards.tolist()]
-    assume(any(stale) and not all(stale))  # at one of the hundred all groups differ
+    assert any(stale) and not all(stale)  # at step 43 no group is
     for i, old in enumerate(stale):
         group = slice(i * G, (i + 1) * G)
         same_rollouts = got.rollouts[group] == before.rollouts[group]
