@@ -511,7 +511,7 @@ def not_written(path: Path, error: Exception, cure: str) -> str:
     if not folder.is_dir():
         return gone(folder)
     return (
-        f"{path} could not be written ({type(error).__name__}: {first_line(error)}; "
+        f"{path} could not be written ({type(error).__name__}: {in_one_line(error, 300)}; "
         f"{free_gib(folder):.1f} GiB are free there); {cure or how_to_go_on(folder)}"
     )
 

@@ -256,15 +256,15 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         check_writable("--output", unfinished, folder=False)
         check_output(output)
     rewards.check_names(c["reward_funcs"])
-    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
-    check_context(model_config, c)
-    rows = checked_eval_rows(c, tokenizer)
+    files = load_model_files(c["model"], c["chat_template"])
+    check_context(files.config, c)
+    rows = checked_eval_rows(c, files)
     world = start_distributed()
     check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
     if warning := leakage_warning(rows, c["model"]):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
-    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, deciding_functions(rows, c))
+    exam = scoring.Exam(sampler, files.tokenizer, files.stop_ids, rows, deciding_functions(rows, c))
     records = []
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)

@@ -47,7 +47,7 @@ from common import (
     tell,
 )
 from journal import hold_folder, write_whole
-from preflight import check_context, load_model_files
+from preflight import check_context, check_prompts, load_model_files
 from prompts import prompts_hash
 from ranks import check_alike, leave_together, start_distributed
 
@@ -210,10 +210,11 @@ def write(c: dict, own: dict, path: Path) -> None:
     """Samples the prompts that the file still lacks, and appends their lines."""
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
-    model_config, tokenizer, stop_ids = load_model_files(c["model"], c["chat_template"])
-    check_context(model_config, c)
-    rows = data.all_rows(data.training_pools(c, tokenizer)[0])
+    files = load_model_files(c["model"], c["chat_template"])
+    check_context(files.config, c)
+    rows = data.all_rows(data.training_pools(c, files.tokenizer)[0])
     rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
+    check_prompts(rows, files)
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(functions, rows, data.names(c), c)
 
@@ -225,7 +226,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     (done,) = shared  # may exceed len(rows): --max_prompts may have been larger before
     # a file that is whole needs no engine
     sampler = rollout.start_sampler(c, world.device) if done < len(rows) else None
-    exam = scoring.Exam(sampler, tokenizer, stop_ids, rows, functions)
+    exam = scoring.Exam(sampler, files.tokenizer, files.stop_ids, rows, functions)
     P = c["prompts_per_step"]
     bar = progress(
         total=len(rows), initial=min(done, len(rows)), disable=world.rank > 0, unit="prompt"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import deepspeed
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 import loss as L
 import packing
@@ -208,6 +209,26 @@ def turn_off_dropout(lm) -> float:
                 largest = max(largest, value)
                 setattr(module, name, 0.0)
     return largest
+
+
+def drop_unsavable(lm) -> str:
+    """transformers reads a generation_config.json that it later refuses to save, such as one with a
+    temperature but without do_sample: a run would lose its checkpoints. Of such a one only the
+    token ids are kept; nothing here samples by the rest. Returns a sentence that says so, or ""."""
+    given = lm.generation_config
+    try:
+        given.validate(strict=True)
+    except ValueError as error:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: getattr(given, name) for name in names}
+        if type(ids["pad_token_id"]) is int and ids["pad_token_id"] < 0:  # stands for none
+            del ids["pad_token_id"]
+        lm.generation_config = GenerationConfig(**ids)
+        return (
+            f"warning: transformers can't save this model's generation_config.json "
+            f"({in_one_line(error, 300)}): checkpoints keep its token ids alone"
+        )
+    return ""
 
 
 # what an optimizer raises for options that it can't take

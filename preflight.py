@@ -67,6 +67,7 @@ from policy import (
 )
 from prompts import (
     check_chat_template,
+    check_known,
     encode_prompts,
     end_of_turn,
     leakage_warning,
@@ -251,12 +252,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
     # tokens that the template or the tokenizer adds to every prompt
     plain = {"system_prompt": "", "chat_template_kwargs": {}}
     text = render_prompt(with_prompt({"id": ""}, "1"), tokenizer, plain)
-    beyond = [i for i in tokenizer(text)["input_ids"] if i >= vocab_size]
-    if beyond:
-        raise UserError(
-            f"model={model!r}: every prompt would hold {tokenizer.decode(beyond[:1])!r}, which is "
-            f"number {beyond[0]} of its tokenizer, but config.json has vocab_size={vocab_size}"
-        )
+    ids = tokenizer(text)["input_ids"]
+    check_known(ids, tokenizer, vocab_size, f"model={model!r}: every prompt")
 
 
 def refuse_closed_prompts(model: str, tokenizer, stop_ids: list[int]) -> None:
@@ -559,11 +556,12 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     pools, pool_weights = data.training_pools(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     rows = data.all_rows([*pools, easy])  # all training rows that rewards will see
+    check_prompts(rows, files)
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
     scoring.check_answers(functions, rows, data.names(c), c)
     warn_without_modes(rows, c)
 
-    eval_rows = checked_eval_rows(c, files.tokenizer) if holds_out_rows(c) else []
+    eval_rows = checked_eval_rows(c, files) if holds_out_rows(c) else []
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     if warning := leakage_warning(eval_rows, c["model"]):
         say_on_rank_0(warning)
@@ -582,6 +580,13 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     )
 
 
+def check_prompts(rows: list[dict], files: ModelFiles) -> None:
+    """UserError if a row's prompt has a token that the model does not know."""
+    for row in rows:
+        what = f"row {row['id']!r}: its prompt"
+        check_known(row["prompt_ids"], files.tokenizer, files.config.vocab_size, what)
+
+
 def warn_without_modes(rows: list[dict], c: dict) -> None:
     if c["xdr_mode_adaptive_tau"] and not any(tasks.with_modes(row["task"]) for row in rows):
         say_on_rank_0(
@@ -590,9 +595,11 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
         )
 
 
-def checked_eval_rows(c: dict, tokenizer) -> list[dict]:
-    """eval_rows_of(); UserError if the rewards can't read their answers."""
-    rows = eval_rows_of(c, tokenizer)
+def checked_eval_rows(c: dict, files: ModelFiles) -> list[dict]:
+    """eval_rows_of(); UserError if the model does not know their tokens, or the rewards can't read
+    their answers."""
+    rows = eval_rows_of(c, files.tokenizer)
+    check_prompts(rows, files)
     scoring.check_answers(deciding_functions(rows, c), rows, eval_source(c)["name"], c)
     return rows
 

@@ -332,6 +332,17 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
+def check_known(ids: list[int], tokenizer, vocab_size: int, what: str) -> None:
+    """UserError if token ids lie beyond a model's vocabulary: a tokenizer may have special tokens
+    that its model lacks, and any text may name one. what: such as "row 'a': its prompt"."""
+    last = max(ids, default=0)
+    if last >= vocab_size:
+        raise UserError(
+            f"{what} holds {tokenizer.decode([last])!r}, which is number {last} of the tokenizer, "
+            f"but the model's config.json has vocab_size={vocab_size}"
+        )
+
+
 def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) -> list[dict]:
     """New rows with "prompt_ids". What happens to a prompt over max_prompt_length tokens depends on
     long_prompts. "error": UserError. "drop": it is left out. "truncate": it loses the beginning of

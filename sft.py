@@ -36,9 +36,9 @@ import rollout
 from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
-from policy import CHUNK, Policy
+from policy import CHUNK, Policy, drop_unsavable
 from preflight import check_context, eval_rows_of, load_model_files
-from prompts import prompt_keys, seed_prompts, with_trained, write_trained
+from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
 # Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
@@ -150,6 +150,14 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     return groups
 
 
+def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
+    """UserError if one has a token that the model does not know. groups: of demonstrations()."""
+    for group, _ in groups:
+        for demo in group:
+            ids = demo["prompt_ids"] + demo["completion_ids"]
+            check_known(ids, tokenizer, vocab_size, "a prompt or a solution")
+
+
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
     """This rank's share of a step's demonstrations: `size` rows are drawn with replacement, and one
     solution of each."""
@@ -199,6 +207,7 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
             pools = data.leave_out_evaluated(pools, held_out, c)
         rows = data.all_rows(pools)
         groups = demonstrations(rows, tokenizer, c)
+        check_demonstrations(groups, tokenizer, lm.config.vocab_size)
         trained = prompt_keys([row for row in rows if row.get("solutions")])
         if c["model"] != "tiny":  # that is no folder
             trained = with_trained(trained, c["model"])
@@ -249,6 +258,8 @@ def load_model(c: dict) -> tuple:
         lm = AutoModelForCausalLM.from_pretrained(
             c["model"], dtype=torch.float32, trust_remote_code=False
         )
+        if warning := drop_unsavable(lm):
+            say_on_rank_0(warning)
     if c["pack_sequences"]:
         packing.check_window(lm.config, max_sequence_length(c))
     return lm, tokenizer

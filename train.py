@@ -85,6 +85,7 @@ from policy import (
     WithoutAdapters,
     add_adapters,
     count_parameters,
+    drop_unsavable,
     dtype_of,
     flip_signs,
     is_checked,
@@ -179,6 +180,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     """Loads config["model"] into a Policy, which checks it on a few tokens. trains: False for the
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
+    if trains and (warning := drop_unsavable(lm)):
+        say_on_rank_0(warning)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train(trains).requires_grad_(trains)

@@ -223,7 +223,8 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
         raise Warned
 
     asked, told = [], []
-    monkeypatch.setattr(evaluate, "load_model_files", lambda *given: (None, None, []))
+    files = preflight.ModelFiles(None, None, [])
+    monkeypatch.setattr(evaluate, "load_model_files", lambda *given: files)
     monkeypatch.setattr(evaluate, "check_context", lambda *given: None)
     rows = [row | {"prompt_ids": [1, i]} for i, row in enumerate(SUMS)]
     monkeypatch.setattr(evaluate, "checked_eval_rows", lambda *given: rows)

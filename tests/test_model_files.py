@@ -1,0 +1,120 @@
+"""What a model's files may bring that shows only late: in a save, or in the step that draws
+a row."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from row_files import check_words, refusal
+from transformers import AutoTokenizer, GenerationConfig
+
+import evaluate
+import generate
+import preflight
+import sft
+import train
+from common import load_config
+
+CPU = torch.device("cpu")
+
+
+# --- a generation_config.json that transformers loads and does not save
+
+
+def with_generation(folder: Path, tmp_path: Path, **settings) -> dict:
+    """The config of a run from a copy of a model with these settings in generation_config.json."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]} | settings))
+    c = load_config(["config/countdown_tiny.py", f"--model={model}"])
+    return c | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.6, "top_p": 0.9},
+        {"do_sample": False, "temperature": 0.6},
+        {"length_penalty": 0.5},
+        {"pad_token_id": -1},
+    ],
+    ids=str,
+)
+def test_a_model_is_saved_whatever_its_generation_config_holds(
+    settings, tiny_model_dir, tmp_path, capsys
+):
+    c = with_generation(tiny_model_dir, tmp_path, **settings)
+    for load in (
+        lambda: train.load_lm(c, trains=True, device=CPU).lm,
+        lambda: sft.load_model(c)[0],
+    ):
+        lm = load()
+        check_words(capsys.readouterr().out, "token ids alone", list(settings)[-1])
+        lm.save_pretrained(tmp_path / "saved")
+        assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [0, 7]
+
+
+def test_a_generation_config_that_can_be_saved_stays(tiny_model_dir, tmp_path, capsys):
+    c = with_generation(tiny_model_dir, tmp_path, do_sample=True, temperature=0.6)
+    train.load_lm(c, trains=True, device=CPU).lm.save_pretrained(tmp_path / "saved")
+    assert "token ids" not in capsys.readouterr().out
+    assert GenerationConfig.from_pretrained(tmp_path / "saved").temperature == 0.6
+
+
+# --- a special token that the tokenizer has and the model has not
+
+GOOD, BAD = "1,2,3=6:", "1,2,3=6: <image>"
+
+
+@pytest.fixture
+def beyond(tiny_model_dir, tmp_path) -> list[str]:
+    """Flags of a run whose tokenizer knows a token, number 101, that its model does not."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(model)
+    return ["config/countdown_tiny.py", f"--model={model}", "--reward_funcs=last_number"]
+
+
+def file_of(tmp_path: Path, name: str, prompt: str, solution: str = "1+2+3") -> str:
+    """A data set of one good row and one with this prompt and solution."""
+    rows = [
+        {"id": f"{name}, good", "prompt": "2,2,2=6:", "answer": "6", "solutions": ["2+2+2"]},
+        {"id": name, "prompt": prompt, "answer": "6", "solutions": [solution]},
+    ]
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("bad", ["dataset", "easy_dataset", "eval_dataset"])
+def test_a_row_with_such_a_token_is_found_before_weights_load(bad, beyond, tmp_path):
+    for name in ("dataset", "easy_dataset", "eval_dataset"):
+        path = file_of(tmp_path, name, BAD if name == bad else GOOD)
+        beyond = [*beyond, f"--{name}.name={path}"]
+    c = load_config([*beyond, "--easy_dataset.share=0.5", "--eval_steps=1"])
+    message = refusal(preflight.load_inputs, c, 1)
+    check_words(message, f"row '{bad}'", "'<image>'", "number 101", "vocab_size=101")
+
+
+def test_the_other_commands_find_it_too(beyond, tmp_path):
+    path = file_of(tmp_path, "bad", BAD)
+    good = file_of(tmp_path, "good", GOOD)
+    c = load_config([*beyond, f"--dataset.name={path}", f"--eval_dataset.name={path}"])
+    own = generate.FLAGS["generate"] | {"output": str(tmp_path / "lines.jsonl")}
+    sft_run = load_config([*beyond, f"--dataset.name={path}", f"--eval_dataset.name={good}"])
+    sft_run |= {"output_dir": str(tmp_path / "sft")}
+    for message in (
+        refusal(evaluate.main, c),
+        refusal(generate.main, c, own),
+        refusal(sft.main, sft_run),
+    ):
+        check_words(message, "'<image>'", "number 101", "vocab_size=101")
+
+
+def test_a_solution_with_such_a_token_is_refused_too(beyond, tmp_path):
+    path = file_of(tmp_path, "bad", GOOD, solution="1+2+3<image>")
+    c = load_config([*beyond, f"--dataset.name={path}", "--allow_leakage=True"])
+    message = refusal(sft.main, c | {"output_dir": str(tmp_path / "sft")})
+    check_words(message, "a solution", "'<image>'", "number 101")
