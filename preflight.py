@@ -10,6 +10,7 @@ import math
 import os
 import re
 import string
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -181,6 +182,21 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
     else:
         reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
     return UserError(f"model={model!r} {what}: {part}: {reason}")
+
+
+def check_savable(model: str, files: ModelFiles) -> None:
+    """UserError if transformers can't write what it has read: a run would find that out when it
+    saves for the first time, which may be its end."""
+    parts = {"config.json": files.config, "the tokenizer": files.tokenizer}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in parts.items():
+            try:
+                part.save_pretrained(folder)
+            except Exception as error:  # whatever a stranger's file may bring about
+                raise UserError(
+                    f"model={model!r}: {name} was read but can't be saved, so there would be no "
+                    f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)}"
+                ) from None
 
 
 # --- vocabulary, template, what ends a completion
@@ -548,6 +564,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         say_on_rank_0(end)
     check_context(files.config, c)
     refuse_unsupported(c["model"], files.config)
+    check_savable(c["model"], files)
     if c["pack_sequences"]:
         packing.check_window(files.config, max_sequence_length(c))
     try_optimizer(c)

@@ -37,7 +37,7 @@ from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy, drop_unsavable
-from preflight import check_context, eval_rows_of, load_model_files
+from preflight import check_context, check_savable, eval_rows_of, load_model_files
 from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
@@ -252,6 +252,7 @@ def load_model(c: dict) -> tuple:
     else:
         files = load_model_files(c["model"], c["chat_template"])
         check_context(files.config, c)
+        check_savable(c["model"], files)
         tokenizer = files.tokenizer
         if tokenizer.eos_token_id is None:  # only generation_config.json names one
             tokenizer.eos_token_id = files.stop_ids[0]

@@ -62,6 +62,17 @@ def test_a_generation_config_that_can_be_saved_stays(tiny_model_dir, tmp_path, c
     assert GenerationConfig.from_pretrained(tmp_path / "saved").temperature == 0.6
 
 
+@pytest.mark.parametrize("command", [sft.load_model, lambda c: preflight.load_inputs(c, 1)])
+def test_a_tokenizer_that_can_not_be_saved_is_found_before_training(
+    command, tiny_model_dir, monkeypatch
+):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.init_kwargs["odd"] = object()
+    monkeypatch.setattr(preflight.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    c = load_config(["config/countdown_tiny.py", f"--model={tiny_model_dir}"])
+    check_words(refusal(command, c), "the tokenizer was read but can't be saved", "checkpoints")
+
+
 # --- a special token that the tokenizer has and the model has not
 
 GOOD, BAD = "1,2,3=6:", "1,2,3=6: <image>"
