@@ -23,7 +23,7 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import PATHS, ROOT, UserError, near_path, quoted, say_on_rank_0
+from common import PATHS, ROOT, UserError, in_one_line, near_path, quoted, say_on_rank_0
 from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
@@ -377,6 +377,11 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
         rows = dataset.to_list()
     except UnicodeDecodeError as error:
         raise UserError(f"dataset {name!r} holds text that is not UTF-8: {error}") from None
+    except Exception as error:  # such as a date that Python has no object for
+        raise UserError(
+            f"dataset {name!r} holds a value that can't be read: {type(error).__name__}: "
+            f"{in_one_line(error, 300)}"
+        ) from None
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
 
 

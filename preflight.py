@@ -128,6 +128,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         data.use_cache_without_hub(huggingface_hub.constants.ENDPOINT)
     with quiet():
         # in order of cost: config, tokenizer, weights
+        refuse_adapters(model)
         config = load_part(model, "config.json", AutoConfig)
         refuse_other_kinds(model, config)
         vocab_size = vocabulary_of(model, config)
@@ -200,6 +201,19 @@ def check_savable(model: str, files: ModelFiles) -> None:
 
 
 # --- vocabulary, template, what ends a completion
+
+
+def refuse_adapters(model: str) -> None:
+    """UserError if adapters lie in the model's folder, alone or beside weights: transformers would
+    load them on top, vLLM would not, and a run would train something else than it samples from."""
+    name = "adapter_config.json"
+    if is_there(model, name):
+        raise unusable(
+            model,
+            name,
+            "it has adapters: merge them into their model by peft's merge_and_unload() and name "
+            "what that saves, or, if the weights beside them are the merged ones, take them away",
+        )
 
 
 def refuse_other_kinds(model: str, config) -> None:

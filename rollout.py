@@ -627,12 +627,16 @@ def prompt_seed(*parts) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
-def with_text(tokenizer, group_done=None):
-    """A callback that adds "text", decoded without special tokens, to a group of rollouts, then
-    passes it on to `group_done`."""
+def with_text(tokenizer, sampling: Sampling, group_done=None):
+    """A callback that adds "text", decoded without special tokens and without the stop token, to a
+    group of rollouts, then passes it on to `group_done`."""
+
+    def answer_of(ids: list[int]) -> list[int]:
+        # not every tokenizer marks all tokens that end a turn as special
+        return ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
 
     def done(i: int, group: list[dict]) -> None:
-        completions_ids = [r["completion_ids"] for r in group]
+        completions_ids = [answer_of(r["completion_ids"]) for r in group]
         texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
         for r, text in zip(group, texts):
             r["text"] = text
@@ -645,13 +649,15 @@ def with_text(tokenizer, group_done=None):
 def generate(
     sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens. A
-    RuntimeError if they are fewer or more, if one is empty or lacks a log-prob, which must not
-    pass for 0. RunStopped if a log-prob is not finite.
+    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens and
+    the stop token. A RuntimeError if they are fewer or more, if one is empty or lacks a log-prob,
+    which must not pass for 0. RunStopped if a log-prob is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
-    rollouts = sampler.generate(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    rollouts = sampler.generate(
+        prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done)
+    )
     # in the tensors made of these, only a row's position tells which prompt it belongs to
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
@@ -679,7 +685,7 @@ def begin(
 ) -> None:
     """Starts a generate() in the background. The engine keeps the rollouts until generate() is
     called with the same arguments."""
-    sampler.begin(prompts_ids, n, sampling, with_text(tokenizer, group_done))
+    sampler.begin(prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done))
 
 
 def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:

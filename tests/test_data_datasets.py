@@ -145,6 +145,13 @@ def test_a_parquet_file_with_bytes_for_text_is_one_sentence(tmp_path):
     check_words(refusal(load, path), path, "UTF-8")
 
 
+def test_a_date_that_python_can_not_hold_is_one_sentence(tmp_path):
+    path = str(tmp_path / "rows.parquet")
+    far = pyarrow.array([2**30], type=pyarrow.date32())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": far}), path)
+    check_words(refusal(load, path), path, "can't be read", "OverflowError")
+
+
 def test_files_that_are_not_there_or_not_what_they_seem_are_one_sentence(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "folder").mkdir()

@@ -73,6 +73,20 @@ def test_a_tokenizer_that_can_not_be_saved_is_found_before_training(
     check_words(refusal(command, c), "the tokenizer was read but can't be saved", "checkpoints")
 
 
+# --- adapters beside a model
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_with_adapters_is_refused(whole, tiny_model_dir, tmp_path):
+    """transformers would load them on top of the model, and vLLM would not."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    if not whole:
+        (folder / "config.json").unlink()
+    message = refusal(preflight.load_model_files, str(folder))
+    check_words(message, "adapter_config.json", "merge_and_unload")
+
+
 # --- a special token that the tokenizer has and the model has not
 
 GOOD, BAD = "1,2,3=6:", "1,2,3=6: <image>"

@@ -16,6 +16,7 @@ from deadlines import PATIENCE
 from transformers import Qwen2Config
 
 import rollout
+import sft
 from common import RunStopped, UserError, load_config
 from sft import tiny_model, tiny_tokenizer
 
@@ -333,6 +334,28 @@ def test_a_policy_of_nans_is_a_sentence_where_transformers_sample(tiny_model_dir
     sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[3])
     with pytest.raises(RunStopped, match="logits are not finite"):
         engine.generate([[5, 6, 7]], 2, sampling)
+
+
+def test_a_text_ends_before_the_stop_token_also_where_that_is_not_special():
+    """As <|im_end|> is not in some fine-tunes: rewards would read it as part of the answer."""
+    tokenizer = sft.tiny_tokenizer()
+    plain = tokenizer.convert_tokens_to_ids("!")
+    ids = [*tokenizer("hi!")["input_ids"], plain]  # stops at a second "!"
+    cut = tokenizer("hi!?")["input_ids"]  # as long as it may be
+    answers = [
+        {"completion_ids": given, "logprobs": [-1.0] * len(given), "finish_reason": reason}
+        for given, reason in ((ids, "stop"), (cut, "length"))
+    ]
+
+    def generate(prompts, n, sampling, group_done):
+        group_done(0, answers)
+        return answers
+
+    engine = SimpleNamespace(generate=generate)
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=4, stop_token_ids=[0, plain], seeds=[3])
+    rollouts = rollout.generate(engine, tokenizer, [[5]], 2, sampling)
+    assert [r["text"] for r in rollouts] == ["hi!", "hi!?"]
+    assert rollouts[0]["completion_ids"] == ids  # what is learnt from keeps it
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
