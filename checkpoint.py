@@ -205,8 +205,8 @@ def verify_together(path) -> str:
     from ranks import gather_objects
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = verify(path, rank, ranks) or code_in(path, rank, ranks)
-    answers = gather_objects((str(path), found))
+    local_problem = verify(path, rank, ranks) or code_in(path, rank, ranks)
+    answers = gather_objects((str(path), local_problem))
     paths = {name for name, _ in answers}
     if len(paths) > 1:
         raise RunStopped(
@@ -752,6 +752,11 @@ def ranks_of(path: Path) -> int:
     return len(list(path.glob("rng_*.pt")))
 
 
+def new_run_from(path: Path) -> str:
+    """The end of a sentence about a checkpoint that this run can't go on from."""
+    return f"start a new run from its weights: --model={path} --output_dir=..."
+
+
 def check_fit(path: Path, config: dict) -> None:
     """UserError if this config can't go on from a checkpoint's optimizer state."""
     from policy import dtype_of, seed_classes
@@ -771,8 +776,7 @@ def check_fit(path: Path, config: dict) -> None:
         if was != now:
             raise UserError(
                 f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; "
-                f"this run has {now!r}: go on with the same, or start a new run from its weights: "
-                f"--model={path} --output_dir=..."
+                f"this run has {now!r}: go on with the same, or {new_run_from(path)}"
             )
 
 
@@ -786,8 +790,8 @@ def check_convertible(path: Path, config: dict) -> None:
         raise UserError(
             f"{path} was saved by {saved} ranks and this run has {now}: with "
             f"optimizer={config['optimizer']!r}, optimizer_options={options!r} and "
-            f"zero_stage={config['zero_stage']} only {saved} can resume it; or start a new run "
-            f"from its weights: --model={path} --output_dir=..."
+            f"zero_stage={config['zero_stage']} only {saved} can resume it; or "
+            f"{new_run_from(path)}"
         )
 
 
@@ -806,8 +810,7 @@ def check_state(path: Path, config: dict) -> None:
         if missing := example["controllers"].keys() - held.keys():
             raise UserError(
                 f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: it "
-                f"is of older code; go on with that, or start a new run from its weights: "
-                f"--model={path} --output_dir=..."
+                f"is of older code; go on with that, or {new_run_from(path)}"
             )
         for key, form in example["controllers"].items():
             if not alike(held[key], form):
@@ -1148,8 +1151,8 @@ class Hub:
         finally:
             shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
-    def gives_up(self) -> bool:
-        """Whether an upload is still under way. Then it says that it won't arrive."""
+    def abandon(self) -> bool:
+        """Tells that the upload under way won't arrive; False if none is."""
         if not self.upload or self.upload.future.done():
             return False
         tell(f"not pushed: {self.upload.path}, the run ends before it has arrived")
@@ -1158,7 +1161,7 @@ class Hub:
     def leave(self) -> None:
         """Ends the process if an upload is still under way, instead of waiting for it. Otherwise
         reports how the last upload ended, and returns."""
-        if self.gives_up():
+        if self.abandon():
             sys.stdout.flush()
             os._exit(0)
         self.finish(stop=False)

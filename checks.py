@@ -1,8 +1,8 @@
 """Validation of a config: every rule that needs the config's values alone, as an error or a warning
 of one sentence.
 
-for holds, sentence in claims(config): ...  # common.check_config raises the first that doesn't hold
-for sentence in warn_config(config, vocabulary, default_config()): ...
+    for holds, sentence in claims(config): ...    # common.check_config raises the first that fails
+    for sentence in warn_config(config, vocabulary, default_config()): ...
 
 To add a key, write its line in config/default.py. Then add it here: to RANGES (a number) or CHOICES
 (a word), to USED or SWITCHES if only some configs read it, to STEPS if it may change during a run;
@@ -35,7 +35,8 @@ class Objective(NamedTuple):
     # flow's; "" none
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
-    term: Literal["", "semantic_entropy", "token_entropy"] = ""  # dr_grpo, changed
+    # "semantic_entropy" shrinks advantages, "token_entropy" adds a bonus per token
+    term: Literal["", "semantic_entropy", "token_entropy"] = ""
 
     @property
     def has_weights(self) -> bool:
@@ -130,8 +131,8 @@ USED = {
     "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
     "maxent_q_temperature": lambda o, c: o.group_loss != "",
     "maxent_q_epsilon": lambda o, c: o.group_loss != "",
-    "maxent_score_norm": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
-    "maxent_score_scale": lambda o, c: uses_scores(o, c) or uses_ref_scores(o, c),
+    "maxent_score_norm": lambda o, c: uses_scores(c) or uses_ref_scores(c),
+    "maxent_score_scale": lambda o, c: uses_scores(c) or uses_ref_scores(c),
     "maxent_group_weight": lambda o, c: o.group_loss != "",
     "maxent_loss": lambda o, c: o.group_loss == "weights",
     "maxent_skip_equal_groups": lambda o, c: (
@@ -153,17 +154,19 @@ USED = {
 }
 
 
-def uses_scores(objective: Objective, c: dict) -> bool:
+def uses_scores(c: dict) -> bool:
     """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
     them."""
-    if objective.group_loss == "weights":
+    group_loss = OBJECTIVES[c["objective"]].group_loss
+    if group_loss == "weights":
         return c["maxent_loss"] in ("listwise", "floored")
-    return objective.group_loss != ""
+    return group_loss != ""
 
 
-def uses_ref_scores(objective: Objective, c: dict) -> bool:
+def uses_ref_scores(c: dict) -> bool:
     """Whether scores under a reference model tilt weights or goals."""
-    return c["xdr_ref_tilt"] or (objective.tilts_by_reference and c["beta"] > 0)
+    tilts = OBJECTIVES[c["objective"]].tilts_by_reference
+    return c["xdr_ref_tilt"] or (tilts and c["beta"] > 0)
 
 
 def adds_kl(c: dict) -> bool:
@@ -204,7 +207,7 @@ def is_policy_gradient(c: dict) -> bool:
     return not group_loss or (group_loss == "weights" and c["maxent_loss"] == "policy_gradient")
 
 
-def names(wanted) -> str:
+def objectives_where(wanted) -> str:
     """The names of the objectives for which `wanted` is true, joined for a sentence."""
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
@@ -317,6 +320,14 @@ def sources(c: dict) -> list[dict]:
     """Where training rows come from: the one source, or those of a mixture, with all entries."""
     given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
     return [ENTRIES["dataset"] | source for source in given]
+
+
+def keyed_sources(c: dict):
+    """(key, source) of every source of rows that a config names."""
+    for source in sources(c):
+        yield "dataset", source
+    for key in ("easy_dataset", "eval_dataset"):
+        yield key, entries(c, key)
 
 
 def eval_source(c: dict) -> dict | None:
@@ -561,15 +572,16 @@ def in_range(key: str, value) -> tuple[bool, str]:
     """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
     sentence if it doesn't."""
     lower, upper = RANGES[key]
-    off = lower.startswith("-1 or ") and not isinstance(value, dict)  # -1 turns the key off
+    may_be_off = lower.startswith("-1 or ") and not isinstance(value, dict)
+    if may_be_off and value == -1:
+        return True, ""
     lower = lower.removeprefix("-1 or ")
     for number in values_of(value):
-        # common.coerce() has given the number the type of its default
-        limit = upper or MOST[type(number)]
         lower_holds, lower_words = check_bound(number, lower)
-        upper_holds, upper_words = check_bound(number, limit)
-        if not (lower_holds and upper_holds) and not (off and number == -1):
-            words = f"{'-1, or ' if off else ''}{lower_words} and {upper_words}"
+        # common.coerce() has given the number the type of its default
+        upper_holds, upper_words = check_bound(number, upper or MOST[type(number)])
+        if not (lower_holds and upper_holds):
+            words = f"{'-1, or ' if may_be_off else ''}{lower_words} and {upper_words}"
             reason = f": {REASONS[key]}" if key in REASONS else ""
             return False, f"{key}={value} must be {words}{reason}"
     return True, ""
@@ -647,10 +659,8 @@ def paths(c: dict):
     """(key, value) of every key that may hold a path."""
     for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
         yield key, c[key]
-    for source in sources(c):
-        yield "dataset.name", source["name"]
-    for key in ("easy_dataset", "eval_dataset"):
-        yield f"{key}.name", entries(c, key)["name"]
+    for key, source in keyed_sources(c):
+        yield f"{key}.name", source["name"]
 
 
 def library_claims(c: dict):
@@ -702,6 +712,11 @@ def library_claims(c: dict):
         mode in ("online", "offline"),
         f"wandb_options.mode={mode!r} must be one of 'online', 'offline'; report_to='' is without",
     )
+
+
+def rewards_seeds(c: dict) -> bool:
+    """Whether InfoSeed adds to rewards, which makes equal ones unequal."""
+    return c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
 
 
 def completions_per_prompt(c: dict) -> int:
@@ -787,9 +802,7 @@ def data_claims(c: dict):
         all(abs(weight) <= 1e6 for weight in c["reward_weights"]),
         f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e6",
     )
-    for key, source in [("dataset", source) for source in sources(c)] + [
-        (key, entries(c, key)) for key in ("easy_dataset", "eval_dataset")
-    ]:
+    for key, source in keyed_sources(c):
         yield (
             not source["name"].startswith("["),  # as verl's data.train_files may be
             f"{key}.name={source['name']!r} names one source: several are a list in a config file, "
@@ -875,8 +888,8 @@ def objective_claims(c: dict):
     yield (
         c["mode_entropy_coef"] == 0 or not objective.group_loss,
         f"mode_entropy_coef={c['mode_entropy_coef']} is not for "
-        f"{names(lambda o: o.group_loss)}, which compare the answers of a group already: set it "
-        f"to 0, or change objective={c['objective']!r}",
+        f"{objectives_where(lambda o: o.group_loss)}, which compare the answers of a group "
+        f"already: set it to 0, or change objective={c['objective']!r}",
     )
     yield (
         not c["xdr_ref_tilt"] or (objective.row_weights and c["beta"] > 0),
@@ -886,9 +899,8 @@ def objective_claims(c: dict):
     yield (
         # all other objectives have beta * KL in the loss anyway
         not c["maxent_kl"] or (objective.tilts_by_reference and c["beta"] > 0),
-        f"maxent_kl=True needs one of {names(lambda o: o.tilts_by_reference)} as objective "
-        f"and beta > 0, not objective={c['objective']!r} "
-        f"and beta={c['beta']}",
+        f"maxent_kl=True needs one of {objectives_where(lambda o: o.tilts_by_reference)} as "
+        f"objective and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
     )
     yield (
         not c["xdr_mode_adaptive_tau"] or objective.row_weights,
@@ -935,7 +947,7 @@ def controller_claims(c: dict):
     if moves_tau(c):
         yield (
             OBJECTIVES[c["objective"]].has_weights,
-            f"an entropy target steers the weights of {names(lambda o: o.has_weights)}; "
+            f"an entropy target steers the weights of {objectives_where(lambda o: o.has_weights)}; "
             f"objective={c['objective']!r} has none",
         )
         yield (
@@ -983,7 +995,7 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     is taken to be max_completion_length. A loss without scores, maxent's policy gradient, gets the
     same limit as means."""
     lead = lead_of_right(c)
-    if not uses_scores(OBJECTIVES[c["objective"]], c):
+    if not uses_scores(c):
         return lead / math.log(vocabulary)
     per_token = c["maxent_score_scale"]
     if c["maxent_score_norm"] == "sum":
@@ -994,8 +1006,9 @@ def tau_limit(c: dict, vocabulary: int) -> float:
 LEAST_LEAD = 0.01  # of lead_of_right(): a target that tells right from wrong no more has 0
 
 
-def quarter(G: int) -> int:
-    """How many of G rows are right in the group that limits of tau are worked out for."""
+def assumed_right(G: int) -> int:
+    """How many of G rows are right in the group for which limits of tau are worked out: a
+    quarter."""
     return max(1, G // 4)
 
 
@@ -1009,7 +1022,7 @@ def lead_of_right(c: dict) -> float:
     G = completions_per_prompt(c)
     temperature = c["maxent_q_temperature"]
     odds = math.exp(-reward / temperature)  # of a wrong row to a right one, in the softmax
-    right = quarter(G)
+    right = assumed_right(G)
     share = (1 - G * epsilon) / (right + (G - right) * odds)
     lead = temperature * math.log((share + epsilon) / (share * odds + epsilon))
     return max(lead, LEAST_LEAD)
@@ -1046,50 +1059,56 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     """Sentences about a maxent_tau so high that wrong answers win, whether it is set or a
     controller will reach it."""
     warnings = []
-    product, limit = c["maxent_q_temperature"] * c["maxent_tau"], tau_limit(c, vocabulary)
+    q_temperature = c["maxent_q_temperature"]
     # "floored" pushes wrong rows down whatever the target: it was well at twice the bound
     floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "weights"
-    times = 2 if floored else 1
-    limit *= times
-    scored = uses_scores(OBJECTIVES[c["objective"]], c)
-    because = f"ln(vocabulary {vocabulary})"
-    if scored and c["maxent_score_norm"] == "sum":
-        because = f"(max_completion_length * {because}), as scores are sums,"
-    lead = lead_of_right(c)
-    because = f"{times * lead:.3g}/{because}"
-    if scored and c["maxent_score_scale"] != 1:
-        because += f" over maxent_score_scale={c['maxent_score_scale']}"
-    if lead < 0.995:
-        because += f" (less than {times} by maxent_q_epsilon or unlikeliness_coef)"
+    slack = 2 if floored else 1
+    limit = slack * tau_limit(c, vocabulary)
+    bound = f"{limit_in_words(c, vocabulary, slack)} = {limit:.3g}"
     # the sentences below round the limit to three digits: who writes that is not warned again
     highest_allowed = limit * 1.005
-    if product > highest_allowed:
+    now = q_temperature * c["maxent_tau"]
+    if now > highest_allowed:
         warnings.append(
-            f"maxent_q_temperature * maxent_tau = {product:.3g} is above {because} = {limit:.3g}: "
+            f"maxent_q_temperature * maxent_tau = {now:.3g} is above {bound}: "
             "the wrong answers of a group outnumber the right ones and a target this flat feeds "
             "them; expect a policy that gets worse"
         )
-    highest = c["maxent_q_temperature"] * c["maxent_tau_max"]
-    cure = f"maxent_tau_max={limit / c['maxent_q_temperature']:.3g}"
-    targets = values_of(c["maxent_target_excess_entropy"])
+    highest = q_temperature * c["maxent_tau_max"]  # where a controller may take it
+    cure = f"maxent_tau_max={limit / q_temperature:.3g}"
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
+        target = max(values_of(c["maxent_target_excess_entropy"]))
         G = completions_per_prompt(c)
         # the temperature of w is tau + beta
-        tilt = c["maxent_q_temperature"] * c["beta"]
-        needed = min(highest, lead * tau_of_excess(max(targets), G, quarter(G)) - tilt)
+        tilt = q_temperature * c["beta"]
+        needed = min(highest, lead_of_right(c) * tau_of_excess(target, G, assumed_right(G)) - tilt)
         if needed > highest_allowed:
             warnings.append(
-                f"an excess entropy of {max(targets)} takes maxent_q_temperature * maxent_tau to "
-                f"about {needed:.3g} (a quarter of a group right), above {because} = {limit:.3g}: "
+                f"an excess entropy of {target} takes maxent_q_temperature * maxent_tau to "
+                f"about {needed:.3g} (a quarter of a group right), above {bound}: "
                 f"lower the target, or set {cure}"
             )
     elif moves_tau(c) and highest > highest_allowed:
         # how far a target of plain entropy takes tau depends on the share of right answers
         warnings.append(
             f"a controller may take maxent_q_temperature * maxent_tau to {highest:.3g}, above "
-            f"{because} = {limit:.3g}, where wrong answers win: set {cure}"
+            f"{bound}, where wrong answers win: set {cure}"
         )
     return warnings
+
+
+def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
+    """slack * tau_limit() as a formula in a sentence, such as "1/ln(vocabulary 100)"."""
+    lead = lead_of_right(c)
+    divisor = f"ln(vocabulary {vocabulary})"
+    if uses_scores(c) and c["maxent_score_norm"] == "sum":
+        divisor = f"(max_completion_length * {divisor}), as scores are sums,"
+    words = f"{slack * lead:.3g}/{divisor}"
+    if uses_scores(c) and c["maxent_score_scale"] != 1:
+        words += f" over maxent_score_scale={c['maxent_score_scale']}"
+    if lead < 0.995:
+        words += f" (less than {slack} by maxent_q_epsilon or unlikeliness_coef)"
+    return words
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
@@ -1175,7 +1194,7 @@ def kl_warnings(c: dict) -> list[str]:
             f"maxent_tau={c['maxent_tau']:.3g}: the reference is then sharpened beyond itself, and "
             f"the KL rises with beta; keep beta, or beta_max, below maxent_tau"
         ]
-    pulls_back = uses_scores(objective, c)  # "listwise", "floored"
+    pulls_back = uses_scores(c)  # "listwise", "floored"
     if not moves_beta(c) or pulls_back:
         return []
     how = f"maxent_loss={c['maxent_loss']!r}" if objective.group_loss else "xdr_ref_tilt=True"
@@ -1190,7 +1209,7 @@ def reward_warnings(c: dict) -> list[str]:
     opposite."""
     objective = OBJECTIVES[c["objective"]]
     warnings = []
-    seed_reward = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+    seed_reward = rewards_seeds(c)
     shaped = c["unlikeliness_coef"] > 0 or c["policy_entropy_bonus_coef"] > 0 or seed_reward
     if shaped and is_on(c["maxent_target_excess_entropy"]):
         warnings.append(

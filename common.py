@@ -340,6 +340,19 @@ def coerce_key(key: str, value, before, where: str):
         if type(value) is dict:
             return coerce_points(value, default, where)
     check_literal(value, where)
+    refuse_usual_mistakes(key, value, default, where)
+    if key == "dataset":
+        default = {}  # `before` may be a list
+        if type(value) is list:
+            return [coerce_source(source, f"{where}, source {i}") for i, source in enumerate(value)]
+    if key.endswith(".config") and type(value) is dict:  # a task takes its settings as text
+        value = repr(value)
+    value = coerce(value, default, where)
+    return coerce_entries(key, value, where) if key in checks.ENTRIES else value
+
+
+def refuse_usual_mistakes(key: str, value, default, where: str) -> None:
+    """UserError with a cure of its own, where the one about types would not help."""
     if type(value) is str and value[:1] in ("[", "{") and type(default) is not str:
         raise UserError(
             f"{where}={quoted(value)} is no Python literal: it needs quotes around names and "
@@ -350,14 +363,6 @@ def coerce_key(key: str, value, before, where: str):
     if type(value) is str and key.endswith("dataset"):
         entry = f"{key} = {{'name': {quoted(value, 60)}}}"
         raise UserError(f"{where} has entries: write {entry}, or as a flag --{key}.name=...")
-    if key == "dataset":
-        default = {}
-        if type(value) is list:
-            return [coerce_source(source, f"{where}, source {i}") for i, source in enumerate(value)]
-    if key.endswith(".config") and type(value) is dict:  # a task takes its settings as text
-        value = repr(value)
-    value = coerce(value, default, where)
-    return coerce_entries(key, value, where) if key in checks.ENTRIES else value
 
 
 def coerce_source(source, where: str) -> dict:
@@ -655,12 +660,12 @@ def read_settings(path: Path) -> dict:
     another program's, or has a key twice."""
 
     def to_dict(pairs: list[tuple]) -> dict:
-        found = {}
+        table = {}
         for key, value in pairs:
-            if key in found:  # json would silently take the last value
+            if key in table:  # json would silently take the last value
                 raise UserError(f"{str(path)!r}: {quoted(key)} is set twice")
-            found[key] = value
-        return found
+            table[key] = value
+        return table
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -820,7 +825,7 @@ def group_folders(membership: Path, root: Path, kind: str):
 
 
 def text_of(file: Path) -> str:
-    """Of a file of the system's; "" if it has none, or lets nobody read it."""
+    """The text of a file of the system; "" if there is none or it may not be read."""
     try:
         return file.read_text()
     except OSError:

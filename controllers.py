@@ -33,18 +33,23 @@ ADAM_EPSILON = 1e-8
 LARGEST_MOVE = 50  # of log tau or log beta in one step: exp() of much more would overflow
 
 
+def steering(config: dict) -> tuple:
+    """(the metric that steers tau, its target): those of the target that is on."""
+    excess = config["maxent_target_excess_entropy"]
+    if is_on(excess):
+        return "weights/excess_entropy", excess
+    return "weights/entropy", config["maxent_target_weight_entropy"]
+
+
 def steering_metric(config: dict) -> str:
-    """The metric that steers tau: the one whose target is on."""
-    if is_on(config["maxent_target_excess_entropy"]):
-        return "weights/excess_entropy"
-    return "weights/entropy"
+    """The metric that steers tau."""
+    metric, _ = steering(config)
+    return metric
 
 
 def entropy_target(step: int, config: dict) -> float:
-    """H* at a step, from whichever of the two targets is on."""
-    target = config["maxent_target_weight_entropy"]
-    if is_on(config["maxent_target_excess_entropy"]):
-        target = config["maxent_target_excess_entropy"]
+    """H* at a step."""
+    _, target = steering(config)
     return scheduled(target, step)
 
 

@@ -35,7 +35,7 @@ import rollout
 import scoring
 from common import CHOSEN_WAITING, UserError, check_writable, say_on_rank_0
 from journal import is_evaluation, read_metrics
-from preflight import check_context, checked_eval_rows, deciding_functions, load_model_files
+from preflight import checked_eval_rows, deciding_functions, load_checked_files
 from prompts import leakage_warning, prompts_hash
 from ranks import World, check_alike, gather_objects, leave_together, start_distributed
 
@@ -72,9 +72,10 @@ def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) 
     )
     rollouts, values, _ = scoring.sample_and_measure(exam, rows, k, sampling, c)  # values (p, k, F)
     failures = values.isinf().any(-1).sum(1).tolist()  # (p,)
-    found = scoring.correct_modes(rollouts, rows, scoring.correct(values, exam.functions), c)
+    right = scoring.correct(values, exam.functions)  # (p, k) bool
+    right_modes = scoring.correct_modes(rollouts, rows, right, c)
     records = []
-    for row, (correct, modes), failed in zip(rows, found, failures):
+    for row, (correct, modes), failed in zip(rows, right_modes, failures):
         record = {"id": row["id"], "seed": seed, "samples": k, "correct": correct}
         record["failures"] = failed
         record["distinct"] = None if modes is None else len(modes)
@@ -144,23 +145,28 @@ def print_row(name: str, cells: list[str]) -> None:
     print(" ".join([f"{name:<18}", *(f"{cell:>10}" for cell in cells)]))
 
 
+def print_evaluations(first: dict, last: dict) -> None:
+    """A table of two lines of metrics.jsonl and what has changed between them. A run with one
+    evaluation gives it twice, and it is shown once."""
+    one = first is last
+    print()
+    heads = [f"step {first['step']}", f"step {last['step']}", "change"]
+    print_row("held-out problems", heads[:1] if one else heads)
+    for key, value in first.items():
+        # reward_failures may be in one of them only; null: not finite
+        if not key.startswith("eval/") or value is None or last.get(key) is None:
+            continue
+        cells = [f"{value:.3f}", f"{last[key]:.3f}", f"{last[key] - value:+.3f}"]
+        print_row(key.removeprefix("eval/"), cells[:1] if one else cells)
+
+
 def report(folder: Path) -> None:
     """Prints the first and the last evaluation of a run side by side, or the only one, and draws
     curves.png."""
     lines, _ = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)]
     if evals:
-        first, last = evals[0], evals[-1]
-        shown = [first, last] if len(evals) > 1 else [first]
-        change = ["change"] if len(evals) > 1 else []
-        print()
-        print_row("held-out problems", [f"step {line['step']}" for line in shown] + change)
-        for key in [key for key in first if key.startswith("eval/")]:
-            # reward_failures may be in one of them only; null: not finite
-            if first[key] is None or last.get(key) is None:
-                continue
-            change = [f"{last[key] - first[key]:+.3f}"] if len(evals) > 1 else []
-            print_row(key[5:], [f"{line[key]:.3f}" for line in shown] + change)
+        print_evaluations(evals[0], evals[-1])
     print(f"\nmetrics: {folder / 'metrics.jsonl'}")
     if lines:  # somebody may have deleted them
         draw_curves(lines, folder / "curves.png")
@@ -193,8 +199,8 @@ def panels_of(lines: list[dict]) -> dict:
 
 
 def running_mean(values) -> list[float]:
-    """The mean of each value and those before it, of which each counts for nine tenths of the one
-    after it."""
+    """The exponential moving average with decay 0.9, each a weighted mean of the values so far (as
+    with Adam's bias correction, the first is the first value itself)."""
     total = weight = 0.0
     means = []
     for value in values:
@@ -256,8 +262,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         check_writable("--output", unfinished, folder=False)
         check_output(output)
     rewards.check_names(c["reward_funcs"])
-    files = load_model_files(c["model"], c["chat_template"])
-    check_context(files.config, c)
+    files = load_checked_files(c)
     rows = checked_eval_rows(c, files)
     world = start_distributed()
     check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})

@@ -17,12 +17,12 @@ import torch
 
 import infoseed
 import learner
-import loss as L
 import rollout
 import scoring
 from checks import entries
 from common import scheduled, tell
 from data import all_rows
+from loss import equal_groups
 from preflight import Inputs
 from ranks import World, gather_objects, gather_rows, wait_for_ranks
 from stream import Replay, step_rows
@@ -61,8 +61,7 @@ class Experience:
         self.inputs = inputs
         self.config = config
         self.rank = world.rank
-        share = config["prompts_per_step"] // world.size
-        self.places = range(world.rank * share, (world.rank + 1) * share)  # this rank's
+        self.places = world.share(config["prompts_per_step"])  # this rank's
         self.replay_state = replay_state  # after the last whole step, for checkpoints
         self.replay = None
         remembered = entries(config, "replay")
@@ -108,7 +107,7 @@ class Experience:
         worst = metrics  # the attempt with the most failures
         resampled = 0
         for attempt in range(1, c["resample_equal_groups"] + 1):
-            equal = L.equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
+            equal = equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
@@ -244,8 +243,9 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes. Packed, its prompt counts once, even where it
-    shares a part with another group, and InfoSeed's own prompts do not: it only costs balance."""
+    """Tokens that a forward over a group computes, about: with packing the prompt counts once.
+    That groups may share the beginning of a prompt, and that InfoSeed's prompts are others, is left
+    out: a wrong number only makes the ranks' work less equal."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:
@@ -278,16 +278,24 @@ def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[in
     return [sorted(places) for places in dealt]
 
 
+class Group(NamedTuple):
+    """One prompt's part of a Collected, which deal() moves between ranks."""
+
+    prompt: dict
+    rollouts: list[dict]  # G + S
+    rewards_per_func: torch.Tensor  # (G + S, F)
+    right: torch.Tensor  # (G + S,) bool
+
+
 def deal(collected: Collected, world: World, c: dict) -> Collected:
     """The same step with its groups moved between ranks, so that no rank waits long for another.
     `rewards` (P, G + S) gets the new order: the groups of rank 0 first. All ranks together."""
     if world.size == 1:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.prompts))
-    first = world.rank * len(collected.prompts)
-    held = {}  # place -> (row, group, rewards per function, right)
-    for i, row in enumerate(collected.prompts):
-        held[first + i] = (row, groups[i], collected.rewards_per_func[i], collected.right[i])
+    local = world.share(len(collected.rewards))
+    parts = zip(collected.prompts, groups, collected.rewards_per_func, collected.right)
+    held = dict(zip(local, map(Group._make, parts)))  # place -> Group
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
@@ -295,16 +303,16 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     learns = learner.may_have_gradient(collected.rewards, c["beta"], c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 
-    mine = dealt[world.rank]
-    leaving = {place: parts for place, parts in held.items() if place not in mine}
+    places = dealt[world.rank]  # that this rank learns from
+    leaving = {place: group for place, group in held.items() if place not in places}
     for arrived in gather_objects(leaving):
         held |= arrived
-    rows, groups, per_func, right = zip(*[held[place] for place in mine])
+    kept = [held[place] for place in places]
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
-        prompts=list(rows),
-        rollouts=[r for group in groups for r in group],
-        rewards_per_func=torch.stack(per_func),
-        right=torch.stack(right),
+        prompts=[group.prompt for group in kept],
+        rollouts=[r for group in kept for r in group.rollouts],
+        rewards_per_func=torch.stack([group.rewards_per_func for group in kept]),
+        right=torch.stack([group.right for group in kept]),
         rewards=collected.rewards[order],
     )

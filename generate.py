@@ -47,7 +47,7 @@ from common import (
     tell,
 )
 from journal import hold_folder, write_whole
-from preflight import check_context, check_prompts, load_model_files
+from preflight import check_prompts, load_checked_files
 from prompts import prompts_hash
 from ranks import check_alike, leave_together, start_distributed
 
@@ -210,8 +210,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     """Samples the prompts that the file still lacks, and appends their lines."""
     check_settings(path, c)
     rewards.check_names(c["reward_funcs"])
-    files = load_model_files(c["model"], c["chat_template"])
-    check_context(files.config, c)
+    files = load_checked_files(c)
     rows = data.all_rows(data.training_pools(c, files.tokenizer)[0])
     rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
     check_prompts(rows, files)

@@ -63,8 +63,8 @@ def add_completions(
 
     p = len(rows)
     joined = []
-    for group, own in zip(rollout.groups_of(rollouts, p), rollout.groups_of(seeded, p)):
-        joined += group + own
+    for group, seeds in zip(rollout.groups_of(rollouts, p), rollout.groups_of(seeded, p)):
+        joined += group + seeds
     return joined
 
 
@@ -205,9 +205,7 @@ class Seeds:
         micro-batches and ranks."""
         c = self.config
         for rows, h, logits in forwards(self.engine, self.batch, c):
-            # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
-            loss = c["info_seed_lambda"] * dist.get_world_size() * loss_of(rows, h, logits)
-            self.engine.backward(loss, scale_wrt_gas=False)
+            learner.backward_sum(self.engine, c["info_seed_lambda"] * loss_of(rows, h, logits))
 
     def metrics(self, targets) -> dict:
         """Metrics of the seed rows before the update: see `seed_metrics`."""

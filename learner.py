@@ -35,6 +35,7 @@ from checks import (
     OBJECTIVES,
     adds_kl,
     is_policy_gradient,
+    rewards_seeds,
     scale_of,
     skipped_groups,
     uses_ref_scores,
@@ -42,10 +43,11 @@ from checks import (
 )
 from common import RunStopped
 from policy import completion_mask
-from ranks import across_ranks, gather_rows
+from ranks import across_ranks, gather_rows, wait_for_gpu
 
-# what a micro-batch adds to the sums of an update: its loss, then sums over completion tokens
-SUMS = ("loss", "log-prob", "entropy", "KL", "clipped below", "clipped above")
+# what a micro-batch adds to the sums of an update: its loss, then sums over completion tokens.
+# accumulate_gradients() relies on the first two being these.
+SUMS = ("loss", "logps", "entropy", "kl", "clipped_low", "clipped_high")
 
 
 class MicroBatchPlan(NamedTuple):
@@ -62,7 +64,8 @@ class MicroBatchPlan(NamedTuple):
 
 
 class GroupMeasures(NamedTuple):
-    """What was measured of a step's groups, on all ranks; None is what this config does not use."""
+    """What was measured of a step's groups, on all ranks; None where this config does not use
+    it."""
 
     rewards: torch.Tensor  # (P, G) to be maximised: the reward functions', plus InfoSeed's
     task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
@@ -76,8 +79,8 @@ class GroupMeasures(NamedTuple):
 
 
 class GroupTargets(NamedTuple):
-    """What the groups of a step, or of one rank, ask of the policy; None is what this objective
-    does not use."""
+    """What the groups of a step, or of one rank, ask of the policy; None where this objective does
+    not use it."""
 
     task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
     # (P,) bool: groups that maxent and flow learn from; for other objectives only metrics use it
@@ -118,7 +121,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         plan = agree_on_plan(batch, 1, c)
     if reference is not None:
         batch["ref_logps"] = reference_logps(reference, batch, plan, c)
-    if uses_ref_scores(OBJECTIVES[c["objective"]], c):
+    if uses_ref_scores(c):
         measures["ref_scores"] = gather(maxent_scores(batch["ref_logps"], lengths, c))
     # the sampler's log-probs stand for the policy's, which accumulate_gradients() computes later
     if c["unlikeliness_coef"] > 0:
@@ -162,6 +165,12 @@ def maxent_scores(logps, lengths, c: dict):
         c["max_completion_length"],
         c["maxent_score_scale"],
     )
+
+
+def policy_scores(batch: dict, G: int, c: dict):
+    """maxent_scores of the policy before the update, (P, G), of all ranks."""
+    scores = maxent_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
+    return gather_rows(scores.view(-1, G))
 
 
 def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
@@ -272,8 +281,8 @@ def step_counts(targets: GroupTargets, lengths) -> dict:
 
 def own_targets(targets: GroupTargets, world) -> GroupTargets:
     """This rank's groups (p, G) of the whole step's (P, G)."""
-    p = len(targets.active) // world.size
-    return targets.taken(slice(world.rank * p, (world.rank + 1) * p))
+    local = world.share(len(targets.active))
+    return targets.taken(slice(local.start, local.stop))
 
 
 # --- the loss of a micro-batch
@@ -305,14 +314,15 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
     group_weight = targets.group_weight  # (p,) or None
     if kind == "balance":
         return L.balance_loss(scores, targets.goals, active, counts["active"], group_weight)
+    if kind == "weights" and c["maxent_loss"] == "mle":
+        return L.mle_loss(scores, targets.weights, active, counts["active"], group_weight)
     if kind == "weights":
-        given = (scores, targets.weights, active, counts["active"], group_weight)
-        if c["maxent_loss"] == "mle":
-            return L.mle_loss(*given)
         floored = None
-        if c["maxent_loss"] == "floored":
+        if c["maxent_loss"] == "floored":  # rows below the mean reward of their group
             floored = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
-        return L.listwise_loss(*given, floored)
+        return L.listwise_loss(
+            scores, targets.weights, active, counts["active"], group_weight, floored
+        )
     if kind:  # a name that was added to checks.Objective alone
         raise ValueError(f"learner.group_loss has no group_loss={kind!r}")
     # summed log-probs are divided by the longest length; the other scores are per token already
@@ -378,11 +388,9 @@ def acts_on_all(beta: float, c: dict) -> bool:
 def may_have_gradient(rewards, beta: float, c: dict):
     """(P,) bool: groups that may get a gradient, judged by their rewards (P, G) alone.
     resting_rows() is exact, but needs forwards that come later."""
-    # a seed's reward will make equal rewards differ
-    seeds_earn = c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
     objective = OBJECTIVES[c["objective"]]
     # a user's own advantages may compare rows across groups
-    if acts_on_all(beta, c) or seeds_earn or objective.has_own_advantages:
+    if acts_on_all(beta, c) or rewards_seeds(c) or objective.has_own_advantages:
         return torch.ones(len(rewards), dtype=torch.bool)
     if objective.group_loss:
         return L.active_groups(rewards, skipped_groups(c))
@@ -473,6 +481,12 @@ def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict
     return of_split + loss, loss.detach()
 
 
+def backward_sum(engine, loss) -> None:
+    """Backward from one term of a loss that is a sum over micro-batches and ranks. Times the ranks,
+    because DeepSpeed averages gradients over them."""
+    engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+
+
 def micro_batch_loss(
     engine, part: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
 ) -> tuple:
@@ -481,12 +495,21 @@ def micro_batch_loss(
     logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
     # the first update is made by the policy of that moment: its log-probs are the old ones
     part.setdefault("old_logps", logps.detach())
-    loss, low, high, kl = token_loss(logps, entropy, part, beta, c, counts)
-    reported = loss.detach().double()
+    loss, clipped_low, clipped_high, kl = token_loss(logps, entropy, part, beta, c, counts)
+    reported_loss = loss.detach().double()
     if couples_rows(c):
-        loss_of_groups, value = coupled_loss(logps, part, targets, c, counts)
-        loss, reported = loss + loss_of_groups, reported + value
-    sums = [x.detach().sum().double() for x in (reported, logps, entropy, kl, low, high)]
+        group_part, reported_part = coupled_loss(logps, part, targets, c, counts)
+        loss = loss + group_part
+        reported_loss = reported_loss + reported_part
+    values = {
+        "loss": reported_loss,
+        "logps": logps,
+        "entropy": entropy,
+        "kl": kl,
+        "clipped_low": clipped_low,
+        "clipped_high": clipped_high,
+    }
+    sums = [values[name].detach().sum().double() for name in SUMS]
     return logps, loss, torch.stack(sums).cpu()  # one wait for the device
 
 
@@ -499,7 +522,6 @@ def accumulate_gradients(
     targets: this rank's groups (p, G); counts: step_counts() of the whole step. The first update
     of a batch sets batch["old_logps"]; later ones leave out resting rows, in metrics too."""
     G = targets.task_rewards.shape[1]
-    ranks = dist.get_world_size()
     device = batch["ids"].device
     targets = targets.to(device)
     rests = resting_rows(targets, beta, c)  # (p * G,)
@@ -514,8 +536,9 @@ def accumulate_gradients(
         per_row["advantages"] = targets.advantages.flatten()
     if plan.split is not None:
         per_row["split"] = plan.split
-        score_grads, sums[0] = score_gradients(engine, batch, plan, targets, c, counts)
+        score_grads, split_loss = score_gradients(engine, batch, plan, targets, c, counts)
         per_row["score_grads"] = score_grads
+        sums[SUMS.index("loss")] = split_loss  # the micro-batches add that of whole groups
     old_logps = torch.zeros_like(batch["sampler_logps"])
     idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
@@ -530,10 +553,8 @@ def accumulate_gradients(
             # Make the gradient NaN, so that the optimizer skips the step on every rank.
             if not sums[:2].isfinite().all():  # loss, log-prob
                 loss = logps.sum() * math.nan
-            # times the ranks, because DeepSpeed averages over ranks what is meant to be a sum
-            engine.backward(loss * ranks, scale_wrt_gas=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # so far the last backward is only queued
+            backward_sum(engine, loss)
+    wait_for_gpu()  # so far the last backward is only queued
     seconds = time.perf_counter() - began
     if first_update:
         batch["old_logps"] = old_logps
@@ -545,16 +566,17 @@ def accumulate_gradients(
 
 
 def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
-    """Metrics of an update, over all ranks: its loss, and means over the completion tokens."""
-    total, _, entropy, kl, low, high = across_ranks(sums).tolist()
+    """Metrics of an update, over all ranks: its loss, and means over the completion tokens. sums:
+    this rank's SUMS."""
+    total = dict(zip(SUMS, across_ranks(sums).tolist()))
     metrics = {
-        "loss": total,
-        "entropy": entropy / tokens,
-        "clip_ratio/low": low / tokens,
-        "clip_ratio/high": high / tokens,
+        "loss": total["loss"],
+        "entropy": total["entropy"] / tokens,
+        "clip_ratio/low": total["clipped_low"] / tokens,
+        "clip_ratio/high": total["clipped_high"] / tokens,
     }
     if has_reference:
-        metrics["kl"] = kl / tokens
+        metrics["kl"] = total["kl"] / tokens
     return metrics
 
 
@@ -577,9 +599,8 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
-    if uses_scores(OBJECTIVES[c["objective"]], c):  # only then are these scores in the loss
-        scores = loss_scores(batch["old_logps"], batch["lengths"], c)  # (p * G,)
-        scores = gather_rows(scores.view(-1, targets.weights.shape[1]))  # (P, G)
+    if uses_scores(c):  # only then are these scores in the loss
+        scores = policy_scores(batch, targets.weights.shape[1], c)  # (P, G)
         metrics |= L.pull(scores, targets.weights, targets.active)
     return metrics
 
@@ -651,32 +672,38 @@ def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatch
     budget = c["max_tokens_per_micro_batch"]
     resting, learning = fill_micro_batches(batch, budget, together, c["pack_sequences"], rests)
     splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
-    mine = torch.tensor([splits, len(resting), len(learning)])
-    splits, most_resting, most_learning = across_ranks(mine, dist.ReduceOp.MAX).tolist()
-    if splits:  # on any rank: all take rows as units, so that each can make as many micro-batches
-        resting, learning = in_rows(resting), in_rows(learning)
-    plan = stretch(resting, learning, most_resting, max(1, most_learning))
-    return plan._replace(split=split_rows(plan.micro_batches, together)) if splits else plan
+    local = torch.tensor([splits, len(resting), len(learning)])
+    any_splits, most_resting, most_learning = across_ranks(local, dist.ReduceOp.MAX).tolist()
+    if not any_splits:
+        return stretch(resting, learning, most_resting, max(1, most_learning))
+    # one rank splits a group: all take rows as units, so that each can make as many micro-batches
+    plan = stretch(in_rows(resting), in_rows(learning), most_resting, max(1, most_learning))
+    return plan._replace(split=split_rows(plan.micro_batches, together))
 
 
-def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rests=None) -> tuple:
+def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rests) -> tuple:
     """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `together`
     neighbouring rows (a group) stay in one if they fit. A micro-batch is a list of units. rests
-    (N,) bool: rows without a gradient, which go to `resting`."""
-    units = units_of(batch, together, pack)
-    if together > 1 and any(unit.cost > budget for unit in units):
-        alone = units_of(batch, 1, pack)  # every row as a unit
-        groups, units = units, []
+    (N,) bool: rows without a gradient, which go to `resting`; None: no row rests."""
+    groups = units_of(batch, together, pack)
+    units = groups
+    if together > 1 and any(group.cost > budget for group in groups):
+        single_rows = units_of(batch, 1, pack)
+        units = []
         for group in groups:
-            units += [group] if group.cost <= budget else [alone[i] for i in group.rows]
-    resting, learning = [], units
+            if group.cost <= budget:
+                units.append(group)
+            else:
+                units += [single_rows[i] for i in group.rows]
+    resting = []
+    learning = units
     if rests is not None:
         rests = rests.tolist()  # all rows of a group, or none
         resting = [unit for unit in units if rests[unit.rows[0]]]
         learning = [unit for unit in units if not rests[unit.rows[0]]]
-    if not pack:
-        return fill_padded(resting, budget), fill_padded(learning, budget)
-    return fill_packed(resting, batch, budget), fill_packed(learning, batch, budget)
+    if pack:
+        return fill_packed(resting, batch, budget), fill_packed(learning, batch, budget)
+    return fill_padded(resting, budget), fill_padded(learning, budget)
 
 
 def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:

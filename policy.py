@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-import loss as L
 import packing
 from checks import OPTIMIZERS, entries
 from common import UserError, in_one_line
+from loss import token_logps
 from ranks import wait_for_gpu
 
 GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a save
@@ -96,7 +96,7 @@ class Policy(torch.nn.Module):
             hidden = out.last_hidden_state.flatten(0, 1)  # (n * S, H)
         if pool:
             return self.pooled(hidden, plan, lengths, pool)
-        logps, entropy = L.token_logps(
+        logps, entropy = token_logps(
             hidden.index_select(0, plan.predictor),  # (k, H): prompts need no logits
             self.lm.get_output_embeddings().weight,
             plan.targets,

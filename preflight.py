@@ -148,6 +148,13 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
     return ModelFiles(config, tokenizer, stop_ids)
 
 
+def load_checked_files(c: dict) -> ModelFiles:
+    """The files of the config's model, with enough positions for its rows."""
+    files = load_model_files(c["model"], c["chat_template"])
+    check_context(files.config, c)
+    return files
+
+
 @contextmanager
 def quiet():
     """Silences transformers' reports and progress bars: this file reports what matters in them."""
@@ -335,13 +342,13 @@ def generation_eos(model: str):
 
 def is_there(model: str, name: str) -> bool:
     """Whether a model's folder, or the local copy of one from the hub, has a file of that name."""
-    found = cached_file(
+    path = cached_file(
         model,
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return found is not None
+    return path is not None
 
 
 # --- weights
@@ -586,17 +593,17 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     # rows and the rewards that judge them
     pools, pool_weights = data.training_pools(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
-    rows = data.all_rows([*pools, easy])  # all training rows that rewards will see
-    check_prompts(rows, files)
-    functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(functions, rows, data.names(c), c)
-    warn_without_modes(rows, c)
+    loaded_rows = data.all_rows([*pools, easy])  # evaluation prompts are still among them
+    check_prompts(loaded_rows, files)
+    functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], loaded_rows)
+    scoring.check_answers(functions, loaded_rows, data.names(c), c)
+    warn_without_modes(loaded_rows, c)
 
     eval_rows = checked_eval_rows(c, files) if holds_out_rows(c) else []
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     if warning := leakage_warning(eval_rows, c["model"]):
         say_on_rank_0(warning)
-    left = data.all_rows([*pools, easy])
+    train_rows = data.all_rows([*pools, easy])
     return Inputs(
         model_config=files.config,
         tokenizer=files.tokenizer,
@@ -606,8 +613,8 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         easy=easy,
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
-        prompts_hash=prompts_hash(left),
-        trained=with_trained(prompt_keys(left), c["model"]),
+        prompts_hash=prompts_hash(train_rows),
+        trained=with_trained(prompt_keys(train_rows), c["model"]),
     )
 
 

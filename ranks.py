@@ -160,6 +160,12 @@ class World(NamedTuple):
     size: int
     device: torch.device
 
+    def share(self, count: int) -> range:
+        """Which of a step's `count` prompts, or groups, are this rank's: of all ranks equally many,
+        in rank order."""
+        local = count // self.size
+        return range(self.rank * local, (self.rank + 1) * local)
+
 
 def start_distributed(silence: int = SILENCE) -> World:
     """Starts the process group and, with several ranks, the heartbeat. A process started without
@@ -426,7 +432,7 @@ def left(end: float) -> float:
 
 
 def wait_for_gpu() -> None:
-    """Until this rank's GPU, if there is one, has done all that it was given, on every stream."""
+    """Waits until this rank's GPU, if there is one, has finished all its work, on every stream."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -160,7 +160,7 @@ REWARDS = {
 # --- names in a config
 
 
-def function_of(name: str) -> str:
+def import_path(name: str) -> str:
     """ "module:function" for a name in REWARDS; a name not in there is returned as it is."""
     if name not in REWARDS:
         return name
@@ -180,7 +180,7 @@ def check_names(names: list[str]) -> None:
     checked here: only a worker imports it, later."""
     for name in names:
         if name in REWARDS:
-            function_of(name)
+            import_path(name)
         elif name != "auto" and ":" not in name:
             raise UserError(
                 f"reward_funcs: {name!r} is not registered in rewards.REWARDS, which has "
@@ -212,12 +212,12 @@ def reward_functions(names: list[str], weights: list[float], rows: list[dict]) -
         decides = i == 0
         # without rows "auto" has no tasks to name functions by
         if name != "auto" or not rows:
-            functions.append(RewardFunction(name, weight, None, decides, function_of(name)))
+            functions.append(RewardFunction(name, weight, None, decides, import_path(name)))
             continue
         check_tasks(rows)
         # sorted: a set's order differs between ranks, and the order of functions must not
         for task in sorted({row["task"] for row in rows}):
-            functions.append(RewardFunction(task, weight, task, decides, function_of(task)))
+            functions.append(RewardFunction(task, weight, task, decides, import_path(task)))
     called = [function.name for function in functions]
     for name in called:
         if called.count(name) > 1:  # metrics and generate.py's output have one key per name

@@ -71,6 +71,12 @@ class Sampling(NamedTuple):
     names: list[str] | None = None  # what a server's log calls the requests
 
 
+def in_prompt_order(groups: dict[int, list[dict]]) -> list[dict]:
+    """The rollouts, prompt-major, of {index of a prompt: its rollouts}, which engines finish in any
+    order."""
+    return [r for i in sorted(groups) for r in groups[i]]
+
+
 # --- vLLM in this process
 
 
@@ -365,28 +371,29 @@ class VllmEngine(Engine):
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
-        own_requests = list(zip(prompts_ids, sampling.seeds))
-        requests, first = self.pool(own_requests)
+        local_requests = list(zip(prompts_ids, sampling.seeds))
+        requests, before = self.pool(local_requests)  # before: how many of them come before ours
         prompts = []
         params = []
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers requests by a counter, of which next() takes a number; the pooled requests
-        # get those after it, and this rank's own begin at `start`
-        start = next(self.llm.request_counter) + 1 + first
+        # vLLM numbers requests by a counter; next() takes one number, and the pooled requests get
+        # those after it
+        start = next(self.llm.request_counter) + 1 + before
+        local_ids = range(start, start + len(local_requests))
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
-                i = int(output.request_id) - start
                 # ranks that share an engine all see every output; each keeps its own
-                if not output.finished or not 0 <= i < len(own_requests):
+                if not output.finished or int(output.request_id) not in local_ids:
                     continue
+                i = local_ids.index(int(output.request_id))
                 groups[i] = self.rollouts_of(output)
                 if group_done:
                     group_done(i, groups[i])
-        return [r for i in sorted(groups) for r in groups[i]]
+        return in_prompt_order(groups)
 
     def sampling_params(self, n: int, seed: int, sampling: Sampling):
         return self.vllm.SamplingParams(
@@ -415,7 +422,8 @@ class VllmEngine(Engine):
         return rollouts
 
     def pool(self, requests: list) -> tuple[list, int]:
-        """The requests of all ranks that share this engine, and the index of this rank's first."""
+        """The requests of all ranks that share this engine, in rank order, and how many come before
+        this rank's."""
         if self.size == 1:
             return requests, 0
         shares = [None] * self.size
@@ -529,13 +537,14 @@ class HfEngine(Engine):
         size = max(1, min(HF_ROWS, HF_TOKENS // longest) // n)  # prompts of a batch
         for first in range(0, len(order), size):
             batch = order[first : first + size]
-            own = sampling._replace(seeds=[sampling.seeds[i] for i in batch])
-            sampled = self.sample_together([prompts_ids[i] for i in batch], n, own)
+            batch_sampling = sampling._replace(seeds=[sampling.seeds[i] for i in batch])
+            batch_prompts = [prompts_ids[i] for i in batch]
+            sampled = self.sample_together(batch_prompts, n, batch_sampling)
             for i, group in zip(batch, sampled):
                 groups[i] = group
                 if group_done:
                     group_done(i, group)
-        return [r for i in sorted(groups) for r in groups[i]]
+        return in_prompt_order(groups)
 
     @torch.no_grad()
     def sample_together(self, prompts_ids: list[list[int]], n: int, sampling: Sampling) -> list:

@@ -28,8 +28,8 @@ from common import RewardsFailed, UserError, quoted, tell
 from tasks import last_answer, mathematics
 from workers import Failure
 
-# What measure() writes where a function failed: what a function returns is finite. NaN stands where
-# a function does not score that row.
+# What measure() writes where a function failed. No function can return these, as what it returns is
+# finite. NaN stands where a function does not score that row.
 TIMEOUT = -math.inf
 ERROR = math.inf
 
@@ -90,7 +90,7 @@ def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
             workers.imported(path)
         except ValueError as error:
             raise workers.refused(path, str(error)) from None
-    return {key: workers.believed(workers.answer(*job)) for key, job in jobs.items()}
+    return {key: workers.checked_answer(workers.answer(*job)) for key, job in jobs.items()}
 
 
 def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:

@@ -37,7 +37,7 @@ from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy, drop_unsavable
-from preflight import check_context, check_savable, eval_rows_of, load_model_files
+from preflight import check_context, check_savable, eval_rows_of, load_checked_files
 from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
@@ -250,8 +250,7 @@ def load_model(c: dict) -> tuple:
         lm = tiny_model(len(tokenizer), c["seed"])
         check_context(lm.config, c)  # train.py would refuse the result
     else:
-        files = load_model_files(c["model"], c["chat_template"])
-        check_context(files.config, c)
+        files = load_checked_files(c)
         check_savable(c["model"], files)
         tokenizer = files.tokenizer
         if tokenizer.eos_token_id is None:  # only generation_config.json names one

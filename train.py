@@ -104,7 +104,6 @@ from ranks import (
     across_ranks,
     any_rank,
     check_alike,
-    gather_rows,
     leave_together,
     mean_over_ranks,
     start_distributed,
@@ -429,24 +428,25 @@ def update(
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate
     local_targets = learner.own_targets(targets, run.world)  # (p, G + S) of (P, G + S)
-    updates, applied = [], True
+    all_metrics = []  # of each update
+    all_applied = True
     for i in range(c["num_iterations"]):
-        new = learner.accumulate_gradients(
+        update_metrics = learner.accumulate_gradients(
             engine, batch, local_targets, run.controller_state["beta"], c, counts
         )
-        new |= seeds.accumulate_gradients(update=i)
+        update_metrics |= seeds.accumulate_gradients(update=i)
         # the Timer takes it off "learn", the phase around it
-        run.timer.add("wait", new.pop("time/wait"))
-        updates.append(new)
+        run.timer.add("wait", update_metrics.pop("time/wait"))
+        all_metrics.append(update_metrics)
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
-        applied = applied and engine.was_step_applied()
+        all_applied = all_applied and engine.was_step_applied()
     # the same on all ranks, see engine.step()
-    run.skipped_steps = 0 if applied else run.skipped_steps + 1
-    metrics = updates[0]
+    run.skipped_steps = 0 if all_applied else run.skipped_steps + 1
+    metrics = all_metrics[0]
     for name in ("clip_ratio/low", "clip_ratio/high"):
-        metrics[name] = updates[-1][name]
+        metrics[name] = all_metrics[-1][name]
     for name in ("time/learn_slowest", "time/learn_mean"):
-        metrics[name] = sum(new[name] for new in updates)
+        metrics[name] = sum(update_metrics[name] for update_metrics in all_metrics)
     metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["skipped_steps"] = run.skipped_steps
     metrics["learning_rate"] = learning_rate
@@ -468,8 +468,7 @@ def steer(
     c, old = run.config, run.controller_state
     meta_metrics = {}
     if c["controller_meta_method"]:
-        scores = learner.maxent_scores(batch["old_logps"], batch["lengths"], c)  # (p * (G + S),)
-        scores = gather_rows(scores.view(-1, measured.rewards.shape[1]))  # (P, G + S)
+        scores = learner.policy_scores(batch, measured.rewards.shape[1], c)  # (P, G + S)
         groups = {
             "utilities": targets.utilities[targets.active],
             "ref_scores": measured.ref_scores[targets.active],
@@ -510,7 +509,8 @@ def prove_sync(run: Run) -> None:
     check of every step, learner.sampler_mismatch."""
     c, lm = run.config, run.engine.module.lm
     if c["max_logp_difference"] < 0:  # off
-        return sync_weights(run)
+        sync_weights(run)
+        return
     flip_signs(lm, c["zero_stage"])
     sync_weights(run)
     with enough_memory("rollout", c):
@@ -574,6 +574,16 @@ def save_now(run: Run) -> None:
         run.hub.push(saved, last=run.step == c["max_steps"])
 
 
+@contextmanager
+def needs_folder(run: Run):
+    """RunStopped if a file can't be made in here because the run's folder has been deleted since
+    stop_if_folder_is_gone()."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise RunStopped(checkpoint.gone(run.folder)) from None
+
+
 def evaluate_now(run: Run) -> None:
     """Evaluates on the held-out problems, writes a line for each, and logs mean@k, pass@k and the
     other metrics."""
@@ -587,10 +597,8 @@ def evaluate_now(run: Run) -> None:
         return
     metrics = evaluate.summarize(records, run.config["eval_num_generations"])
     if run.log:
-        try:
+        with needs_folder(run):
             run.log.write_evaluation(run.step, records)
-        except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
-            raise RunStopped(checkpoint.gone(run.folder)) from None
         run.log.write(run.step, metrics)
     figures = " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
     run.say(f"step {run.step}: {figures}")
@@ -675,10 +683,8 @@ def show_rollouts(run: Run, collected) -> None:
     """Now and then writes or prints completions of the step, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
-        try:
+        with needs_folder(run):
             log_rollouts(run.folder, collected, run.inputs.reward_functions, run.step)
-        except FileNotFoundError:  # deleted since stop_if_folder_is_gone()
-            raise RunStopped(checkpoint.gone(run.folder)) from None
     if run.step in (1, c["max_steps"]):
         rewards = collected.own_rewards[:, :G]  # without InfoSeed's
         run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, rewards))
@@ -748,7 +754,7 @@ def main(c: dict) -> None:
             train(run)
         except RunStopped:
             if run.hub:
-                run.hub.gives_up()
+                run.hub.abandon()
             raise
     if run.hub:
         run.hub.leave()  # does not wait for an upload, which matters if the run was asked to stop

@@ -14,8 +14,9 @@ all that are waited for together within WAIT_SECONDS.
     its keeper   waits until the worker ends, the trainer dies, or the trainer sends END; then
                  kills the worker and all its descendants, whatever session they moved to
 
-Neither hears the signals that ask a run to stop, which may be sent to all its processes at once:
-the trainer still wants the rewards of its last step. But for SIGINT, which ends a worker's job.
+Neither reacts to the signals that ask a run to stop, which may be sent to all its processes at
+once: the trainer still wants the rewards of its last step. The exception is SIGINT in a worker,
+which interrupts the job that it is running.
 
 The worker receives jobs as pickles and answers in lines of JSON; the trainer trusts nothing else
 from it. A worker that gives no answer for `timeout` seconds, dies or runs out of memory loses the
@@ -176,7 +177,7 @@ class Pool:
         self.hello = (sys.path, memory_gib)
         self.asked = {}  # key: job
         self.waiting = deque()  # keys of jobs that no worker has
-        self.found = {}  # key: answer
+        self.results = {}  # key: answer
         self.late = set()  # keys of jobs that have timed out
         self.loaded = set()  # names of functions that some worker has imported
         # {function: arguments of its first job}: every worker tries it with these, others may hang
@@ -209,7 +210,7 @@ class Pool:
         far."""
         self.ask(jobs)
         end = self.clock() + WAIT_SECONDS
-        while any(key not in self.found for key in jobs):
+        while any(key not in self.results for key in jobs):
             with self.lock:
                 self.attend(0.1)
                 late = sum(key in jobs for key in self.late)
@@ -218,10 +219,10 @@ class Pool:
                 elif self.clock() > end:
                     self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")
         with self.lock:
-            answers = {key: self.found[key] for key in jobs}
-            if len(self.found) == len(self.asked):  # else jobs of the other thread are under way
+            answers = {key: self.results[key] for key in jobs}
+            if len(self.results) == len(self.asked):  # else jobs of the other thread are under way
                 self.asked = {}
-                self.found = {}
+                self.results = {}
                 self.late = set()
         return answers
 
@@ -290,8 +291,8 @@ class Pool:
             if not worker.ready:
                 self.take_start(worker, message)
                 continue
-            result = believed(message)
-            self.found[worker.jobs.popleft()] = result
+            result = checked_answer(message)
+            self.results[worker.jobs.popleft()] = result
             worker.since = self.clock()
             if isinstance(result, Failure) and lacked_memory(result.reason):
                 # earlier jobs may have filled its memory; then all later ones would fail too
@@ -341,7 +342,7 @@ class Pool:
         front of the queue."""
         if worker.ready and worker.jobs:
             key = worker.jobs.popleft()
-            self.found[key] = Failure(kind, reason)
+            self.results[key] = Failure(kind, reason)
             if kind == "timeout":
                 self.late.add(key)
         self.take_back(worker)
@@ -358,13 +359,13 @@ class Pool:
 
     def give_up(self, jobs: dict, reason: str) -> None:
         """Makes timeouts of those of the jobs that have no answer yet."""
-        keys = jobs.keys() - self.found.keys()
+        keys = jobs.keys() - self.results.keys()
         for worker in list(self.workers):
             if not keys.isdisjoint(worker.jobs):
                 self.take_back(worker)
                 self.renew(worker)
         self.waiting = deque(key for key in self.waiting if key not in keys)
-        self.found |= dict.fromkeys(keys, Failure("timeout", f"given up: {reason}"))
+        self.results |= dict.fromkeys(keys, Failure("timeout", f"given up: {reason}"))
 
     def count_failed_start(self, worker: Worker, reason: str) -> None:
         """UserError if the worker was importing a function that no worker has imported yet: that
@@ -393,7 +394,7 @@ def lacked_memory(reason: str) -> bool:
     return "MemoryError" in reason.partition(":")[0]
 
 
-def believed(message):
+def checked_answer(message):
     """A worker's message as the answer to a job: a number, a text, None or a Failure. A message
     that is none of these becomes a Failure too."""
     if isinstance(message, dict) and set(message) == {"error"}:

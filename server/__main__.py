@@ -141,11 +141,10 @@ def main(argv) -> None:
     c = load_config(rest)
     if not any(word.startswith(("--port", "--host", "--uds")) for word in for_vllm):
         check_port(own["host"], own["port"])
-    from preflight import check_context, load_model_files
+    from preflight import load_checked_files
 
     # checked here, because vLLM itself answers a bad folder with a traceback
-    files = load_model_files(c["model"], c["chat_template"])
-    check_context(files.config, c)
+    files = load_checked_files(c)
     arguments, additions = command(c, own, files.config)
     arguments += for_vllm
     print("starting", *arguments[1:], flush=True)

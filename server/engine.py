@@ -33,7 +33,7 @@ from transformers import AutoConfig
 
 from checks import max_sequence_length
 from common import RolloutsLost, RunStopped, UserError, progress, quoted
-from rollout import Engine, Sampling
+from rollout import Engine, Sampling, in_prompt_order
 from server.disk import DiskTransfer, run_name
 from server.http import Server, ServerError, addresses, completions_in, largest_answer, on_each
 
@@ -206,8 +206,7 @@ class ServerEngine(Engine):
                     group_done(i, groups[i])
         finally:
             pool.shutdown(cancel_futures=True)  # after an error the other prompts are useless
-        # sorted: answers come in any order, rollouts are prompt-major
-        return [r for i in sorted(groups) for r in groups[i]]
+        return in_prompt_order(groups)
 
     def group(self, i: int, body: dict, name: str) -> list[dict]:
         """The completions of prompt i. Missing ones are asked for again, from another server and

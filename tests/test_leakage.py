@@ -224,8 +224,7 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
 
     asked, told = [], []
     files = preflight.ModelFiles(None, None, [])
-    monkeypatch.setattr(evaluate, "load_model_files", lambda *given: files)
-    monkeypatch.setattr(evaluate, "check_context", lambda *given: None)
+    monkeypatch.setattr(evaluate, "load_checked_files", lambda *given: files)
     rows = [row | {"prompt_ids": [1, i]} for i, row in enumerate(SUMS)]
     monkeypatch.setattr(evaluate, "checked_eval_rows", lambda *given: rows)
     world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))

@@ -41,7 +41,7 @@ def test_a_group_loss_without_a_formula_does_not_train_on_nothing(config):
 def test_beta_tilts_a_group_loss_that_has_weights_or_goals_and_weighs_a_kl_beside_any_other(config):
     for kind, tilts in (("weights", True), ("balance", True), ("pairs", False), ("", False)):
         c = config(Objective(group_loss=kind), "--beta=0.1")
-        assert checks.uses_ref_scores(checks.OBJECTIVES["mine"], c) == tilts
+        assert checks.uses_ref_scores(c) == tilts
         assert checks.adds_kl(c) != tilts
 
 

@@ -337,7 +337,7 @@ LENGTHS = {"tokens": 10, "max_completion_length": 100, "soft_overlong_buffer": 2
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join))
 def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
     for name in WORTHLESS:
-        function = rewards.function_of(name)
+        function = rewards.import_path(name)
         arguments = {key: value for key, value in row_for(name).items() if key != "prompt_ids"}
         value = workers.answer(function, text, arguments | LENGTHS)
         assert isinstance(value, float) and -1 <= value <= 1

@@ -232,8 +232,8 @@ def test_a_function_that_would_score_rows_twice_is_refused():
 
 def test_every_registered_reward_is_found_by_module_and_name():
     for name, function in rewards.REWARDS.items():
-        assert workers.imported(rewards.function_of(name)) is function
-    assert rewards.function_of("my_rewards:mine") == "my_rewards:mine"
+        assert workers.imported(rewards.import_path(name)) is function
+    assert rewards.import_path("my_rewards:mine") == "my_rewards:mine"
 
 
 def unweighted(completion, answer, weight, **row):

@@ -165,7 +165,7 @@ def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
     pool.ask({"hang": job("hostile:act", "sleep")})  # which is handed out alone
     found = pool.answers({i: job("hostile:act", str(i)) for i in range(100)})
-    assert found == {i: i for i in range(100)} and "hang" not in pool.found
+    assert found == {i: i for i in range(100)} and "hang" not in pool.results
     pool.close()
 
 
@@ -210,7 +210,7 @@ def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder
     assert reasons[3:] == ["given up: 3 others had no answer in 0.2 s"] * 47
     assert pool.answers({"next step": None}) == {"next step": 5}
     assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
-    assert pool.asked == pool.found == {} and not pool.late and len(pool.workers) == 1
+    assert pool.asked == pool.results == {} and not pool.late and len(pool.workers) == 1
     pool.close()
 
 
@@ -401,7 +401,7 @@ def test_begin_waits_for_nothing_and_measure_computes_nothing_twice(
     values, failed = scoring.measure(rollouts_of(texts * 2), rows, functions, c)
     assert values[..., 0].tolist() == [[1.0, TIMEOUT, 1.0, 1.0]] * 2 and len(failed) == 2
     assert sorted(lines_of(counted)) == ["count a", "count a", "count b", "count b"]
-    assert pool.asked == pool.found == {} and not pool.waiting
+    assert pool.asked == pool.results == {} and not pool.waiting
 
 
 def test_answers_that_are_asked_for_while_others_are_under_way_are_their_own(battle, reward_folder):
@@ -464,7 +464,7 @@ def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):
 )
 def test_of_an_answer_only_what_can_be_one_is_believed(message, value):
     """A reward may write into the socket of its worker."""
-    found = workers.believed(message)
+    found = workers.checked_answer(message)
     if value is Failure:
         assert isinstance(found, Failure) and found.reason.isprintable()
     else:

@@ -19,7 +19,7 @@ class Clock:
         if self.only_hangs():
             self.seconds += now - self.last
         self.last = now
-        return self.seconds + sum(self.naps(self.text_of(key)) for key in self.pool.found)
+        return self.seconds + sum(self.naps(self.text_of(key)) for key in self.pool.results)
 
     def only_hangs(self) -> bool:
         busy = [worker for worker in self.pool.workers if worker.jobs or not worker.ready]
