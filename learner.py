@@ -16,8 +16,8 @@ Three words for a group: it is *equal* if all its rewards are, *active* if a los
 it, and *resting* if it gets no gradient at all, so that a forward will do.
 
 batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
-"old_logps" (accumulate_gradients), each (N, T). part: the n rows of a micro-batch, plus "row" (its
-index in batch), "advantages", "split" and "score_grads" (accumulate_gradients), each (n,).
+"old_logps" (accumulate_gradients), each (N, T). micro_batch: n rows of it, plus "row" (their index
+in batch), "advantages", "split" and "score_grads" (accumulate_gradients), each (n,).
 """
 
 import math
@@ -331,26 +331,28 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
     return c["mode_entropy_coef"] * loss
 
 
-def surrogate(logps, part: dict, c: dict) -> tuple:
+def surrogate(logps, micro_batch: dict, c: dict) -> tuple:
     """(what a policy gradient maximises, which tokens are clipped below, which above): each (n, T),
     or (n, 1) for gspo."""
-    log_ratio = logps - part["old_logps"]
+    log_ratio = logps - micro_batch["old_logps"]
     ratio = OBJECTIVES[c["objective"]].ratio
     if ratio == "cispo":
-        return L.cispo_surrogate(logps, log_ratio, part["advantages"], c["cispo_epsilon_max"])
+        return L.cispo_surrogate(
+            logps, log_ratio, micro_batch["advantages"], c["cispo_epsilon_max"]
+        )
     if ratio == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / part["lengths"][:, None]  # (n, 1)
+        log_ratio = log_ratio.sum(1, keepdim=True) / micro_batch["lengths"][:, None]  # (n, 1)
     elif ratio != "token":  # a name that was added to checks.Objective alone
         raise ValueError(f"learner.surrogate has no ratio={ratio!r}")
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: epsilon
-    return L.clipped_surrogate(log_ratio, part["advantages"], c["epsilon"], high, c["delta"])
+    return L.clipped_surrogate(log_ratio, micro_batch["advantages"], c["epsilon"], high, c["delta"])
 
 
-def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -> tuple:
+def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: dict) -> tuple:
     """The part of the loss that is a sum over tokens: surrogate, entropy, KL. Returns (loss, tokens
     clipped below, tokens clipped above, sum of all tokens' KL)."""
     objective = OBJECTIVES[c["objective"]]
-    mask = completion_mask(part["lengths"])  # (n, T)
+    mask = completion_mask(micro_batch["lengths"])  # (n, T)
     token_weight = L.token_weights(
         objective.token_sum, mask, counts["rows"], counts["tokens"], c["max_completion_length"]
     )  # (n, T)
@@ -358,23 +360,23 @@ def token_loss(logps, entropy, part: dict, beta: float, c: dict, counts: dict) -
     kl_sum = logps.new_zeros(())
     low = high = torch.zeros_like(mask)  # (n, T): nothing is clipped
     if is_policy_gradient(c):
-        gain, low, high = surrogate(logps, part, c)
+        gain, low, high = surrogate(logps, micro_batch, c)
         correction = L.importance_ratio(
-            part["old_logps"],
-            part["sampler_logps"],
-            part["lengths"],
+            micro_batch["old_logps"],
+            micro_batch["sampler_logps"],
+            micro_batch["lengths"],
             c["importance_sampling"],
             c["importance_sampling_cap"],
         )
         total = total - (token_weight * correction * gain).sum()
     if objective.term == "token_entropy":
         total = total - c["token_entropy_coef"] * (token_weight * entropy).sum()
-    if "ref_logps" in part:
+    if "ref_logps" in micro_batch:
         # measured even where it is no term of the loss, because beta may be steered by it
-        kl_sum = (L.k3_kl(logps.detach(), part["ref_logps"]) * mask).sum()
+        kl_sum = (L.k3_kl(logps.detach(), micro_batch["ref_logps"]) * mask).sum()
         if adds_kl(c):
             estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
-            kl = estimator(logps, part["ref_logps"])  # (n, T)
+            kl = estimator(logps, micro_batch["ref_logps"])  # (n, T)
             total = total + beta * (token_weight * kl).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
@@ -420,9 +422,9 @@ def resting_rows(targets: GroupTargets, beta: float, c: dict):
 def idle_forwards(model, batch: dict, forwards: int) -> None:
     """Runs `forwards` forwards of one row, whose results are dropped: ZeRO-3 gathers parameters in
     every forward, so all ranks need the same number."""
-    part = rollout.take(batch, torch.tensor([0]))
+    micro_batch = rollout.take(batch, torch.tensor([0]))
     for _ in range(forwards):
-        model(part["ids"], part["prompt_lengths"], part["lengths"])
+        model(micro_batch["ids"], micro_batch["prompt_lengths"], micro_batch["lengths"])
 
 
 @torch.no_grad()
@@ -432,9 +434,12 @@ def forward_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False
     table = torch.zeros_like(batch["sampler_logps"])  # (N, T)
     idle_forwards(model, batch, plan.missing)
     for rows in plan.micro_batches:
-        part = rollout.take(batch, rows)
+        micro_batch = rollout.take(batch, rows)
         logps, entropies = model(
-            part["ids"], part["prompt_lengths"], part["lengths"], want_entropy=entropy
+            micro_batch["ids"],
+            micro_batch["prompt_lengths"],
+            micro_batch["lengths"],
+            want_entropy=entropy,
         )
         values = entropies if entropy else logps  # (n, T of the micro-batch)
         table[rows, : values.shape[1]] = values
@@ -461,19 +466,19 @@ def score_gradients(
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
-def coupled_loss(logps, part: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
+def coupled_loss(logps, micro_batch: dict, targets: GroupTargets, c: dict, counts: dict) -> tuple:
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
     A whole group goes backward through its own loss. Of a split group only some rows are here:
     score_gradients() has found d loss / d score, and reported the loss. By the chain rule the sum
     of (d loss / d score) * score over these rows has their part of the gradient; its value means
     nothing, and is not reported."""
-    rows = part["row"]  # (n,)
-    scores = loss_scores(logps, part["lengths"], c)  # (n,)
+    rows = micro_batch["row"]  # (n,)
+    scores = loss_scores(logps, micro_batch["lengths"], c)  # (n,)
     of_split = 0.0
-    if "score_grads" in part:
-        split = part["split"]  # (n,) bool
-        of_split = (part["score_grads"][split] * scores[split]).sum()
+    if "score_grads" in micro_batch:
+        split = micro_batch["split"]  # (n,) bool
+        of_split = (micro_batch["score_grads"][split] * scores[split]).sum()
         rows, scores = rows[~split], scores[~split]
     G = targets.task_rewards.shape[1]
     groups = rows[::G] // G  # whole ones follow one another: every G-th row begins one
@@ -488,17 +493,19 @@ def backward_sum(engine, loss) -> None:
 
 
 def micro_batch_loss(
-    engine, part: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
+    engine, micro_batch: dict, targets: GroupTargets, beta: float, c: dict, counts: dict
 ) -> tuple:
     """Forward over a micro-batch: (log-probs (n, T), the loss to go backward from, its SUMS).
-    Sets part["old_logps"] in the first update of a batch."""
-    logps, entropy = engine(part["ids"], part["prompt_lengths"], part["lengths"])  # (n, T)
+    Sets micro_batch["old_logps"] in the first update of a batch."""
+    logps, entropy = engine(
+        micro_batch["ids"], micro_batch["prompt_lengths"], micro_batch["lengths"]
+    )  # (n, T)
     # the first update is made by the policy of that moment: its log-probs are the old ones
-    part.setdefault("old_logps", logps.detach())
-    loss, clipped_low, clipped_high, kl = token_loss(logps, entropy, part, beta, c, counts)
+    micro_batch.setdefault("old_logps", logps.detach())
+    loss, clipped_low, clipped_high, kl = token_loss(logps, entropy, micro_batch, beta, c, counts)
     reported_loss = loss.detach().double()
     if couples_rows(c):
-        group_part, reported_part = coupled_loss(logps, part, targets, c, counts)
+        group_part, reported_part = coupled_loss(logps, micro_batch, targets, c, counts)
         loss = loss + group_part
         reported_loss = reported_loss + reported_part
     values = {
@@ -542,11 +549,11 @@ def accumulate_gradients(
     old_logps = torch.zeros_like(batch["sampler_logps"])
     idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
-        part = rollout.take(batch | per_row, rows)
+        micro_batch = rollout.take(batch | per_row, rows)
         learns = i >= len(plan.resting)
         with torch.set_grad_enabled(learns):
-            logps, loss, part_sums = micro_batch_loss(engine, part, targets, beta, c, counts)
-        old_logps[rows, : logps.shape[1]] = part["old_logps"]
+            logps, loss, part_sums = micro_batch_loss(engine, micro_batch, targets, beta, c, counts)
+        old_logps[rows, : logps.shape[1]] = micro_batch["old_logps"]
         sums += part_sums
         if learns:
             # A NaN loss can have a finite gradient, or none, and a NaN log-prob may be in no loss.

@@ -88,6 +88,9 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
     assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
 
 
+SAMPLING = rollout.Sampling(temperature=1.0, max_tokens=6, stop_token_ids=[EOS], seeds=[1, 2])
+
+
 class Fake:
     """An engine that answers with what it was given, the last prompt first."""
 
@@ -104,7 +107,7 @@ def test_generate_decodes_without_special_tokens():
     tokenizer = sft.tiny_tokenizer()
     ids = tokenizer("2*3+4", add_special_tokens=False)["input_ids"]
     engine = Fake(rollout_of([5], [*ids, EOS]), rollout_of([5], ids))
-    rollouts = rollout.generate(engine, tokenizer, [[5]], 2, {})
+    rollouts = rollout.generate(engine, tokenizer, [[5]], 2, SAMPLING)
     assert [r["text"] for r in rollouts] == ["2*3+4", "2*3+4"]
     assert rollouts[0]["completion_ids"][-1] == EOS
 
@@ -120,7 +123,7 @@ def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are
         told.append((i, [r["text"] for r in group]))
 
     fake = Fake(*[rollout_of([5], [i, EOS]) for i in ids])
-    rollout.generate(fake, tokenizer, [[5], [6]], 2, {}, group_done)
+    rollout.generate(fake, tokenizer, [[5], [6]], 2, SAMPLING, group_done)
     assert told == [(1, ["c", "d"]), (0, ["a", "b"])]
     told.clear()
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
@@ -145,7 +148,7 @@ def test_a_prompts_completions_are_handed_on_with_their_text_as_soon_as_they_are
 )
 def test_an_engine_that_returns_too_little_is_an_error(rollouts, words):
     with pytest.raises(RuntimeError, match=words):
-        rollout.generate(Fake(*rollouts), sft.tiny_tokenizer(), [[5]], 2, {})
+        rollout.generate(Fake(*rollouts), sft.tiny_tokenizer(), [[5]], 2, SAMPLING)
 
 
 # --- micro-batches
