@@ -151,8 +151,11 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     Names and sizes are always compared. Contents are read and hashed as well: ranks that call
     this together divide the files among them; ranks=0 reads none."""
     path = Path(path)
+    file = path / "manifest.json"
+    if not file.is_file():  # to open a named pipe would wait for ever
+        return f"{path} has no readable manifest.json: it is missing, or no file"
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads(file.read_text())
         problem = unlisted(path, manifest)
         if problem:
             return problem

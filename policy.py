@@ -211,6 +211,17 @@ def turn_off_dropout(lm) -> float:
     return largest
 
 
+def refuse_untied(lm, model: str) -> None:
+    """UserError if config.json ties the head to the embedding and the weights hold two tensors:
+    transformers loads both then, and whoever believes the saved config.json loses one."""
+    head = lm.get_output_embeddings().weight
+    if lm.config.tie_word_embeddings and head is not lm.get_input_embeddings().weight:
+        raise UserError(
+            f"model={model!r}: its weights hold a vocabulary head that differs from the embedding, "
+            f"and its config.json says that they are one: set tie_word_embeddings to false there"
+        )
+
+
 def drop_unsavable(lm) -> str:
     """transformers reads a generation_config.json that it later refuses to save, such as one with a
     temperature but without do_sample: a run would lose its checkpoints. Of such a one only the

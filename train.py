@@ -92,6 +92,7 @@ from policy import (
     make_optimizer,
     move_frozen,
     named_weights,
+    refuse_untied,
     seed_classes,
     set_temperature,
     skip_by_norm,
@@ -179,6 +180,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     """Loads config["model"] into a Policy, which checks it on a few tokens. trains: False for the
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
+    refuse_untied(lm, c["model"])
     if trains and (warning := drop_unsavable(lm)):
         say_on_rank_0(warning)
     if trains and c["gradient_checkpointing"]:

@@ -514,6 +514,9 @@ def test_a_manifest_of_nonsense_is_passed_over(text, alone, tiny_model_dir, tmp_
     file.write_text(json.dumps(sizes | json.loads(text)) if sizes else text)
     assert "no readable manifest.json" in checkpoint.verify(file.parent)
     assert checkpoint.latest(tmp_path).name == "step_000001"
+    file.unlink()
+    os.mkfifo(file)  # to read it would wait for ever
+    assert "no readable manifest.json" in checkpoint.verify(file.parent)
 
 
 def test_what_a_process_that_died_left_is_removed_weights_for_servers_too(tmp_path):

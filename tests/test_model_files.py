@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from row_files import check_words, refusal
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 import evaluate
@@ -71,6 +72,24 @@ def test_a_tokenizer_that_can_not_be_saved_is_found_before_training(
     monkeypatch.setattr(preflight.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     c = load_config(["config/countdown_tiny.py", f"--model={tiny_model_dir}"])
     check_words(refusal(command, c), "the tokenizer was read but can't be saved", "checkpoints")
+
+
+# --- a head beside tied embeddings
+
+
+@pytest.mark.parametrize("command", [sft.load_model, lambda c: train.load_lm(c, True, CPU)])
+def test_a_head_of_its_own_where_the_config_ties_it_is_refused(command, tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] / 2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    c = load_config(["config/countdown_tiny.py", f"--model={folder}"]) | {"dtype": "float32"}
+    preflight.load_model_files(str(folder))  # files are not read as a whole before weights load
+    check_words(refusal(command, c), "vocabulary head", "tie_word_embeddings to false")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    command(c)
 
 
 # --- adapters beside a model
