@@ -125,6 +125,7 @@ class TrainerState(NamedTuple):
     replay: dict  # see stream.py
     streaks: dict = NO_STREAKS
     prompts_hash: str = ""  # of the training rows; "" in older checkpoints
+    answers_hash: str = ""  # likewise
 
 
 # --- is it whole?
@@ -736,9 +737,8 @@ def read_table(file: Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """A checkpoint's controller_state.json, for a TrainerState. An older one has no
-    `prompts_hash`."""
-    return {"prompts_hash": ""} | read_table(path / "controller_state.json")
+    """A checkpoint's controller_state.json, for a TrainerState. An older one has no hashes."""
+    return {"prompts_hash": "", "answers_hash": ""} | read_table(path / "controller_state.json")
 
 
 def damaged(file: Path, what: str = "") -> UserError:

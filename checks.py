@@ -848,7 +848,7 @@ def data_claims(c: dict):
     yield (
         not easy or (easy.get("name") and "share" in easy),
         f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
-        "such as --easy_dataset.share={0: 0.5, 100: 0.0}",
+        "such as --easy_dataset.share='{0: 0.5, 100: 0.0}'",
     )
     yield (
         not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])

@@ -206,7 +206,10 @@ def read_config_file(path) -> dict:
             text = file.read(LONGEST_CONFIG + 1)
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
-        raise UserError(f"config file {path} can't be read: {error.strerror}") from None
+        hint = near_path(str(path))
+        if os.path.exists(f"{path}/config.json"):
+            hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
+        raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
     except UserError:  # a ValueError too, which the next clause would catch
         raise
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
@@ -360,6 +363,9 @@ def refuse_usual_mistakes(key: str, value, default, where: str) -> None:
         )
     if value is True and key == "resume_from_checkpoint":
         raise UserError(f"{where}: write --{key}=latest, or name a step_* folder")
+    first = next(iter(checks.ENTRIES.get(key, {})), "")
+    if first and type(value) in (int, float, bool):
+        raise UserError(f"{where}={value} has entries, such as --{key}.{first}=...")
     if type(value) is str and key.endswith("dataset"):
         entry = f"{key} = {{'name': {quoted(value, 60)}}}"
         raise UserError(f"{where} has entries: write {entry}, or as a flag --{key}.name=...")
@@ -472,8 +478,12 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
             continue
         if word.removeprefix("--") in switches:
             continue
-        value = argv[i + 1] if i + 1 < len(argv) and argv[i + 1][:1] != "-" else "..."
         name = word.lstrip("-").partition("=")[0] or "key"
+        if name.replace("-", "_") in switches:
+            raise UserError(f"{word}: write --{name.replace('-', '_')}")
+        value = "latest" if name == "resume_from_checkpoint" else "..."
+        if i + 1 < len(argv) and argv[i + 1][:1] != "-":
+            value = argv[i + 1]
         if " " in RENAMED.get(name, ""):
             raise UserError(f"{word}: {RENAMED[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
@@ -1058,19 +1068,19 @@ REPLACED = {
     "dataset_mixture": "dataset takes a list of sources: "
     '[{"name": "countdown", "weight": 2.0}, ...]',
     "easy_schedule": "easy_dataset has a share, a line through points: "
-    "--easy_dataset.share={0: 0.5, 100: 0}",
+    "--easy_dataset.share='{0: 0.5, 100: 0}'",
     "temperature_schedule": "temperature can be a line through points: "
-    "--temperature={0: 1.2, 100: 1.0}",
+    "--temperature='{0: 1.2, 100: 1.0}'",
     "maxent_target_final": "the target can be a line through points: "
-    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "--maxent_target_weight_entropy='{0: 1.5, 100: 1.0}'",
     "maxent_target_horizon": "the target can be a line through points: "
-    "--maxent_target_weight_entropy={0: 1.5, 100: 1.0}",
+    "--maxent_target_weight_entropy='{0: 1.5, 100: 1.0}'",
     "controller_meta_enabled": "name a method, such as --controller_meta_method=analytic, or none",
     "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
     "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",
     "vllm_enforce_eager": "--vllm_options.enforce_eager=False compiles the model, True does not",
-    "adam_beta1": '--optimizer_options={"betas": [0.9, 0.999]} has both',
-    "adam_beta2": '--optimizer_options={"betas": [0.9, 0.999]} has both',
+    "adam_beta1": "--optimizer_options.betas='[0.9, 0.999]' has both",
+    "adam_beta2": "--optimizer_options.betas='[0.9, 0.999]' has both",
     "dry_run": "it is a flag of train.py: --dry_run",
     "eval_seeds": "it is a flag of evaluate.py: --seeds=3",
     "eval_output": "it is a flag of evaluate.py: --output=eval.jsonl",
@@ -1128,7 +1138,7 @@ FOREIGN = {
     "entropy_target": "--maxent_target_weight_entropy is one for the weights of a group",
     "entropy_coef": "a bonus per token is --objective=token_entropy with --token_entropy_coef, a "
     "sum over N * L where TRL has a mean over tokens",
-    "adam_epsilon": '--optimizer_options={"eps": 1e-8} has it',
+    "adam_epsilon": "--optimizer_options.eps=1e-8 has it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
     "use_peft": "adapters have a rank: --lora_rank=32, and 0 is none",

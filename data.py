@@ -124,7 +124,7 @@ def check_task_row(row, where: str) -> None:
         json.dumps(row["answer"], default=str)  # as generate.py writes it
         # no tokenizer takes half a surrogate pair
         for text in (row["prompt"], row.get("solutions")):
-            json.dumps(text, ensure_ascii=False, default=str).encode()
+            json.dumps(text, ensure_ascii=False).encode()
     except Exception as error:  # a lambda, a lock, a key that is a tuple: each raises another kind
         raise UserError(f"{where} can not leave this process: {quoted(str(error))}") from None
 

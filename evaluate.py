@@ -36,7 +36,7 @@ import scoring
 from common import CHOSEN_WAITING, UserError, check_writable, say_on_rank_0
 from journal import is_evaluation, read_metrics
 from preflight import checked_eval_rows, deciding_functions, load_checked_files
-from prompts import leakage_warning, prompts_hash
+from prompts import answers_hash, leakage_warning, prompts_hash
 from ranks import World, check_alike, gather_objects, leave_together, start_distributed
 
 # environment variables that torchrun sets for its ranks, beside TORCHELASTIC_*
@@ -265,7 +265,8 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     files = load_checked_files(c)
     rows = checked_eval_rows(c, files)
     world = start_distributed()
-    check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
+    hashes = {"hash of the prompts": prompts_hash(rows), "hash of the answers": answers_hash(rows)}
+    check_alike(c | own | hashes)
     if warning := leakage_warning(rows, c["model"]):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)

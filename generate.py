@@ -48,7 +48,7 @@ from common import (
 )
 from journal import hold_folder, write_whole
 from preflight import check_prompts, load_checked_files
-from prompts import prompts_hash
+from prompts import answers_hash, prompts_hash
 from ranks import check_alike, leave_together, start_distributed
 
 # keys that may change when an interrupted file is continued: the lines don't depend on them
@@ -218,7 +218,8 @@ def write(c: dict, own: dict, path: Path) -> None:
     scoring.check_answers(functions, rows, data.names(c), c)
 
     world = start_distributed()
-    check_alike(c | own | {"hash of the prompts": prompts_hash(rows)})
+    hashes = {"hash of the prompts": prompts_hash(rows), "hash of the answers": answers_hash(rows)}
+    check_alike(c | own | hashes)
     # only rank 0 opens the file, which it may cut; the others learn the number from it
     shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)

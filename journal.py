@@ -235,7 +235,7 @@ def is_at(path: Path, file) -> bool:
     """Whether `path` still leads to this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))  # device and inode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -496,7 +496,7 @@ class MetricsLog:
         """Whether the run's folder has been deleted, renamed or replaced since the run began."""
         try:
             return not os.path.samestat(os.stat(self.folder), os.fstat(self.handle))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ import checkpoint
 import data
 import packing
 import rewards
+import rollout
 import scoring
 import tasks
 from checks import (
@@ -67,6 +68,7 @@ from policy import (
     try_optimizer,
 )
 from prompts import (
+    answers_hash,
     check_chat_template,
     check_known,
     encode_prompts,
@@ -284,7 +286,7 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
         say_on_rank_0(
             f"warning: model={model!r}: its chat template writes the date into prompts, so a run "
             f"that is resumed on another day goes on with others; if the template reads one, fix "
-            f"it, such as --chat_template_kwargs={{'date_string': '26 Jul 2024'}}"
+            f"it, such as --chat_template_kwargs.date_string='26 Jul 2024'"
         )
     # tokens that the template or the tokenizer adds to every prompt
     plain = {"system_prompt": "", "chat_template_kwargs": {}}
@@ -533,6 +535,7 @@ class Inputs(NamedTuple):
     prompts_hash: str  # of the training rows, for checkpoints
     # prompts.prompt_keys() of the training rows and of the model's own training; None: unknown
     trained: set[str] | None
+    answers_hash: str = ""  # of the training rows, for checkpoints
 
 
 def try_formula(c: dict) -> None:
@@ -615,6 +618,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
         prompts_hash=prompts_hash(train_rows),
         trained=with_trained(prompt_keys(train_rows), c["model"]),
+        answers_hash=answers_hash(train_rows),
     )
 
 
@@ -678,6 +682,7 @@ def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
     # print and check what needs no file before looking for files
     print("deepspeed:", json.dumps(deepspeed_config), flush=True)
     check_writable("output_dir", c["output_dir"], folder=True)
+    rollout.check_options(c)
 
     inputs = load_inputs(c, ranks, dry_run=True)
     show_data(inputs, c)

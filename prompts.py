@@ -7,12 +7,17 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 """
 
 import hashlib
+import json
 import re
 from array import array
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 
 from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
+
+ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
 
 # --- what a prompt is: the user's text, or a list of chat messages
 
@@ -117,6 +122,24 @@ def prompts_hash(rows: list[dict]) -> str:
     for row in rows:
         whole.update(array("q", [*row["prompt_ids"], -1]).tobytes())  # -1 ends each
     return whole.hexdigest()[:16]
+
+
+def answers_hash(rows: list[dict]) -> str:
+    """The same of all that rewards read of the rows: two nodes' copies of a data set may differ in
+    it alone, or a corrected key lie between two launches."""
+    whole = hashlib.sha256()
+    for row in rows:
+        read = {key: value for key, value in row.items() if key not in ADDED}
+        whole.update(json.dumps(read, default=stable_text, skipkeys=True).encode())
+    return whole.hexdigest()[:16]
+
+
+def stable_text(value) -> str:
+    """A value that JSON can't hold, as a text that is the same in every process: other objects than
+    these write their address, and sets their members in any order."""
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(repr, value)))
+    return str(value) if isinstance(value, date | time | timedelta | Decimal) else ""
 
 
 # --- which prompts a model may have learnt

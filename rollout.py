@@ -12,6 +12,7 @@ token. Text is decoded for the rewards only and never encoded again. A rollout i
 adds "seed_id" to its own.
 """
 
+import difflib
 import gc
 import logging
 import math
@@ -21,6 +22,7 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ from transformers import (
     LogitsProcessor,
 )
 
-from checks import entries, max_sequence_length
+from checks import ENTRIES, entries, max_sequence_length
 from common import (
     DEADLINE,
     RunStopped,
@@ -241,6 +243,22 @@ def import_vllm():
     # torch's advice to round float32 to 10 bits: the sampler would leave the trainer's log-probs
     warnings.filterwarnings("ignore", message="TensorFloat32")
     return vllm
+
+
+def check_options(c: dict) -> None:
+    """UserError for an entry of vllm_options that vLLM does not know: for a dry run, which starts
+    no engine that would say so. Imports vLLM only if there is one that is not our own."""
+    ours = ENTRIES["vllm_options"]
+    others = [name for name in c["vllm_options"] if name not in ours]
+    if not others or c["rollout_engine"] != "vllm":
+        return
+    vllm = import_vllm()
+    known = [field.name for field in fields(vllm.EngineArgs)]
+    for name in others:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*ours, *known], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"vllm_options: vLLM {vllm.__version__} has no option {name!r}{hint}")
 
 
 def start_refused(settings: dict, error: Exception) -> str:

@@ -25,6 +25,7 @@ import tasks
 import workers
 from checks import completions_per_prompt
 from common import RewardsFailed, UserError, quoted, tell
+from prompts import ADDED
 from tasks import last_answer, mathematics
 from workers import Failure
 
@@ -36,7 +37,6 @@ ERROR = math.inf
 # a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
 SAVED_CHARACTERS = 100_000  # per completion
-ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
 CHECKED_ROWS = 20  # at most: a user's column "task" may hold as many values as there are rows
 
 

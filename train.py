@@ -99,7 +99,7 @@ from policy import (
     turn_off_dropout,
 )
 from preflight import Inputs, dry_run, fitting_tokens, load_inputs
-from prompts import leakage_warning, prompts_hash, with_trained
+from prompts import answers_hash, leakage_warning, prompts_hash, with_trained
 from ranks import (
     World,
     across_ranks,
@@ -269,6 +269,11 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
             f"other prompts than it would have taken (or their chat template is another one, or "
             f"writes the date)"
         )
+    elif saved.answers_hash and saved.answers_hash != inputs.answers_hash:
+        say_on_rank_0(
+            f"warning: the training prompts are those of {path}, but not their answers, or other "
+            f"columns that rewards read: from here on rewards may be others"
+        )
     if warning := leakage_warning(inputs.eval_rows, path):
         say_on_rank_0(warning)
     rest = "" if saved.step < c["max_steps"] else "; none is left, a larger max_steps goes on"
@@ -308,6 +313,8 @@ def start(c: dict) -> Run:
     hashes = {
         "hash of the training prompts": inputs.prompts_hash,
         "hash of the evaluation prompts": prompts_hash(inputs.eval_rows),
+        "hash of the training answers": inputs.answers_hash,
+        "hash of the evaluation answers": answers_hash(inputs.eval_rows),
     }
     check_alike(c | hashes)
     resume_path = checkpoint.find(c)
@@ -564,10 +571,14 @@ def save_now(run: Run) -> None:
         return
     run.saved_step = run.step
     with run.timer("checkpoint"):
-        streaks = {"skipped": run.skipped_steps, "equal": run.equal_steps}
-        replay = run.experience.replay_state
-        prompts = run.inputs.prompts_hash
-        state = checkpoint.TrainerState(run.step, run.controller_state, replay, streaks, prompts)
+        state = checkpoint.TrainerState(
+            step=run.step,
+            controllers=run.controller_state,
+            replay=run.experience.replay_state,
+            streaks={"skipped": run.skipped_steps, "equal": run.equal_steps},
+            prompts_hash=run.inputs.prompts_hash,
+            answers_hash=run.inputs.answers_hash,
+        )
         saved = checkpoint.save(state, run.engine, run.inputs.tokenizer, c, run.inputs.trained)
     run.say(f"saved {saved}")
     if run.world.rank == 0 and c["eval_command"]:

@@ -166,6 +166,18 @@ def test_a_number_may_be_a_line_through_points():
     assert "beta must be of type float" in words and "temperature, easy_dataset.share" in words
 
 
+def test_a_key_with_entries_says_how_one_is_set():
+    assert "replay=10 has entries, such as --replay.size=..." in refusal("--replay=10")
+    assert "such as --optimizer_options.weight_decay=" in refusal("--optimizer_options=0.1")
+
+
+def test_a_config_that_is_not_there_or_a_runs_folder_is_told_with_what_is_meant(tmp_path):
+    write(tmp_path, "beta = 0.0", "mine.py")
+    assert f"did you mean '{tmp_path / 'mine.py'}'?" in refusal(str(tmp_path / "mne.py"))
+    (tmp_path / "config.json").write_text("{}")
+    assert f"a run's config is {tmp_path}/config.json" in refusal(str(tmp_path))
+
+
 def test_an_option_of_vllm_that_the_trainer_sets_is_refused():
     assert "seed is set by the trainer itself" in refusal("--vllm_options.seed=1")
     assert "hf_overrides='x' must be a dict" in refusal("--vllm_options.hf_overrides=x")

@@ -1,5 +1,6 @@
 """Rows of tasks and .jsonl files, the sources of a config, and what evaluation may not share."""
 
+import datetime
 import json
 import math
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import sft
 from common import check_config, load_config
 
 TOKENIZER = sft.tiny_tokenizer()
+FILES = preflight.ModelFiles(SimpleNamespace(vocab_size=len(TOKENIZER)), TOKENIZER, [0])
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +169,8 @@ def test_a_task_of_ones_own_needs_no_variants_and_its_bugs_name_their_line(monke
 
 
 GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
+# rollouts are written as JSON
+ODD_MESSAGE = {"role": "user", "content": "a", "at": datetime.date(2026, 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,7 @@ GOOD = {"id": "0", "task": "countdown", "prompt": "a", "answer": "b"}
         ([GOOD | {"check": lambda: 0}], ["row 0 can not leave this process", "pickle"]),
         ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can not leave this process", "keys must be"]),
         ([GOOD | {"prompt": "\ud83d"}], ["row 0 can not leave this process", "surrogates"]),
+        ([GOOD | {"prompt": [ODD_MESSAGE]}], ["row 0 can not leave this process", "date"]),
         ([GOOD | {"solutions": ["\ud83d"]}], ["row 0 can not leave this process", "surrogates"]),
         ([GOOD | {"deep": json.loads("[" * 200 + "]" * 200)}], ["row 0: a column is nested deep"]),
         ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a whole number from 0 on"]),
@@ -307,7 +312,7 @@ def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():
 
 def test_a_mixture_has_no_evaluation_split_of_its_own():
     c = load_config(["--dataset=[{'name': 'crossword'}]"])
-    assert "eval_dataset" in refusal(preflight.checked_eval_rows, c, TOKENIZER)
+    assert "eval_dataset" in refusal(preflight.checked_eval_rows, c, FILES)
 
 
 # --- columns beside prompt and answer
@@ -350,7 +355,7 @@ def test_the_other_sources_bring_the_training_datas_columns_where_they_have_them
 
     def others(column: str) -> list[dict]:
         c = load_config([*flags, f"--dataset.more=['{column}']"])
-        return data.easy_rows(c, TOKENIZER) + preflight.checked_eval_rows(c, TOKENIZER)
+        return data.easy_rows(c, TOKENIZER) + preflight.checked_eval_rows(c, FILES)
 
     assert [row["level"] for row in others("level")] == [7, 7]
     for row in others("depth"):  # they may be of another kind

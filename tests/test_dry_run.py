@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from row_files import jsonl
+from row_files import jsonl, refusal
 from test_bad_input import script
 from transformers import Qwen2Config
 
@@ -227,6 +227,14 @@ def test_a_dry_run_shows_what_would_run_and_loads_no_weights(no_weights, tmp_pat
     )
     assert deepspeed_of(said)["zero_optimization"]["stage"] == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_knows_what_options_vllm_has(no_weights, tmp_path):
+    flags = [TINY, f"--model={no_weights}", f"--output_dir={tmp_path / 'run'}"]
+    option = "--vllm_options.max_num_sequences=8"
+    message = refusal(train.dry_run_main, load_config([*flags, option]))
+    assert "no option 'max_num_sequences'" in message and "'max_num_seqs'" in message
+    train.dry_run_main(load_config([*flags, "--vllm_options.max_num_seqs=8"]))
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,10 @@ def test_a_resumed_run_hands_on_what_it_had_learnt_before(tmp_path, monkeypatch,
     assert inputs.trained == prompt_keys(SUMS[:2]) | {KEY[::-1]}
     said = capsys.readouterr().out
     check_words(said, "training prompts are not those", "1 of these 2", str(tmp_path), "resumed")
+    for answers, told in (("same", False), ("", False), ("other", True)):  # "": an older checkpoint
+        state = state._replace(prompts_hash="", answers_hash=answers)
+        train.resume(tmp_path, None, inputs._replace(answers_hash="same"), load_config([]))
+        assert ("but not their answers" in capsys.readouterr().out) == told
 
 
 @pytest.fixture

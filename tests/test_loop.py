@@ -19,7 +19,7 @@ import evaluate
 import loss
 import train
 from journal import Timer
-from prompts import prompts_hash
+from prompts import answers_hash, prompts_hash
 
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
@@ -109,7 +109,9 @@ def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
             train.start(common.load_config(flags))
         return [p for p in loaded.value.args[0].parameters() if p.requires_grad]
 
-    inputs = SimpleNamespace(model_config=SimpleNamespace(vocab_size=101), prompts_hash="")
+    inputs = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=101), prompts_hash="", answers_hash=""
+    )
     inputs.eval_rows = []
     monkeypatch.setattr(train, "load_inputs", lambda c, ranks: inputs)
     asleep = SimpleNamespace(sleep=lambda: None)
@@ -147,7 +149,7 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     run = SimpleNamespace(step=4, saved_step=0, skipped_steps=0, equal_steps=0, timer=Timer())
     run.config = {"save_steps": 1, "eval_command": "ls {checkpoint}", "max_steps": 9}
     run.experience = SimpleNamespace(replay_state={})
-    run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", trained=set())
+    run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", answers_hash="", trained=set())
     run.world = SimpleNamespace(rank=rank)
     run.controller_state = run.engine = run.hub = None
     run.say = lambda sentence: None
@@ -167,7 +169,10 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
         train,
         "load_inputs",
         lambda c, ranks: SimpleNamespace(
-            model_config=model_config, prompts_hash="x", eval_rows=[{"prompt_ids": [1]}]
+            model_config=model_config,
+            prompts_hash="x",
+            answers_hash="y",
+            eval_rows=[{"prompt_ids": [1], "answer": "2"}],
         ),
     )
     monkeypatch.setattr(train.checkpoint, "find", lambda c: path)
@@ -181,6 +186,8 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
     hashes = {
         "hash of the training prompts": "x",
         "hash of the evaluation prompts": prompts_hash([{"prompt_ids": [1]}]),
+        "hash of the training answers": "y",
+        "hash of the evaluation answers": answers_hash([{"answer": "2"}]),
     }
     assert told == [c | {"maxent_tau": told[0]["maxent_tau"]} | hashes]
 

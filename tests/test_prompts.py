@@ -1,5 +1,10 @@
 """Prompts as the model sees them: chat templates, good, bad and hostile."""
 
+import datetime
+import os
+import subprocess
+import sys
+
 import jinja2
 import pytest
 from row_files import check_words, refusal
@@ -7,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 import prompts
 import sft
-from common import UserError, load_config
+from common import ROOT, UserError, load_config
 from preflight import load_model_files
 
 TOKENIZER = sft.tiny_tokenizer()
@@ -74,6 +79,23 @@ def test_other_prompts_another_order_and_other_ends_of_prompts_have_another_hash
     ids = ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]], [[1, 2], [4]], [[12], [3]])
     hashes = {prompts.prompts_hash([{"prompt_ids": prompt} for prompt in two]) for two in ids}
     assert len(hashes) == len(ids)
+
+
+def test_rows_with_another_answer_or_column_have_another_hash_and_each_has_one():
+    """Also where a row holds what JSON can't: sets come in another order in every process."""
+    day = datetime.date(2026, 11, 29)
+    rows = [{"answer": "6"}, {"answer": 6}, {"answer": {"b", "a"}}, {"answer": {"b", "c"}}]
+    rows += [{"answer": "6", "level": 2}, {"answer": day}, {"answer": {(1, 2): 3}}]
+    rows += [{"answer": "6"} | dict.fromkeys(prompts.ADDED, 1)]  # as encode_prompts() leaves it
+    hashes = [prompts.answers_hash([row]) for row in rows]
+    assert hashes[-1] == hashes[0] and len(set(hashes)) == len(rows) - 1
+    code = "import prompts; print(prompts.answers_hash([{'answer': {'b', 'a'}}]))"
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == hashes[2]
 
 
 # --- templates of one's own

@@ -93,6 +93,8 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
             "--jobs: write --key=value, in one word: --jobs=2",
         ),
         (["train.py", "--pack_sequences", TINY], f"in one word: --pack_sequences={TINY}"),
+        (["train.py", TINY, "--dry-run"], "--dry-run: write --dry_run\n"),
+        (["train.py", "--resume_from_checkpoint"], "--resume_from_checkpoint=latest"),
     ],
 )
 def test_a_flag_in_two_words_is_told_how_to_be_one(without_torch, command, cure):
