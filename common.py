@@ -226,8 +226,10 @@ def read_config_file(path) -> dict:
             and len(node.targets) == 1
             and isinstance(node.targets[0], ast.Name)
         ):
+            dotted = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+            cure = '; in a file an entry is written key = {"entry": value}' if dotted else ""
             raise UserError(
-                f"{path}:{node.lineno}: expected `key = value`, found {source_of(node, text)}"
+                f"{path}:{node.lineno}: expected `key = value`, found {source_of(node, text)}{cure}"
             )
         key = node.targets[0].id
         try:

@@ -414,6 +414,11 @@ def open_dataset(source: dict):
     is_path = name.startswith(PATHS) and not name.endswith(".parquet")
     if is_path and not os.path.exists(name):  # the hub need not be asked
         raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
+    if (Path(datasets.packaged_modules.__path__[0]) / name).is_dir() and not os.path.isdir(name):
+        raise UserError(
+            f"dataset {name!r} is a kind of file that the datasets library reads, which would take "
+            f"all of them in this folder: name a folder with your own"
+        )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (name.endswith(".parquet") or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
@@ -429,7 +434,9 @@ def open_dataset(source: dict):
             return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)
-        return datasets.load_dataset(name, source["config"] or None, split=source["split"])
+        # ./: a folder called csv would be taken for the library's own reader of that name
+        where = os.path.join(".", name) if os.path.isdir(name) else name
+        return datasets.load_dataset(where, source["config"] or None, split=source["split"])
     except ConnectionError as error:
         raise UserError(
             f"dataset {name!r} {unknown}the Hugging Face hub can't be reached (no network, or "

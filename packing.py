@@ -414,9 +414,10 @@ def check_window(config, longest: int) -> None:
     apply their window in the mask only, which packing does not use."""
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
-        if window is not None and window < longest:
+        # not an int: a damaged config.json
+        if window is not None and (type(window) is not int or window < longest):
             raise UserError(
-                f"model {config.model_type!r} has {name}={window} and rows may have {longest} "
+                f"model {config.model_type!r} has {name}={window!r} and rows may have {longest} "
                 f"tokens, which packed sequences do not do: set "
                 f"pack_sequences=False, or shorten max_prompt_length + max_completion_length"
             )

@@ -166,9 +166,10 @@ def test_a_number_may_be_a_line_through_points():
     assert "beta must be of type float" in words and "temperature, easy_dataset.share" in words
 
 
-def test_a_key_with_entries_says_how_one_is_set():
+def test_a_key_with_entries_says_how_one_is_set(tmp_path):
     assert "replay=10 has entries, such as --replay.size=..." in refusal("--replay=10")
     assert "such as --optimizer_options.weight_decay=" in refusal("--optimizer_options=0.1")
+    assert 'key = {"entry": value}' in refusal(write(tmp_path, "replay.size = 10"))
 
 
 def test_a_config_that_is_not_there_or_a_runs_folder_is_told_with_what_is_meant(tmp_path):

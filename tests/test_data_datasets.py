@@ -145,6 +145,16 @@ def test_a_parquet_file_with_bytes_for_text_is_one_sentence(tmp_path):
     check_words(refusal(load, path), path, "UTF-8")
 
 
+def test_a_folder_with_the_name_of_a_reader_is_a_folder(tmp_path, monkeypatch):
+    """The datasets library would read all .csv files of the current folder instead."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "rows.csv").write_text("prompt,answer\na,1\n")
+    (tmp_path / "other.csv").write_text("prompt,answer\nb,2\n")
+    assert [row["prompt"] for row in load("csv")] == ["a"]
+    check_words(refusal(load, "json"), "'json'", "a kind of file")
+
+
 def test_a_date_that_python_can_not_hold_is_one_sentence(tmp_path):
     path = str(tmp_path / "rows.parquet")
     far = pyarrow.array([2**30], type=pyarrow.date32())
