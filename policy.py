@@ -222,6 +222,20 @@ def refuse_untied(lm, model: str) -> None:
         )
 
 
+def plain_outputs(lm) -> None:
+    """Takes back what config.json may ask of every forward: a tuple instead of a dict, or attention
+    weights, which packing has none of."""
+    lm.config.return_dict = True
+    lm.config.output_attentions = False
+    lm.config.output_hidden_states = False
+
+
+def set_stop_tokens(lm, stop_ids: list[int]) -> None:
+    """Makes checkpoints stop where the run does: without a generation_config.json only config.json
+    names stop tokens, which may be others than the tokenizer's."""
+    lm.generation_config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
+
+
 def drop_unsavable(lm) -> str:
     """transformers reads a generation_config.json that it later refuses to save, such as one with a
     temperature but without do_sample: a run would lose its checkpoints. Of such a one only the

@@ -36,7 +36,14 @@ import rollout
 from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
-from policy import CHUNK, Policy, drop_unsavable, refuse_untied
+from policy import (
+    CHUNK,
+    Policy,
+    drop_unsavable,
+    plain_outputs,
+    refuse_untied,
+    set_stop_tokens,
+)
 from preflight import check_context, check_savable, eval_rows_of, load_checked_files
 from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
@@ -259,8 +266,10 @@ def load_model(c: dict) -> tuple:
             c["model"], dtype=torch.float32, trust_remote_code=False
         )
         refuse_untied(lm, c["model"])
+        plain_outputs(lm)
         if warning := drop_unsavable(lm):
             say_on_rank_0(warning)
+        set_stop_tokens(lm, files.stop_ids)
     if c["pack_sequences"]:
         packing.check_window(lm.config, max_sequence_length(c))
     return lm, tokenizer

@@ -92,8 +92,10 @@ from policy import (
     make_optimizer,
     move_frozen,
     named_weights,
+    plain_outputs,
     refuse_untied,
     seed_classes,
+    set_stop_tokens,
     set_temperature,
     skip_by_norm,
     turn_off_dropout,
@@ -181,6 +183,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
     refuse_untied(lm, c["model"])
+    plain_outputs(lm)
     if trains and (warning := drop_unsavable(lm)):
         say_on_rank_0(warning)
     if trains and c["gradient_checkpointing"]:
@@ -331,6 +334,7 @@ def start(c: dict) -> Run:
     sampler = rollout.start_engine(c, world.device)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
+    set_stop_tokens(engine.module.lm, inputs.stop_ids)
     share_cores(c, world.device)
     reference = load_reference(c, engine, world.device)
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})

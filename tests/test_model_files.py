@@ -56,6 +56,31 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(
         assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [0, 7]
 
 
+def test_a_warm_start_stops_where_its_model_did_without_a_generation_config(
+    tiny_model_dir, tmp_path
+):
+    """config.json may name other stop tokens than the tokenizer."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"eos_token_id": [0, 16]}))
+    lm, tokenizer = sft.load_model(load_config(["config/countdown_tiny.py", f"--model={model}"]))
+    sft.save(tmp_path / "saved", lm, tokenizer, None, {"loss": 0.5, "seconds": 3.0})
+    stops = [preflight.load_model_files(str(path)).stop_ids for path in (model, tmp_path / "saved")]
+    assert stops[0] == stops[1] == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states", "return_dict"])
+def test_a_config_that_asks_for_other_outputs_is_trained_and_saved(asked, tiny_model_dir, tmp_path):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    settings[asked] = asked != "return_dict"
+    (model / "config.json").write_text(json.dumps(settings))
+    c = load_config(["config/countdown_tiny.py", f"--model={model}"]) | {"dtype": "float32"}
+    for lm in (train.load_lm(c, True, CPU).lm, sft.load_model(c)[0]):
+        lm.save_pretrained(tmp_path / "saved")
+
+
 def test_a_generation_config_that_can_be_saved_stays(tiny_model_dir, tmp_path, capsys):
     c = with_generation(tiny_model_dir, tmp_path, do_sample=True, temperature=0.6)
     train.load_lm(c, trains=True, device=CPU).lm.save_pretrained(tmp_path / "saved")

@@ -50,7 +50,7 @@ COUNTDOWN = {
     "flow, τ = .05": "flow_05",
     "flow, summed scores, τ = .02": "flow_sum_02",
     "flow, summed scores, τ = .0068 (start .219 / .730)": "flow_sum_007",
-    "maxent, τ = .4: one of two destroyed": "maxent_40",
+    "maxent, τ = .4: two of three destroyed": "maxent_40",
     "token entropy .1: destroyed": "token_entropy_10",
 }
 # the document says so below the tables, or shows their last evaluations instead
