@@ -206,7 +206,7 @@ def read_config_file(path) -> dict:
             text = file.read(LONGEST_CONFIG + 1)
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
-        hint = near_path(str(path))
+        hint = near_path(str(path)) or near_path(f"config/{path}")
         if os.path.exists(f"{path}/config.json"):
             hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
         raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
@@ -483,7 +483,7 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         name = word.lstrip("-").partition("=")[0] or "key"
         if name.replace("-", "_") in switches:
             raise UserError(f"{word}: write --{name.replace('-', '_')}")
-        value = "latest" if name == "resume_from_checkpoint" else "..."
+        value = "latest" if RENAMED.get(name, name) == "resume_from_checkpoint" else "..."
         if i + 1 < len(argv) and argv[i + 1][:1] != "-":
             value = argv[i + 1]
         if " " in RENAMED.get(name, ""):
@@ -569,6 +569,10 @@ def load_config(argv) -> dict:
     config = dict(defaults)
     flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
+    for word in argv:
+        opened = word.startswith("-") and word.partition("=")[2][:1] in ("{", "[")
+        if opened and word[-1] not in "}]" and not all(map(os.path.exists, files)):
+            raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
     for path in files:
         if "=" in str(path) and not os.path.exists(path):  # key=value, as Hydra has it
             raise UserError(f"{path}: a flag begins with two dashes: --{path}")
@@ -1143,6 +1147,7 @@ FOREIGN = {
     "adam_epsilon": "--optimizer_options.eps=1e-8 has it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
+    "resume": "resume_from_checkpoint",
     "use_peft": "adapters have a rank: --lora_rank=32, and 0 is none",
     "lora_target_modules": "all linear layers but the vocabulary head have adapters",
     "lora_dropout": "nothing is dropped while a model trains",

@@ -406,6 +406,8 @@ def open_dataset(source: dict):
     import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
 
     name = source["name"]
+    if Path(name).stem in tasks.NAMES and name.endswith(".py"):
+        raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
     if os.path.isfile(name) and not name.endswith(".parquet"):
         raise UserError(
             f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "

@@ -701,8 +701,9 @@ def generate(
             )
         if not math.isfinite(sum(r["logprobs"])):
             raise RunStopped(
-                "the rollout engine returned log-probs that are not finite: the model's weights "
-                "hold NaN or infinity, or its logits do not fit into its dtype"
+                "the rollout engine returned log-probs that are not finite: its logits do not fit "
+                "into its dtype, or the model's weights hold NaN or infinity: lower learning_rate, "
+                "and go on from an earlier checkpoint"
             )
     return rollouts
 

@@ -3,7 +3,8 @@
 # executed.
 #
 # A number marked (steps) may change during a run: {finished steps: value} is a line through these,
-# flat before the first and after the last: {0: 1.2, 100: 1.0}; a jump is {99: 1.2, 100: 1.0}.
+# flat before the first and after the last: {0: 1.2, 100: 1.0}; a jump is {99: 1.2, 100: 1.0};
+# as a flag --temperature='{0: 1.2, 100: 1.0}'.
 #
 # A source of rows is a dict; all entries but "name" may be left out:
 #   {"name": a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a dataset id,

@@ -310,6 +310,10 @@ def test_weights_that_are_not_numbers_never_come_as_far_as_a_mixture():
         assert "weight" in refusal(check_config, load_config([]) | {"dataset": [source]})
 
 
+def test_a_task_named_as_a_file_is_told_its_name():
+    assert "name it 'countdown'" in refusal(load, "tasks/countdown.py")
+
+
 def test_a_mixture_has_no_evaluation_split_of_its_own():
     c = load_config(["--dataset=[{'name': 'crossword'}]"])
     assert "eval_dataset" in refusal(preflight.checked_eval_rows, c, FILES)
