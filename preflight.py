@@ -216,7 +216,11 @@ def refuse_adapters(model: str) -> None:
     """UserError if adapters lie in the model's folder, alone or beside weights: transformers would
     load them on top, vLLM would not, and a run would train something else than it samples from."""
     name = "adapter_config.json"
-    if is_there(model, name):
+    try:
+        found = is_there(model, name)
+    except OSError:  # such as a name that no model can have: what loads config.json says so
+        return
+    if found:
         raise unusable(
             model,
             name,
