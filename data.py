@@ -416,7 +416,8 @@ def open_dataset(source: dict):
     is_path = name.startswith(PATHS) and not name.endswith(".parquet")
     if is_path and not os.path.exists(name):  # the hub need not be asked
         raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
-    if (Path(datasets.packaged_modules.__path__[0]) / name).is_dir() and not os.path.isdir(name):
+    readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
+    if name in readers and not os.path.isdir(name):
         raise UserError(
             f"dataset {name!r} is a kind of file that the datasets library reads, which would take "
             f"all of them in this folder: name a folder with your own"
