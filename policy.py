@@ -214,8 +214,10 @@ def turn_off_dropout(lm) -> float:
 def refuse_untied(lm, model: str) -> None:
     """UserError if config.json ties the head to the embedding and the weights hold two tensors:
     transformers loads both then, and whoever believes the saved config.json loses one."""
-    head = lm.get_output_embeddings().weight
-    if lm.config.tie_word_embeddings and head is not lm.get_input_embeddings().weight:
+    head = lm.get_output_embeddings()  # None: check_body() refuses that
+    if not getattr(lm.config, "tie_word_embeddings", False) or head is None:
+        return
+    if head.weight is not lm.get_input_embeddings().weight:
         raise UserError(
             f"model={model!r}: its weights hold a vocabulary head that differs from the embedding, "
             f"and its config.json says that they are one: set tie_word_embeddings to false there"
