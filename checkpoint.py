@@ -1010,7 +1010,7 @@ def export(path, out) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from policy import add_adapters, model_weights, save_adapter
+    from policy import add_adapters, drop_unsavable, model_weights, save_adapter
 
     path = Path(path)
     out = Path(out)
@@ -1047,6 +1047,7 @@ def export(path, out) -> None:
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    drop_unsavable(lm)
     with stops_if_unwritten(tmp, f"make room and remove {tmp}"):
         lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
         # the checkpoint's own: it may have stop tokens that config.json lacks

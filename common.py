@@ -21,6 +21,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import checks
@@ -569,9 +570,11 @@ def load_config(argv) -> dict:
     config = dict(defaults)
     flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
-    for word in argv:
-        opened = word.startswith("-") and word.partition("=")[2][:1] in ("{", "[")
-        if opened and word[-1] not in "}]" and not all(map(os.path.exists, files)):
+    for word, rest in pairwise(argv):
+        key, _, value = word.lstrip("-").partition("=")
+        opened = value[:1] in ("{", "[") and value[-1] not in ("}", "]")
+        cut = opened and not rest.startswith("-") and not os.path.exists(rest)
+        if cut and not isinstance(defaults.get(key), str):
             raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
     for path in files:
         if "=" in str(path) and not os.path.exists(path):  # key=value, as Hydra has it

@@ -122,9 +122,9 @@ def check_task_row(row, where: str) -> None:
     try:
         pickle.dumps(row)  # as it goes to a reward
         json.dumps(row["answer"], default=str)  # as generate.py writes it
-        # no tokenizer takes half a surrogate pair
-        for text in (row["prompt"], row.get("solutions")):
-            json.dumps(text, ensure_ascii=False).encode()
+        # as a run logs it; no tokenizer takes half a surrogate pair
+        json.dumps(row["prompt"], ensure_ascii=False).encode()
+        json.dumps(row.get("solutions"), ensure_ascii=False, default=str).encode()
     except Exception as error:  # a lambda, a lock, a key that is a tuple: each raises another kind
         raise UserError(f"{where} can not leave this process: {quoted(str(error))}") from None
 

@@ -229,7 +229,6 @@ def plain_outputs(lm) -> None:
     weights, which packing has none of."""
     lm.config.return_dict = True
     lm.config.output_attentions = False
-    lm.config.output_hidden_states = False
 
 
 def set_stop_tokens(lm, stop_ids: list[int]) -> None:

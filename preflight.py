@@ -198,15 +198,16 @@ def check_savable(model: str, files: ModelFiles) -> None:
     """UserError if transformers can't write what it has read: a run would find that out when it
     saves for the first time, which may be its end."""
     parts = {"config.json": files.config, "the tokenizer": files.tokenizer}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts.items():
-            try:
+    for name, part in parts.items():
+        try:
+            with tempfile.TemporaryDirectory() as folder:
                 part.save_pretrained(folder)
-            except Exception as error:  # whatever a stranger's file may bring about
-                raise UserError(
-                    f"model={model!r}: {name} was read but can't be saved, so there would be no "
-                    f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)}"
-                ) from None
+        except Exception as error:  # whatever a stranger's file may bring about
+            raise UserError(
+                f"model={model!r}: {name} was read but can't be saved, so there would be no "
+                f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)} (tried in the "
+                f"folder of temporary files, TMPDIR)"
+            ) from None
 
 
 # --- vocabulary, template, what ends a completion

@@ -7,17 +7,19 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 """
 
 import hashlib
-import json
 import re
 from array import array
 from datetime import date, time, timedelta
-from decimal import Decimal
 from functools import cached_property
+from numbers import Number
 from pathlib import Path
+from types import NoneType
 
 from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
 
 ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
+# types whose repr() tells all of a value and nothing of the process
+STABLE = (str, bytes, bool, float, complex, NoneType, Number, date, time, timedelta)
 
 # --- what a prompt is: the user's text, or a list of chat messages
 
@@ -130,16 +132,25 @@ def answers_hash(rows: list[dict]) -> str:
     whole = hashlib.sha256()
     for row in rows:
         read = {key: value for key, value in row.items() if key not in ADDED}
-        whole.update(json.dumps(read, default=stable_text, skipkeys=True).encode())
+        whole.update(stable_text(read).encode())
     return whole.hexdigest()[:16]
 
 
 def stable_text(value) -> str:
-    """A value that JSON can't hold, as a text that is the same in every process: other objects than
-    these write their address, and sets their members in any order."""
-    if isinstance(value, set | frozenset):
-        return str(sorted(map(repr, value)))
-    return str(value) if isinstance(value, date | time | timedelta | Decimal) else ""
+    """A value as a text that is the same in every process. Containers are sorted: what was made of
+    a set has another order in each. Of an object that might print its address, only the type."""
+    if hasattr(value, "tolist"):  # numpy's
+        value = value.tolist()
+    if isinstance(value, dict):
+        pairs = [f"{stable_text(key)}:{stable_text(content)}" for key, content in value.items()]
+        return "{" + ",".join(sorted(pairs)) + "}"
+    if isinstance(value, list | tuple | set | frozenset):
+        return "[" + ",".join(sorted(map(stable_text, value))) + "]"
+    if type(value) is int:
+        return hex(value)  # repr() refuses more than 4,300 digits
+    if isinstance(value, STABLE):
+        return repr(value)
+    return type(value).__name__
 
 
 # --- which prompts a model may have learnt
@@ -323,25 +334,34 @@ def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
             )
 
 
-def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
-    """A sentence about the token with which the chat template ends the assistant's turn. It begins
-    with "warning" if that token does not end a completion."""
+def closing_token(tokenizer) -> tuple[int | None, str]:
+    """The token with which the chat template ends the assistant's turn, and ""; or None, and a
+    sentence that says why there is none."""
     if not tokenizer.chat_template:
-        return "a base model: no chat template"
+        return None, "a base model: no chat template"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\0"}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception as error:  # a template is a program
-        return f"the chat template takes no assistant's message: {in_one_line(error, 300)}"
+        return None, f"the chat template takes no assistant's message: {in_one_line(error, 300)}"
     _, marker, rest = text.rpartition("\0")
     if not marker:
-        return "the chat template leaves the assistant's message out"
+        return None, "the chat template leaves the assistant's message out"
     # only the first token: Qwen's template writes a newline after it
     end = tokenizer(rest.lstrip() or rest, add_special_tokens=False)["input_ids"][:1]
     if not end:
-        return "the chat template ends a turn with nothing"
-    sentence = f"the chat template ends a turn with {tokenizer.decode(end)!r}"
-    if end[0] in stop_ids:
+        return None, "the chat template ends a turn with nothing"
+    return end[0], ""
+
+
+def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
+    """A sentence about the token with which the chat template ends the assistant's turn. It begins
+    with "warning" if that token does not end a completion."""
+    token, none = closing_token(tokenizer)
+    if token is None:
+        return none
+    sentence = f"the chat template ends a turn with {tokenizer.decode([token])!r}"
+    if token in stop_ids:
         return sentence
     return f"warning: {sentence}, which does not end a completion"
 

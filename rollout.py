@@ -14,6 +14,7 @@ adds "seed_id" to its own.
 
 import difflib
 import gc
+import inspect
 import logging
 import math
 import os
@@ -49,7 +50,8 @@ from common import (
 )
 from loss import equal_groups
 from packing import head_width
-from policy import dtype_of, named_weights
+from policy import dtype_of, named_weights, plain_outputs
+from prompts import closing_token
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
@@ -252,8 +254,13 @@ def check_options(c: dict) -> None:
     others = [name for name in c["vllm_options"] if name not in ours]
     if not others or c["rollout_engine"] != "vllm":
         return
-    vllm = import_vllm()
+    try:
+        vllm = import_vllm()
+    except UserError as error:  # a login node may have none
+        say_on_rank_0(f"warning: vllm_options are not checked: {error}")
+        return
     known = [field.name for field in fields(vllm.EngineArgs)]
+    known += inspect.signature(vllm.LLM).parameters
     for name in others:
         if name not in known:
             near = difflib.get_close_matches(name, [*ours, *known], n=1)
@@ -544,6 +551,7 @@ class HfEngine(Engine):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
         # the model's own config may have a repetition penalty, which the loss knows nothing about
         self.model.generation_config = GenerationConfig()
+        plain_outputs(self.model)
 
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
@@ -655,12 +663,15 @@ def prompt_seed(*parts) -> int:
 
 
 def with_text(tokenizer, sampling: Sampling, group_done=None):
-    """A callback that adds "text", decoded without special tokens and without the stop token, to a
-    group of rollouts, then passes it on to `group_done`."""
+    """A callback that adds "text" to a group of rollouts, then passes it on to `group_done`. The
+    text has no special tokens and does not hold the end of the turn. Another stop token stays, such
+    as </answer>, which a reward may look for."""
+    token, _ = closing_token(tokenizer)
+    # not every tokenizer marks it as special
+    ends = [token] if token in sampling.stop_token_ids else []
 
     def answer_of(ids: list[int]) -> list[int]:
-        # not every tokenizer marks all tokens that end a turn as special
-        return ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
+        return ids[:-1] if ids[-1:] == ends else ids
 
     def done(i: int, group: list[dict]) -> None:
         completions_ids = [answer_of(r["completion_ids"]) for r in group]
@@ -676,9 +687,9 @@ def with_text(tokenizer, sampling: Sampling, group_done=None):
 def generate(
     sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, "text" decoded without special tokens and
-    the stop token. A RuntimeError if they are fewer or more, if one is empty or lacks a log-prob,
-    which must not pass for 0. RunStopped if a log-prob is not finite.
+    """len(prompts_ids) * n rollouts, prompt-major, with "text" as of with_text(). A RuntimeError
+    if they are fewer or more, if one is empty or lacks a log-prob, which must not pass for 0.
+    RunStopped if a log-prob is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
@@ -702,8 +713,8 @@ def generate(
         if not math.isfinite(sum(r["logprobs"])):
             raise RunStopped(
                 "the rollout engine returned log-probs that are not finite: its logits do not fit "
-                "into its dtype, or the model's weights hold NaN or infinity: lower learning_rate, "
-                "and go on from an earlier checkpoint"
+                "into its dtype, or the model's weights hold NaN or infinity: in a run, lower "
+                "learning_rate and go on from an earlier checkpoint"
             )
     return rollouts
 

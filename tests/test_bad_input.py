@@ -301,9 +301,8 @@ def refused_by(tiny_model_dir, tmp_path, monkeypatch):
     """The sentence with which a script refuses flags, before it reads the model's files or data."""
 
     def sentence(script, *flags) -> str:
-        for name in ("load_model_files", "load_inputs"):
-            if hasattr(script, name):
-                monkeypatch.setattr(script, name, lambda *_: pytest.fail("files were read"))
+        name = "load_inputs" if script is train else "load_checked_files"
+        monkeypatch.setattr(script, name, lambda *_: pytest.fail("files were read"))
         argv = [TINY, f"--model={tiny_model_dir}", f"--output_dir={tmp_path / 'run'}", *flags]
         own, config = common.load_with_flags(argv, FLAGS[script.__name__])
         with pytest.raises(UserError) as caught:

@@ -123,6 +123,33 @@ def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
     assert not torch.equal(one[0], other[0]) and not torch.equal(one[-2], other[-2])
 
 
+@pytest.mark.parametrize("stop_ids, saved", [([0], 0), ([0, 7], [0, 7])])
+def test_checkpoints_are_to_stop_at_the_tokens_of_the_run(stop_ids, saved, tmp_path, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load_reference(*given):
+        raise Loaded
+
+    lm = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[0, 16]))
+    inputs = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=101),
+        stop_ids=stop_ids,
+        eval_rows=[],
+        prompts_hash="",
+        answers_hash="",
+    )
+    asleep = SimpleNamespace(sleep=lambda: None)
+    monkeypatch.setattr(train, "load_inputs", lambda c, ranks: inputs)
+    monkeypatch.setattr(train.rollout, "start_engine", lambda c, device: asleep)
+    engine = SimpleNamespace(module=SimpleNamespace(lm=lm))
+    monkeypatch.setattr(train, "load_policy", lambda c, device: engine)
+    monkeypatch.setattr(train, "load_reference", load_reference)
+    with pytest.raises(Loaded):
+        train.start(common.load_config(["--model=any", f"--output_dir={tmp_path / 'run'}"]))
+    assert lm.generation_config.eos_token_id == saved
+
+
 def test_a_policy_is_padded_and_recomputed_as_the_config_says(tiny_model_dir):
     for value in (True, False):
         flags = [f"--pack_sequences={value}", f"--gradient_checkpointing={value}"]

@@ -70,7 +70,7 @@ def test_a_warm_start_stops_where_its_model_did_without_a_generation_config(
     assert stops[0] == stops[1] == [tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states", "return_dict"])
+@pytest.mark.parametrize("asked", ["output_attentions", "return_dict"])
 def test_a_config_that_asks_for_other_outputs_is_trained_and_saved(asked, tiny_model_dir, tmp_path):
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())

@@ -4,8 +4,10 @@ import datetime
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import jinja2
+import numpy
 import pytest
 from row_files import check_words, refusal
 from tokenizers.processors import TemplateProcessing
@@ -81,21 +83,48 @@ def test_other_prompts_another_order_and_other_ends_of_prompts_have_another_hash
     assert len(hashes) == len(ids)
 
 
-def test_rows_with_another_answer_or_column_have_another_hash_and_each_has_one():
-    """Also where a row holds what JSON can't: sets come in another order in every process."""
-    day = datetime.date(2026, 11, 29)
-    rows = [{"answer": "6"}, {"answer": 6}, {"answer": {"b", "a"}}, {"answer": {"b", "c"}}]
-    rows += [{"answer": "6", "level": 2}, {"answer": day}, {"answer": {(1, 2): 3}}]
-    rows += [{"answer": "6"} | dict.fromkeys(prompts.ADDED, 1)]  # as encode_prompts() leaves it
-    hashes = [prompts.answers_hash([row]) for row in rows]
-    assert hashes[-1] == hashes[0] and len(set(hashes)) == len(rows) - 1
-    code = "import prompts; print(prompts.answers_hash([{'answer': {'b', 'a'}}]))"
-    for seed in ("1", "2"):
+DAY = datetime.date(2026, 11, 29)
+OTHER_ROWS = [
+    {"answer": "6"},
+    {"answer": 6},
+    {"answer": 10**5000},  # whose repr() Python refuses
+    {"answer": 6.0},
+    {"answer": b"6"},
+    {"answer": Fraction(1, 6)},
+    {"answer": numpy.arange(3)},
+    {"answer": {"b", "a"}},
+    {"answer": {"b", "c"}},
+    {"answer": DAY},
+    {"answer": {(1, 2): 3}},
+    {"answer": {(1, 2): None}},
+    {"answer": "6", "level": 2},
+]
+
+
+def test_rows_with_another_answer_or_column_have_another_hash():
+    hashes = {prompts.answers_hash([row]) for row in OTHER_ROWS}
+    assert len(hashes) == len(OTHER_ROWS)
+    encoded = {"answer": "6"} | dict.fromkeys(prompts.ADDED, 1)  # as encode_prompts() leaves it
+    assert prompts.answers_hash([encoded]) == prompts.answers_hash([{"answer": "6"}])
+    first, second = OTHER_ROWS[:2]
+    assert prompts.answers_hash([first, second]) != prompts.answers_hash([second, first])
+
+
+def test_the_hash_of_answers_is_the_same_in_every_process():
+    """Sets, and what is made of them, have another order in each, and objects another address."""
+    words = "set('abcde')"
+    row = (
+        f"{{'answer': {words}, 'a': list({words}), 'b': {{x: 1 for x in {words}}}, 'c': object()}}"
+    )
+    nested = f"{{'answer': {{frozenset({words}), frozenset('xyz')}}}}"
+    code = f"import prompts; print(prompts.answers_hash([{row}, {nested}]))"
+    told = set()
+    for seed in ("1", "2", "3"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert done.stdout.strip() == hashes[2]
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        told.add(done.stdout)
+    assert len(told) == 1 and len(told.pop()) == 17
 
 
 # --- templates of one's own

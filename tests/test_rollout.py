@@ -336,11 +336,15 @@ def test_a_policy_of_nans_is_a_sentence_where_transformers_sample(tiny_model_dir
         engine.generate([[5, 6, 7]], 2, sampling)
 
 
-def test_a_text_ends_before_the_stop_token_also_where_that_is_not_special():
-    """As <|im_end|> is not in some fine-tunes: rewards would read it as part of the answer."""
+@pytest.mark.parametrize("ends_turn", [True, False])
+def test_a_text_ends_before_the_end_of_the_turn_and_keeps_other_stop_tokens(ends_turn):
+    """Not all fine-tunes mark <|im_end|> as special: rewards would read it as part of the answer.
+    But one that stops at </answer> may be asked for it."""
     tokenizer = sft.tiny_tokenizer()
-    plain = tokenizer.convert_tokens_to_ids("!")
-    ids = [*tokenizer("hi!")["input_ids"], plain]  # stops at a second "!"
+    if ends_turn:
+        tokenizer.chat_template = sft.TEMPLATE.replace("<|end|>", "!")
+    stop = tokenizer.convert_tokens_to_ids("!")
+    ids = [*tokenizer("hi!")["input_ids"], stop]  # stops at a second "!"
     cut = tokenizer("hi!?")["input_ids"]  # as long as it may be
     answers = [
         {"completion_ids": given, "logprobs": [-1.0] * len(given), "finish_reason": reason}
@@ -352,9 +356,9 @@ def test_a_text_ends_before_the_stop_token_also_where_that_is_not_special():
         return answers
 
     engine = SimpleNamespace(generate=generate)
-    sampling = rollout.Sampling(temperature=1.0, max_tokens=4, stop_token_ids=[0, plain], seeds=[3])
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=4, stop_token_ids=[0, stop], seeds=[3])
     rollouts = rollout.generate(engine, tokenizer, [[5]], 2, sampling)
-    assert [r["text"] for r in rollouts] == ["hi!", "hi!?"]
+    assert [r["text"] for r in rollouts] == ["hi!" if ends_turn else "hi!!", "hi!?"]
     assert rollouts[0]["completion_ids"] == ids  # what is learnt from keeps it
 
 
@@ -362,7 +366,7 @@ def test_a_text_ends_before_the_stop_token_also_where_that_is_not_special():
 def test_log_probs_that_are_not_finite_stop_a_run(bad):
     answer = {"completion_ids": [5, 0], "logprobs": [-1.0, bad], "finish_reason": "stop"}
     engine = SimpleNamespace(generate=lambda prompts, n, sampling, group_done: [dict(answer)])
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids), chat_template=None)
     sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[3])
     with pytest.raises(RunStopped, match="log-probs that are not finite"):
         rollout.generate(engine, tokenizer, [[5]], 1, sampling)

@@ -97,6 +97,7 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
         (["train.py", "--resume_from_checkpoint"], "--resume_from_checkpoint=latest"),
         (["train.py", TINY, "--resume"], "--resume=latest"),
         (["train.py", TINY, "--temperature={0:", "1.2}"], "{0: ...: the shell has cut this flag"),
+        (["train.py", "no.py", "--system_prompt=[INST] Go:", "x=1"], "config file no.py"),
     ],
 )
 def test_a_flag_in_two_words_is_told_how_to_be_one(without_torch, command, cure):

@@ -56,7 +56,7 @@ def run_of(c: dict, device) -> SimpleNamespace:
     rows = [{"prompt_ids": [5 + i, 6, 7]} for i in range(9)]
     said = []
     # characters of the tiny model: nothing is decoded for a proof but its texts
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids), chat_template=None)
     return SimpleNamespace(
         config=c,
         world=World(0, 1, device),
