@@ -552,6 +552,11 @@ def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[
     """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
     warning of unread(), if there is one."""
     own, rest = own_flags(argv, defaults)
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0]
+        near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
+        if word.startswith("--") and near and name.partition(".")[0] not in default_config():
+            raise UserError(f"{word}: did you mean --{near[0]}?")
     if warning := unread(rest, instead or {}):
         say_on_rank_0(warning, file=sys.stderr)
     return own, load_config(rest)

@@ -94,6 +94,8 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
         ),
         (["train.py", "--pack_sequences", TINY], f"in one word: --pack_sequences={TINY}"),
         (["train.py", TINY, "--dry-run"], "--dry-run: write --dry_run\n"),
+        (["train.py", TINY, "--dryrun=True"], "--dryrun=True: did you mean --dry_run?"),
+        (["sft.py", TINY, "--step=2"], "--step=2: did you mean --steps?"),
         (["train.py", "--resume_from_checkpoint"], "--resume_from_checkpoint=latest"),
         (["train.py", TINY, "--resume"], "--resume=latest"),
         (["train.py", TINY, "--temperature={0:", "1.2}"], "{0: ...: the shell has cut this flag"),
