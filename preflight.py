@@ -18,7 +18,13 @@ from typing import NamedTuple
 import huggingface_hub.constants
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import cached_file, logging
 
 import checkpoint
@@ -134,9 +140,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         config = load_part(model, "config.json", AutoConfig)
         refuse_other_kinds(model, config)
         vocab_size = vocabulary_of(model, config)
-        # False: if there is a tekken.json, transformers would load Mistral's own tokenizer, which
-        # has no chat template and another interface
-        tokenizer = load_part(model, "the tokenizer", AutoTokenizer, mistral_format=False)
+        tokenizer = load_tokenizer(model)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
         stop_ids = stop_token_ids(model, tokenizer, vocab_size)
@@ -175,6 +179,34 @@ def load_part(model: str, part: str, auto_class, **options):
         return auto_class.from_pretrained(model, trust_remote_code=False, **options)
     except Exception as error:  # parsers of strangers' files raise dozens of kinds
         raise unusable(model, part, error) from None
+
+
+def load_tokenizer(model: str):
+    """The model's tokenizer. Where the class that tokenizer_config.json names does not fit
+    tokenizer.json (DeepSeek's R1 distillations), transformers 5 builds one that drops all white
+    space: then tokenizer.json as it is."""
+    # False: if there is a tekken.json, transformers would load Mistral's own tokenizer, which has
+    # no chat template and another interface
+    tokenizer = load_part(model, "the tokenizer", AutoTokenizer, mistral_format=False)
+    if keeps_spaces(tokenizer):
+        return tokenizer
+    plain = load_part(model, "the tokenizer", PreTrainedTokenizerFast)
+    if not keeps_spaces(plain):
+        raise unusable(model, "the tokenizer", "it drops the white space between words")
+    say_on_rank_0(
+        f"model={model!r}: as a {type(tokenizer).__name__}, which its tokenizer_config.json asks "
+        f"for, its tokenizer would drop all white space: tokenizer.json is taken as it is"
+    )
+    return plain
+
+
+def keeps_spaces(tokenizer) -> bool:
+    """Whether white space makes a difference to the token ids."""
+    try:
+        ids, glued = tokenizer(["a b\nc", "abc"], add_special_tokens=False)["input_ids"]
+    except Exception:  # check_tokenizer() says what is wrong
+        return True
+    return not ids or ids != glued
 
 
 def unusable(model: str, part: str, error: Exception | str) -> UserError:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from row_files import check_words, refusal
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from test_prompts_length import BPE
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import evaluate
 import generate
@@ -129,6 +130,29 @@ def test_a_folder_with_adapters_is_refused(whole, tiny_model_dir, tmp_path):
         (folder / "config.json").unlink()
     message = refusal(preflight.load_model_files, str(folder))
     check_words(message, "adapter_config.json", "merge_and_unload")
+
+
+# --- a tokenizer of another class than its files
+
+
+def test_a_tokenizer_whose_class_would_drop_white_space_is_read_as_it_is(tmp_path, capsys):
+    """As DeepSeek's R1 distillations: bytes in tokenizer.json, Llama's class beside it."""
+    model = tmp_path / "model"
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(BPE), num_hidden_layers=1, **shape)
+    LlamaForCausalLM(config).save_pretrained(model)
+    BPE.save_pretrained(model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "LlamaTokenizerFast"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert not preflight.keeps_spaces(AutoTokenizer.from_pretrained(model))
+    tokenizer = preflight.load_model_files(str(model)).tokenizer
+    assert "as a LlamaTokenizer" in capsys.readouterr().out
+    tokenizer.save_pretrained(tmp_path / "saved")
+    text = "What is one and one?\nBe brief."
+    for kept in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert kept(text)["input_ids"] == BPE(text)["input_ids"]
+        assert kept.chat_template == BPE.chat_template and kept.eos_token == BPE.eos_token
 
 
 # --- a special token that the tokenizer has and the model has not
