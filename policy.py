@@ -224,9 +224,10 @@ def refuse_untied(lm, model: str) -> None:
         )
 
 
-def plain_outputs(lm) -> None:
-    """Takes back what config.json may ask of every forward: a tuple instead of a dict, or attention
-    weights, which packing has none of."""
+def plain_config(lm) -> None:
+    """Takes back what config.json may ask of every forward, a tuple instead of a dict, or attention
+    weights, which packing has none of; and where it names code, which no checkpoint has."""
+    vars(lm.config).pop("auto_map", None)
     lm.config.return_dict = True
     lm.config.output_attentions = False
 

@@ -146,7 +146,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         stop_ids = stop_token_ids(model, tokenizer, vocab_size)
         refuse_closed_prompts(model, tokenizer, stop_ids)
         if not dry_run or has_weights(model):
-            check_weights(model)
+            check_weights(model, quantised(config))
         else:
             empty_model(model, config)  # at least config.json must describe one
             if os.path.isdir(model):
@@ -227,8 +227,10 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 
 
 def check_savable(model: str, files: ModelFiles) -> None:
-    """UserError if transformers can't write what it has read: a run would find that out when it
-    saves for the first time, which may be its end."""
+    """UserError if weights are quantised, or if transformers can't write what it has read: a run
+    would find that out when it saves for the first time, which may be its end."""
+    if kind := quantised(files.config):
+        raise unusable(model, "config.json", kind)
     parts = {"config.json": files.config, "the tokenizer": files.tokenizer}
     for name, part in parts.items():
         try:
@@ -411,8 +413,21 @@ def has_pickles(folder: Path) -> bool:
     return any(folder.glob("pytorch_model*.bin")) or any(folder.glob("consolidated*.pth"))
 
 
-def check_weights(model: str) -> None:
-    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN."""
+def quantised(config) -> str:
+    """A sentence if the model's weights are quantised, "" else."""
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return ""
+    method = settings.get("quant_method", "") if isinstance(settings, dict) else ""
+    return (
+        f"its weights are quantised ({method or 'quantization_config'}), and such can't be "
+        f"trained: name the model that they were made from"
+    )
+
+
+def check_weights(model: str, kind: str) -> None:
+    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN. kind: of
+    quantised()."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
@@ -436,7 +451,9 @@ def check_weights(model: str) -> None:
             trust_remote_code=False,
         )
     except Exception as error:  # as in load_part
-        raise unusable(model, "its weights", damaged_file(folder) or error) from None
+        # of quantised ones transformers' advice is a package that would not help
+        reason = damaged_file(folder) or kind or error
+        raise unusable(model, "its weights", reason) from None
     refuse_other_weights(model, lm, report)
     # for a hub id: all its files are in one folder of the cache
     for path in weight_files(Path(cached_file(model, "config.json")).parent):

@@ -50,7 +50,7 @@ from common import (
 )
 from loss import equal_groups
 from packing import head_width
-from policy import dtype_of, named_weights, plain_outputs
+from policy import dtype_of, named_weights, plain_config
 from prompts import closing_token
 
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
@@ -551,7 +551,7 @@ class HfEngine(Engine):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
         # the model's own config may have a repetition penalty, which the loss knows nothing about
         self.model.generation_config = GenerationConfig()
-        plain_outputs(self.model)
+        plain_config(self.model)
 
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
@@ -637,6 +637,17 @@ def start_engine(config: dict, device: torch.device):
     hold other weights until the first sync()."""
     make = ENGINES[config["rollout_engine"]]
     return make(config["model"], config, dtype_of(config), device)
+
+
+def check_own_class(engine, c: dict) -> None:
+    """UserError if vLLM in this process has changed transformers' class of the model, of which the
+    policy is to be made: so it does with models that it has no code of its own for."""
+    if isinstance(engine, VllmEngine) and engine.llm.model_config.using_transformers_backend():
+        raise UserError(
+            f"rollout_engine='vllm' has no code of its own for model={c['model']!r}: it changes "
+            f"transformers', and then no policy can be made in the same process: set "
+            f"rollout_engine='hf', or start servers for rollout_engine='server'"
+        )
 
 
 def start_sampler(c: dict, device: torch.device):

@@ -40,7 +40,7 @@ from policy import (
     CHUNK,
     Policy,
     drop_unsavable,
-    plain_outputs,
+    plain_config,
     refuse_untied,
     set_stop_tokens,
 )
@@ -266,7 +266,7 @@ def load_model(c: dict) -> tuple:
             c["model"], dtype=torch.float32, trust_remote_code=False
         )
         refuse_untied(lm, c["model"])
-        plain_outputs(lm)
+        plain_config(lm)
         if warning := drop_unsavable(lm):
             say_on_rank_0(warning)
         set_stop_tokens(lm, files.stop_ids)

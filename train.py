@@ -92,7 +92,7 @@ from policy import (
     make_optimizer,
     move_frozen,
     named_weights,
-    plain_outputs,
+    plain_config,
     refuse_untied,
     seed_classes,
     set_stop_tokens,
@@ -183,7 +183,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
     refuse_untied(lm, c["model"])
-    plain_outputs(lm)
+    plain_config(lm)
     if trains and (warning := drop_unsavable(lm)):
         say_on_rank_0(warning)
     if trains and c["gradient_checkpointing"]:
@@ -332,6 +332,7 @@ def start(c: dict) -> Run:
     # start from the same weights.
     torch.manual_seed(c["seed"])
     sampler = rollout.start_engine(c, world.device)
+    rollout.check_own_class(sampler, c)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
     set_stop_tokens(engine.module.lm, inputs.stop_ids)

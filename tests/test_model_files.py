@@ -4,6 +4,7 @@ a row."""
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 import evaluate
 import generate
 import preflight
+import rollout
 import sft
 import train
 from common import load_config
@@ -130,6 +132,45 @@ def test_a_folder_with_adapters_is_refused(whole, tiny_model_dir, tmp_path):
         (folder / "config.json").unlink()
     message = refusal(preflight.load_model_files, str(folder))
     check_words(message, "adapter_config.json", "merge_and_unload")
+
+
+# --- quantised weights, code beside a known type, a class that vLLM changes
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+@pytest.mark.parametrize("command", [sft.load_model, lambda c: preflight.load_inputs(c, 1)])
+def test_quantised_weights_are_not_trained(method, command, tiny_model_dir, tmp_path):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
+    (model / "config.json").write_text(json.dumps(settings))
+    c = load_config(["config/countdown_tiny.py", f"--model={model}"])
+    check_words(refusal(command, c), f"quantised ({method})", "name the model")
+
+
+def test_no_checkpoint_asks_for_code_that_it_has_not(tiny_model_dir, tmp_path):
+    """Phi-3 has auto_map beside a model_type that transformers knows."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    settings["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (model / "config.json").write_text(json.dumps(settings))
+    c = load_config(["config/countdown_tiny.py", f"--model={model}"]) | {"dtype": "float32"}
+    for lm in (train.load_lm(c, True, CPU).lm, sft.load_model(c)[0]):
+        lm.save_pretrained(tmp_path / "saved")
+        assert "auto_map" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_model_that_vllm_runs_by_transformers_class_is_refused(changed):
+    """vLLM decorates that class, of which the policy would be made."""
+    engine = object.__new__(rollout.VllmEngine)
+    settings = SimpleNamespace(using_transformers_backend=lambda: changed)
+    engine.llm = SimpleNamespace(model_config=settings)
+    if not changed:
+        rollout.check_own_class(engine, {"model": "some/model"})
+        return
+    message = refusal(rollout.check_own_class, engine, {"model": "some/model"})
+    check_words(message, "some/model", "rollout_engine='hf'")
 
 
 # --- a tokenizer of another class than its files
