@@ -56,6 +56,9 @@ from prompts import closing_token
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
+# Of a repository of Mistral's vLLM would take consolidated.safetensors and params.json. Policy and
+# tokenizer are made of Hugging Face's files, which alone are new after a fine-tune.
+HF_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
 # Most completions and tokens that HfEngine samples at once, but at least one prompt's.
 HF_ROWS = 64  # each has a row of logits
@@ -184,7 +187,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         "generation_config": "vllm",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,  # the bar counts files, of which there is mostly one
-    }
+    } | HF_FILES
     if not on_gpu:
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = largest_prefill(config)

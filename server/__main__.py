@@ -52,7 +52,7 @@ def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
         # answers repeat the id of their request, so that we notice if a proxy mixes up clients
         "enable_request_id_headers": True,
         "disable_uvicorn_access_log": True,
-    }
+    } | rollout.HF_FILES
     if c["weight_sync"] == "nccl":
         options["weight_transfer_config"] = {"backend": "nccl"}
     if eager:

@@ -195,6 +195,7 @@ def test_vllm_options_of_the_config_go_to_vllm(memory, tiny_model_dir):
     # 2 layers of 2 heads of 32: seven rows of three blocks, and one block
     assert on_cpu["kv_cache_memory_bytes"] == (7 * 3 + 1) * 32 * 2 * 2 * 2 * 32 * 4
     assert on_cpu["block_size"] == 32
+    assert on_cpu["load_format"] == on_cpu["config_format"] == "hf"  # not Mistral's own files
     assert on_cpu["enforce_eager"]
     assert not on_cpu["enable_sleep_mode"]
     assert "gpu_memory_utilization" not in on_cpu

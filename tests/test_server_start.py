@@ -197,6 +197,7 @@ def test_serve_starts_stock_vllm_with_what_the_config_needs(serve_with):
         "--logprobs-mode processed_logprobs",
         "--enable-request-id-headers",
         "--generation-config vllm",
+        "--load-format hf --tokenizer-mode hf",
         # a replica's 128 x 2 of the 512 rows, 11 prompts to each: two blocks each, and one; of two
         # layers, 1 head of keys for each of two ranks, 8 numbers of 4 bytes
         f"--kv-cache-memory-bytes {(176 * 2 + 1) * 32 * 2 * 2 * 8 * 4}",

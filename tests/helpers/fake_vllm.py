@@ -28,6 +28,8 @@ class FakeLLM:
         self.paused = False
         self.request_counter = itertools.count()
         self.waiting = []
+        # code of its own for the model
+        self.model_config = SimpleNamespace(using_transformers_backend=lambda: False)
         scheduler = SimpleNamespace(has_requests=lambda: bool(self.waiting))
         queues = SimpleNamespace(batch_queue=[], scheduler=scheduler)
         core = SimpleNamespace(shutdown=lambda: None, engine_core=queues)
