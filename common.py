@@ -311,7 +311,8 @@ def merge(config: dict, values: dict, source: str) -> dict:
                 raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
         key, _, entry = path.partition(".")
         if key not in config:
-            raise UserError(f"{source}: unknown key {name!r}{nearest(name, config)}")
+            hint = did_you_mean(name, config) or "; config/default.py lists all keys"
+            raise UserError(f"{source}: unknown key {name!r}{hint}")
         where = f"{source}: {name}"
         if entry:
             if type(merged[key]) is not dict:
@@ -331,9 +332,10 @@ def current_name(name: str, source: str) -> str:
     return replacement
 
 
-def nearest(name: str, known) -> str:
+def did_you_mean(name: str, known) -> str:
+    """The end of a sentence about a name that is none of those known; "" if none is like it."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; config/default.py lists all keys"
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def coerce_key(key: str, value, before, where: str):

@@ -258,6 +258,14 @@ def drop_unsavable(lm) -> str:
     return ""
 
 
+def make_trainable(lm, model: str) -> str:
+    """What any loaded model needs before it is trained, and saved as it was trained. Returns the
+    warning of drop_unsavable()."""
+    refuse_untied(lm, model)
+    plain_config(lm)
+    return drop_unsavable(lm)
+
+
 # what an optimizer raises for options that it can't take
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
 

@@ -12,7 +12,6 @@ token. Text is decoded for the rewards only and never encoded again. A rollout i
 adds "seed_id" to its own.
 """
 
-import difflib
 import gc
 import inspect
 import logging
@@ -43,6 +42,7 @@ from common import (
     UserError,
     check_tensor_parallel,
     check_writable,
+    did_you_mean,
     in_one_line,
     launched_ranks,
     rank_memory,
@@ -266,8 +266,7 @@ def check_options(c: dict) -> None:
     known += inspect.signature(vllm.LLM).parameters
     for name in others:
         if name not in known:
-            near = difflib.get_close_matches(name, [*ours, *known], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, [*ours, *known])
             raise UserError(f"vllm_options: vLLM {vllm.__version__} has no option {name!r}{hint}")
 
 

@@ -36,14 +36,7 @@ import rollout
 from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
-from policy import (
-    CHUNK,
-    Policy,
-    drop_unsavable,
-    plain_config,
-    refuse_untied,
-    set_stop_tokens,
-)
+from policy import CHUNK, Policy, make_trainable, set_stop_tokens
 from preflight import check_context, check_savable, eval_rows_of, load_checked_files
 from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
@@ -265,9 +258,7 @@ def load_model(c: dict) -> tuple:
         lm = AutoModelForCausalLM.from_pretrained(
             c["model"], dtype=torch.float32, trust_remote_code=False
         )
-        refuse_untied(lm, c["model"])
-        plain_config(lm)
-        if warning := drop_unsavable(lm):
+        if warning := make_trainable(lm, c["model"]):
             say_on_rank_0(warning)
         set_stop_tokens(lm, files.stop_ids)
     if c["pack_sequences"]:

@@ -85,15 +85,13 @@ from policy import (
     WithoutAdapters,
     add_adapters,
     count_parameters,
-    drop_unsavable,
     dtype_of,
     flip_signs,
     is_checked,
     make_optimizer,
+    make_trainable,
     move_frozen,
     named_weights,
-    plain_config,
-    refuse_untied,
     seed_classes,
     set_stop_tokens,
     set_temperature,
@@ -182,9 +180,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     """Loads config["model"] into a Policy, which checks it on a few tokens. trains: False for the
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
-    refuse_untied(lm, c["model"])
-    plain_config(lm)
-    if trains and (warning := drop_unsavable(lm)):
+    warning = make_trainable(lm, c["model"])
+    if trains and warning:  # once, not for the reference too
         say_on_rank_0(warning)
     if trains and c["gradient_checkpointing"]:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
