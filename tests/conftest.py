@@ -60,15 +60,18 @@ def tiny_model_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_process_group_left_behind():
-    """A module that starts torch.distributed in this process must not leave its address to the
-    scripts that others start, nor its groups to the next module that starts it."""
+def nothing_left_behind():
+    """A module that starts vLLM or torch.distributed in this process must leave neither what they
+    write into the environment, which scripts that others start would inherit, nor its groups to
+    the next module that starts one."""
+    before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         sys.modules["deepspeed"].utils.groups._WORLD_GROUP = None  # it keeps a copy
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
+    for name in os.environ.keys() - before.keys():
+        os.environ.pop(name)
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
