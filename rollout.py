@@ -31,9 +31,11 @@ import torch.distributed as dist
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from checks import ENTRIES, entries, max_sequence_length
 from common import (
@@ -63,6 +65,8 @@ VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
 # Most completions and tokens that HfEngine samples at once, but at least one prompt's.
 HF_ROWS = 64  # each has a row of logits
 HF_TOKENS = 32_768  # each has keys and values
+# of transformers' caches: those that hold keys and values alone, which can be repeated
+REPEATABLE = {DynamicLayer, DynamicSlidingWindowLayer}
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
 STAY_SHARE = 0.1  # of a GPU's memory: weights below it stay there while vLLM sleeps
@@ -554,6 +558,7 @@ class HfEngine(Engine):
         # the model's own config may have a repetition penalty, which the loss knows nothing about
         self.model.generation_config = GenerationConfig()
         plain_config(self.model)
+        self.shares_prompts = True  # until prompt_cache() finds that the architecture can't
 
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
@@ -584,18 +589,24 @@ class HfEngine(Engine):
             pad_token_id=stop_ids[0],
         )
         longest = max(map(len, prompts_ids))
-        ids = []
-        mask = []
+        padded = []
+        real = []  # 1: a token of the prompt, 0: padding
         for prompt_ids in prompts_ids:
             padding = longest - len(prompt_ids)  # on the left: completions begin in one column
-            ids += [[0] * padding + prompt_ids] * n
-            mask += [[0] * padding + [1] * len(prompt_ids)] * n
+            padded.append([0] * padding + prompt_ids)
+            real.append([0] * padding + [1] * len(prompt_ids))
+        prompts = torch.tensor(padded, device=self.model.device)  # (P, longest)
+        mask = torch.tensor(real, device=self.model.device)  # (P, longest)
         draws = Draws(n, sampling.seeds, sampling.temperature)
+        cache = self.prompt_cache(prompts, mask, n)
+        # not as None: an architecture without a cache refuses the argument
+        computed = {} if cache is None else {"past_key_values": cache}
         sequences = self.model.generate(
-            torch.tensor(ids, device=self.model.device),  # (rows, longest)
-            attention_mask=torch.tensor(mask, device=self.model.device),  # (rows, longest)
+            prompts.repeat_interleave(n, 0),  # (rows, longest)
+            attention_mask=mask.repeat_interleave(n, 0),  # (rows, longest)
             generation_config=greedy,
             logits_processor=[draws],
+            **computed,
         )
         completions = sequences[:, longest:].tolist()  # (rows, T)
         logps = torch.cat(draws.logps, 1).tolist()  # (rows, T)
@@ -613,6 +624,28 @@ class HfEngine(Engine):
                 }
             )
         return groups_of(rollouts, len(prompts_ids))
+
+    def prompt_cache(self, prompts, mask, n: int):
+        """The keys and values of all but the last token of each prompt, computed once and repeated
+        n times. None where nothing is shared: then generate() computes the prompt of every row.
+
+        prompts, mask: (P, longest)."""
+        if n == 1 or prompts.shape[1] == 1 or not self.shares_prompts:
+            return None
+        one_token = GenerationConfig(max_new_tokens=1, return_dict_in_generate=True)
+        # the token that it samples, which is dropped, is not in the cache
+        cache = self.model.generate(
+            prompts[:, :-1], attention_mask=mask[:, :-1], generation_config=one_token
+        ).past_key_values
+        self.shares_prompts = (
+            type(cache) is DynamicCache
+            and {type(layer) for layer in cache.layers} <= REPEATABLE  # no recurrent states
+            and cache.get_seq_length() == prompts.shape[1] - 1  # 0: the model keeps nothing
+        )
+        if not self.shares_prompts:
+            return None
+        cache.batch_repeat_interleave(n)
+        return cache
 
     def sync(self, named_parameters) -> None:
         """Takes over the tensors themselves. From the first sync on, sampler and policy share their

@@ -13,7 +13,13 @@ import pytest
 import torch
 from child import ended_well
 from deadlines import PATIENCE
-from transformers import Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    MistralConfig,
+    OpenAIGPTConfig,
+    Qwen2Config,
+)
 
 import rollout
 import sft
@@ -406,9 +412,13 @@ def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypat
     engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
     rows = []
     sample = engine.model.generate
-    monkeypatch.setattr(
-        engine.model, "generate", lambda ids, **given: rows.append(len(ids)) or sample(ids, **given)
-    )
+
+    def generate(ids, **given):
+        if "logits_processor" in given:  # else it fills the cache of the prompts
+            rows.append(len(ids))
+        return sample(ids, **given)
+
+    monkeypatch.setattr(engine.model, "generate", generate)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [5], [6, 7], [12, 13, 14, 15], [8, 9, 10]]
     seeds = [3, 5, 7, 11, 13]
     sampling = rollout.Sampling(temperature=0.8, max_tokens=9, stop_token_ids=[0, 7], seeds=seeds)
@@ -424,6 +434,64 @@ def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypat
         for r, expected in zip(group, alone):
             assert r["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-5)
             assert r | {"logprobs": 0} == expected | {"logprobs": 0}
+
+
+def hf_engine(tmp_path, model_config) -> rollout.HfEngine:
+    """An HfEngine with a model of random weights, large enough that its tokens matter."""
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(model_config)
+    for parameter in lm.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    lm.save_pretrained(tmp_path)
+    return rollout.HfEngine(str(tmp_path), {}, torch.float32, torch.device("cpu"))
+
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+RECURRENT = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "head_dim": 16,
+}
+CACHES = [
+    (MistralConfig(**SMALL, sliding_window=4), True),
+    (FalconH1Config(**SMALL, **RECURRENT), False),
+    (OpenAIGPTConfig(vocab_size=101, n_positions=64, n_embd=64, n_layer=2, n_head=4), False),
+]
+
+
+@pytest.mark.parametrize("model_config, shares", CACHES, ids=["window", "recurrent", "no_cache"])
+def test_transformers_compute_the_prompt_of_a_group_once(tmp_path, model_config, shares):
+    """Where the cache allows it. Log-probs are those of plain forwards, prompts padded or not."""
+    engine = hf_engine(tmp_path, model_config)
+    computed = []  # tokens of each forward
+    count = engine.model.register_forward_pre_hook(
+        lambda lm, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [13], [14, 15, 16]]
+    sampling = rollout.Sampling(temperature=0.8, max_tokens=6, stop_token_ids=[0], seeds=[3, 5, 7])
+    rollouts = engine.generate(prompts, 4, sampling)
+    count.remove()
+    assert engine.shares_prompts == shares
+    # all but the last token of each prompt, padded to 7, and then that one in every row
+    assert computed[:2] == [3 * 7, 12 if shares else 12 * 8]
+    for r in rollouts:
+        begin = len(r["prompt_ids"])
+        tokens = torch.tensor(r["completion_ids"])
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([r["prompt_ids"] + r["completion_ids"]])).logits[0]
+        logps = (logits / 0.8).log_softmax(1)[begin - 1 : -1].gather(1, tokens[:, None])[:, 0]
+        assert r["logprobs"] == pytest.approx(logps.tolist(), abs=5e-5)
 
 
 def test_tokens_are_drawn_with_their_probabilities():
