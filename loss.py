@@ -322,7 +322,7 @@ def over_groups(losses: Tensor, active: Tensor, norm: float, group_weight: Tenso
     group_weight None: 1."""
     if group_weight is not None:
         losses = losses * group_weight
-    # masked_fill, not a product, because 0 * NaN would be NaN, in the gradient too
+    # masked_fill, not a product: 0 times a NaN would make the whole sum NaN
     return losses.masked_fill(~active, 0.0).sum() / norm
 
 
