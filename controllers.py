@@ -6,8 +6,8 @@ round trip.
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
     state, metrics = meta_step(state, groups, config)    # instead of both: controller_meta_method
 
-Call update_tau even where nothing steers tau: it counts the step for both rules. meta_step counts
-its own.
+Call update_tau even where nothing steers tau: it counts the step for both. meta_step counts it
+itself.
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). A larger tau makes the
 weights flatter and their entropy larger, so the feedback is negative.
