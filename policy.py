@@ -164,7 +164,7 @@ def check_head(lm) -> None:
                 f"routing) than while it samples, which is not supported"
             )
     gap = (logits - plain).abs().max() / plain.abs().max()
-    # the config is read too: eight tokens may not show a small bias, or a cap on small logits
+    # has_plain_head() too, because eight tokens may not show a small bias, or a cap on small logits
     if gap > tolerance or not has_plain_head(lm):
         raise UserError(f"model {name!r} {ODD_HEAD}")
 
