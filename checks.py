@@ -89,7 +89,7 @@ class Optimizer(NamedTuple):
 
 OPTIMIZERS = {
     "adamw": Optimizer("AdamW", state_bytes=8),
-    # state_bytes=0: one row and one column per matrix
+    # state_bytes=0: its state is only one row and one column per matrix
     "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),
     "sgd": Optimizer("SGD", state_bytes=0),
 }
@@ -473,9 +473,9 @@ RANGES = {
     "mode_entropy_coef": (">= 0", None),
     # controllers
     "maxent_target_weight_entropy": ("-1 or >= 0", None),  # nats
-    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # a share of the way to flat
+    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # 1: weights are uniform over all rows
     "maxent_tau_lr": ("> 0", None),
-    "maxent_tau_min": ("> 0", None),  # tau moves by its logarithm
+    "maxent_tau_min": ("> 0", None),  # a controller moves log tau
     "maxent_tau_max": ("> 0", None),
     "maxent_tau_warmup_steps": ("-1 or >= 0", None),
     "kl_target": (">= 0", None),
@@ -633,8 +633,8 @@ def value_claims(c: dict):
     )
     yield (
         not wants_a_shell(c["eval_command"]),
-        f"eval_command={c['eval_command']!r} is started without a shell, which alone reads signs "
-        "like > | && $NAME and X=1 in front: write sh -c '...' around it",
+        f"eval_command={c['eval_command']!r} is started without a shell, but only a shell reads "
+        "signs like > | && $NAME and X=1 in front: write sh -c '...' around it",
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
@@ -804,7 +804,7 @@ def data_claims(c: dict):
     )
     for key, source in keyed_sources(c):
         yield (
-            not source["name"].startswith("["),  # as verl's data.train_files may be
+            not source["name"].startswith("["),  # a list in a string, as in verl's data.train_files
             f"{key}.name={source['name']!r} names one source: several are a list in a config file, "
             "dataset = [{'name': ...}, {'name': ...}]",
         )
