@@ -255,7 +255,7 @@ def drop_unsavable(lm) -> str:
         lm.generation_config = GenerationConfig(**ids)
         return (
             f"warning: transformers can't save this model's generation_config.json "
-            f"({in_one_line(error, 300)}): checkpoints keep its token ids alone"
+            f"({in_one_line(error, 300)}): checkpoints keep only its token ids"
         )
     return ""
 
