@@ -51,7 +51,7 @@ SUMS = ("loss", "logps", "entropy", "kl", "clipped_low", "clipped_high")
 
 
 class MicroBatchPlan(NamedTuple):
-    """Row indices of each micro-batch of this rank. How they are chosen: end of this file."""
+    """Row indices of each micro-batch of this rank. The end of this file chooses them."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; the same number on every rank
@@ -72,7 +72,7 @@ class GroupMeasures(NamedTuple):
     lengths: torch.Tensor  # (P, G) tokens
     ref_scores: torch.Tensor | None = None  # (P, G) the reference's; they tilt weights or goals
     seq_logps: torch.Tensor | None = None  # (P, G) the sampler's, summed over a row's tokens
-    mean_logps: torch.Tensor | None = None  # (P, G) their means
+    mean_logps: torch.Tensor | None = None  # (P, G) their means over a row's tokens
     entropies: torch.Tensor | None = None  # (P, G) mean over a row's tokens, in nats
     clusters: torch.Tensor | None = None  # (P, G) rows of a group with the same answer share one
     correct_modes: torch.Tensor | None = None  # (P,) different right answers of a group
@@ -225,7 +225,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
 
 
 def weight_advantages(targets: GroupTargets):
-    """(P, G): G * (w - 1/G), how far each row is to rise or fall; 0 in groups that are left out."""
+    """(P, G): G * (w - 1/G), how much each row should rise or fall; 0 in groups left out."""
     weights = targets.weights
     G = weights.shape[1]
     # The loss averages over rows; the factor G turns this into a sum over the group, averaged over
