@@ -296,7 +296,7 @@ def rate_change(path: Path, step: int, c: dict) -> str:
 
 
 def start(c: dict) -> Run:
-    """Loads everything that a run needs; makes the run's folder, or continues in it."""
+    """Loads everything that a run needs; makes the run's folder, or continues in an existing one."""
     learning_rate_at(c["max_steps"], c)  # a schedule without a formula fails now, not later
     in_place = checkpoint.resumes_in_place(c)
     check_run_folder(c, in_place)
@@ -626,7 +626,7 @@ def evaluation_due(step: int, c: dict) -> bool:
 
 
 def owes_evaluation(run: Run) -> bool:
-    """Whether this launch begins at a step that should have been evaluated and was not: the start,
+    """Whether this launch begins at a step that is due for evaluation but has none yet: the start,
     or where the run was asked to stop. The same on all ranks."""
     if not evaluation_due(run.step, run.config):
         return False
@@ -634,7 +634,7 @@ def owes_evaluation(run: Run) -> bool:
 
 
 def catch_up(run: Run) -> None:
-    """Comes before the first step of this launch: evaluates the start, and does what an earlier
+    """Runs before the first step of this launch: evaluates the start, and does what an earlier
     launch did not get to (its last evaluation, save or upload)."""
     if owes_evaluation(run):
         evaluate_now(run)
@@ -644,7 +644,7 @@ def catch_up(run: Run) -> None:
         save_now(run)
     elif run.hub:
         newest = checkpoint.latest(run.folder)
-        # false if the run resumed from a checkpoint in another folder
+        # they differ if the run resumed from a checkpoint in another folder
         if newest and checkpoint.number_of(newest) == run.step:
             run.hub.push(newest, last=True)
 
@@ -671,7 +671,7 @@ def finish(run: Run) -> None:
         if run.step == c["max_steps"]:
             (run.folder / "done").touch()  # tells the batch script not to queue the job again
         if run.stopping:
-            # also after a signal: this file tells the batch script a stop from a failed start
+            # also after a signal: by this file the batch script knows a stop from a failed start
             (run.folder / "stop").touch()
         run.log.close()
         evaluate.report(run.folder)
@@ -755,7 +755,7 @@ def dry_run_main(c: dict) -> None:
     size = launched_ranks()
     learning_rate_at(c["max_steps"], c)  # as in start()
     inputs = dry_run(c, size, deepspeed_config(c))
-    # last: everything shown so far holds for any other folder too
+    # checked last, because everything shown above holds for any other folder too
     check_run_folder(c, checkpoint.resumes_in_place(c))
     resume_path = checkpoint.asked_for(c)
     if resume_path:
@@ -781,13 +781,13 @@ def train(run: Run) -> None:
     """The nine steps of the README, over and over."""
     c, timer = run.config, run.timer
     G = c["num_generations"]
-    # with rollout_ahead the sampler's weights were a step older: its log-probs may differ
+    # with rollout_ahead the sampler's weights are a step older, so its log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
     catch_up(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
     timer.bar = bar
-    timer.take()  # set-up and evaluation are no part of the first step
+    timer.take()  # set-up and evaluation do not count as part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
         # was a step ago), 3. their rewards (P, G + S): S more are asked with an InfoSeed seed
