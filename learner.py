@@ -51,7 +51,8 @@ SUMS = ("loss", "logps", "entropy", "kl", "clipped_low", "clipped_high")
 
 
 class MicroBatchPlan(NamedTuple):
-    """Row indices of each micro-batch of this rank. The end of this file chooses them."""
+    """Row indices of each micro-batch of this rank. The end of this file shows how they are
+    chosen."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; the same number on every rank
