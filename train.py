@@ -296,7 +296,7 @@ def rate_change(path: Path, step: int, c: dict) -> str:
 
 
 def start(c: dict) -> Run:
-    """Loads everything that a run needs; makes the run's folder, or continues in an existing one."""
+    """Loads everything that a run needs; makes the run's folder, or continues in the old one."""
     learning_rate_at(c["max_steps"], c)  # a schedule without a formula fails now, not later
     in_place = checkpoint.resumes_in_place(c)
     check_run_folder(c, in_place)
