@@ -241,9 +241,9 @@ def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
 
 
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
-    """(P,) bool: groups that maxent and flow learn from. skip says which they leave out: "all"
-    equal groups; "wrong": only equal groups at the lowest reward of the step; "none". `rewards` are
-    those of the whole step."""
+    """(P,) bool: groups that maxent and flow learn from. skip says which equal groups they leave
+    out: "all"; "wrong": only those at the lowest reward of the step; "none". `rewards` are those of
+    the whole step."""
     equal = equal_groups(rewards)
     if skip == "none":
         return torch.ones_like(equal)
