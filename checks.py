@@ -1,13 +1,13 @@
-"""Validation of a config: every rule that needs the config's values alone, as an error or a warning
+"""Validation of a config: every rule that needs only the config's values, as an error or a warning
 of one sentence.
 
     for holds, sentence in claims(config): ...    # common.check_config raises the first that fails
     for sentence in warn_config(config, vocabulary, default_config()): ...
 
 To add a key, write its line in config/default.py. Then add it here: to RANGES (a number) or CHOICES
-(a word), to USED or SWITCHES if only some configs read it, to STEPS if it may change during a run;
-one that excludes another is a claim. tests/test_config_shipped.py and test_config_refused.py say
-what is missing, and nothing else does: without a range any number passes.
+(a word), to USED or SWITCHES if only some configs read it, to STEPS if it may change during a run.
+If it excludes another key, write a claim. Only tests/test_config_shipped.py and
+test_config_refused.py notice what is missing: a key without a range takes any number.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
@@ -27,12 +27,12 @@ class Objective(NamedTuple):
     # how a row compares with its group: a name in loss.ADVANTAGES, or "own" for a branch in
     # learner.row_advantages
     advantage: str = "centred"
-    # its default of scale_rewards: the divisor of "centred" advantages
+    # its default for scale_rewards: the divisor of "centred" advantages
     scale: Literal["group", "batch", "mean", "none"] = "none"
     # "token" and "sequence" ratios are clipped, "cispo" ratios capped
     ratio: Literal["token", "sequence", "cispo"] = "token"
     # a loss over a group's sequence scores: "weights" pulls their softmax towards w, "balance" is
-    # flow's; "" none
+    # flow's, "" is none
     group_loss: Literal["", "weights", "balance"] = ""
     row_weights: bool = False  # advantages are multiplied by weights of the rows
     # "semantic_entropy" shrinks advantages, "token_entropy" adds a bonus per token
@@ -40,18 +40,18 @@ class Objective(NamedTuple):
 
     @property
     def has_weights(self) -> bool:
-        """Whether tau and beta make weights w of the rows of a group."""
+        """Whether the rows of a group get weights w, which depend on tau and beta."""
         return self.row_weights or self.group_loss == "weights"
 
     @property
     def tilts_by_reference(self) -> bool:
-        """Whether beta tilts the group's weights or goals by the reference, instead of weighing a
-        KL in the loss. adds_kl() has the keys that change it (xdr_ref_tilt, maxent_kl)."""
+        """Whether beta tilts the group's weights or goals by the reference, instead of weighting a
+        KL in the loss. xdr_ref_tilt and maxent_kl change this, see adds_kl()."""
         return self.group_loss in ("weights", "balance")
 
     @property
     def has_own_advantages(self) -> bool:
-        """Whether the advantages are of a formula that did not come with this project."""
+        """Whether the advantages come from a formula that is not this project's own."""
         return self.advantage not in ("centred", "pass_at_k")
 
 
@@ -72,7 +72,7 @@ OBJECTIVES = {
 }
 
 
-# field of Objective -> what it may say; its advantage is checked by preflight, which knows loss.py
+# field of Objective -> its allowed values; preflight, which may import loss.py, checks `advantage`
 FIELDS = {
     field: get_args(hint) for field, hint in get_type_hints(Objective).items() if get_args(hint)
 }
@@ -89,14 +89,14 @@ class Optimizer(NamedTuple):
 
 OPTIMIZERS = {
     "adamw": Optimizer("AdamW", state_bytes=8),
-    # state_bytes=0: one row and one column per matrix
+    # state_bytes=0: its state is only one row and one column per matrix
     "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),
     "sgd": Optimizer("SGD", state_bytes=0),
 }
 
 
-# (beginnings of keys, whether these keys have any effect, the key that turns them on). unused()
-# warns about keys that are set in vain, by this table and the next.
+# (beginnings of keys, whether these keys have any effect, the key that turns them on). From this
+# table and the next, unused() warns about keys that are set in vain.
 SWITCHES = (
     (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
     (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
@@ -113,7 +113,7 @@ SWITCHES = (
 )
 # key -> whether it has any effect with this objective and config
 USED = {
-    # a user's own advantages are given both
+    # a user's own formula for advantages gets both scale_rewards and pkpo_k
     "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
     "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
     "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
@@ -155,8 +155,8 @@ USED = {
 
 
 def uses_scores(c: dict) -> bool:
-    """Whether the loss compares sequence scores as maxent_score_norm and maxent_score_scale make
-    them."""
+    """Whether the loss compares the sequence scores that maxent_score_norm and maxent_score_scale
+    define."""
     group_loss = OBJECTIVES[c["objective"]].group_loss
     if group_loss == "weights":
         return c["maxent_loss"] in ("listwise", "floored")
@@ -178,7 +178,7 @@ def adds_kl(c: dict) -> bool:
 
 
 def max_sequence_length(c: dict) -> int:
-    """Tokens that a prompt and its completion have at most."""
+    """The most tokens that a prompt and its completion may have together."""
     return c["max_prompt_length"] + c["max_completion_length"]
 
 
@@ -190,8 +190,8 @@ def state_bytes(c: dict, itemsize: int) -> int:
 
 
 def skipped_groups(c: dict) -> str:
-    """Which groups maxent and flow leave out, see loss.active_groups(). With weights by the spread
-    of rewards all equal ones: their weight is 0, and they must not count in the mean either."""
+    """Which groups maxent and flow leave out, see loss.active_groups(). If groups are weighted by
+    the spread of their rewards, all equal ones: they weigh 0, and must not count in the mean."""
     return "all" if c["maxent_group_weight"] == "spread" else c["maxent_skip_equal_groups"]
 
 
@@ -221,8 +221,8 @@ INSTEAD = {
     },
     "sft": {"max_steps": "steps", "prompts_per_step": "batch_size"},
 }
-# script -> its own flags, --flag=value, with their defaults. They are no keys of the config, but
-# for the learning_rate of sft.py: it goes before the config's, which is for RL.
+# script -> its own flags, --flag=value, with their defaults. They are no keys of the config, except
+# for the learning_rate of sft.py, which overrides the config's: that one is for RL.
 FLAGS = {
     "train": {"dry_run": False},  # True: check everything, print what would run, load no weights
     # steps: optimizer steps; batch_size: demonstrations per step
@@ -233,7 +233,7 @@ FLAGS = {
     },
     "generate": {
         "output": "",  # the .jsonl file to write
-        "max_prompts": 0,  # take only so many prompts; 0 all
+        "max_prompts": 0,  # take only this many prompts; 0 all
         "num_generations": 0,  # completions of each, which may be 1 here; 0: the config's
     },
 }
@@ -271,7 +271,7 @@ ENTRIES = {
     "optimizer_options": {"weight_decay": 0.0},  # 0 off
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
-# keys whose dicts take further entries: a library reads those
+# keys whose dicts take further entries, which a library reads
 OPEN = ("chat_template_kwargs", "vllm_options", "optimizer_options", "wandb_options")
 # options of vLLM that the user may not set: they follow from other keys, or completions would be
 # wrong
@@ -287,7 +287,7 @@ VLLM_SET_HERE = (
     "enable_chunked_prefill",  # on a CPU a partial prefill crashes if requests have seeds
     "trust_remote_code",
 )
-# arguments of a reward function that are not the row's
+# arguments of a reward function that do not come from the row
 REWARD_ARGUMENTS = ("completion", "tokens", "max_completion_length", "soft_overlong_buffer")
 # arguments of apply_chat_template that the user may not set: they are not for the template, or are
 # chosen by prompts.py
@@ -312,7 +312,7 @@ TILDE = "no shell has replaced the ~; write $HOME or the whole path"
 
 
 def entries(c: dict, key: str) -> dict:
-    """All entries of a key that is a dict: the config's, and the defaults of those left out."""
+    """All entries of a key that is a dict: the config's, and the defaults for those left out."""
     return ENTRIES[key] | c[key]
 
 
@@ -345,8 +345,8 @@ def eval_source(c: dict) -> dict | None:
 
 def holds_out_rows(c: dict) -> bool:
     """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
-    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset that is
-    only named is not loaded, so it may be missing."""
+    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset for later
+    is not loaded, so it may be missing."""
     named = entries(c, "eval_dataset")["name"] != ""
     return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
 
@@ -467,15 +467,15 @@ RANGES = {
     "unlikeliness_coef": (">= 0", "<= 1"),
     "pkpo_k": ("> 0", None),
     "maxent_tau": ("-1 or >= 0", "<= inf"),  # -1: by the vocabulary; inf: uniform weights
-    "maxent_q_temperature": (">= 1e-6", "<= 1e6"),  # float32 tells rewards apart in between
+    "maxent_q_temperature": (">= 1e-6", "<= 1e6"),  # in between float32 tells rewards apart
     "maxent_q_epsilon": (">= 0", None),  # at most 1 / rows of a group: group_claims
     "maxent_score_scale": ("> 0", None),
     "mode_entropy_coef": (">= 0", None),
     # controllers
     "maxent_target_weight_entropy": ("-1 or >= 0", None),  # nats
-    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # a share of the way to flat
+    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # 1: weights are uniform over all rows
     "maxent_tau_lr": ("> 0", None),
-    "maxent_tau_min": ("> 0", None),  # tau moves by its logarithm
+    "maxent_tau_min": ("> 0", None),  # a controller moves log tau
     "maxent_tau_max": ("> 0", None),
     "maxent_tau_warmup_steps": ("-1 or >= 0", None),
     "kl_target": (">= 0", None),
@@ -516,7 +516,7 @@ RANGES = {
 }
 # Upper bounds for numbers without one in RANGES: counts must fit into 32 bits, floats into float32.
 MOST = {int: "<= 2147483647", float: "<= 1e30"}
-REASONS = {  # appended to the error about a range that does not explain itself
+REASONS = {  # appended to the error where a range does not explain itself
     "seed": "vLLM takes no larger one",
     "num_generations": "a completion is compared with its group, and alone it has advantage 0",
     "temperature": "vLLM samples at 0.01 instead of anything lower",
@@ -558,11 +558,11 @@ def is_a_command(text: str) -> bool:
 
 
 def wants_a_shell(command: str) -> bool:
-    """Whether a command has signs that only a shell understands, and starts none itself."""
+    """Whether a command has signs that only a shell understands, and starts no shell itself."""
     words = shlex.split(command)
     if not words or "-c" in words:
         return False
-    # not inside of a word: in http://host/?a=1&b=2 the & is a character
+    # not inside a word: in http://host/?a=1&b=2 the & is an ordinary character
     signs = any(re.fullmatch(r"\|\|?|&&?|[0-9&]?[<>].*|.*;", word) for word in words)
     variables = any(re.search(r"\$[A-Za-z_{(]", word) for word in words)
     return variables or signs or re.match(r"\w+=", words[0]) is not None
@@ -613,7 +613,7 @@ def value_claims(c: dict):
             c[key] in choices,
             f"{key}={c[key]!r} must be one of {', '.join(map(repr, choices))}",
         )
-    for field, values in FIELDS.items():  # a typo there would train another objective
+    for field, values in FIELDS.items():  # a typo in OBJECTIVES would train another objective
         value = getattr(OBJECTIVES[c["objective"]], field)
         yield (
             value in values,
@@ -633,8 +633,8 @@ def value_claims(c: dict):
     )
     yield (
         not wants_a_shell(c["eval_command"]),
-        f"eval_command={c['eval_command']!r} is started without a shell, which alone reads signs "
-        "like > | && $NAME and X=1 in front: write sh -c '...' around it",
+        f"eval_command={c['eval_command']!r} is started without a shell, but only a shell reads "
+        "signs like > | && $NAME and X=1 in front: write sh -c '...' around it",
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
@@ -710,7 +710,7 @@ def library_claims(c: dict):
     mode = entries(c, "wandb_options")["mode"]
     yield (
         mode in ("online", "offline"),
-        f"wandb_options.mode={mode!r} must be one of 'online', 'offline'; report_to='' is without",
+        f"wandb_options.mode={mode!r} must be 'online' or 'offline'; report_to='' turns W&B off",
     )
 
 
@@ -735,7 +735,7 @@ def info_seed_claims(c: dict):
     yield (
         c["info_seed_prompt_template"].count("{prompt}") <= 1,
         f"info_seed_prompt_template={c['info_seed_prompt_template']!r} may hold {{prompt}} "
-        "once: the other would reach the model as it stands there",
+        "once: a second one would reach the model as it is",
     )
     yield (
         c["info_seed_loss_type"] != "ce" or c["info_seed_lambda"] > 0,
@@ -755,7 +755,7 @@ def info_seed_claims(c: dict):
 
 
 def group_claims(c: dict):
-    """Claims about groups and what samples and trains them: the engine, the optimizer, ZeRO."""
+    """Claims about groups, and about what samples and trains them: engine, optimizer, ZeRO."""
     rows = completions_per_prompt(c)  # of a group
     yield (
         c["maxent_q_epsilon"] * rows <= 1,  # q = (1 - G * eps) * softmax + eps: no negative share
@@ -804,7 +804,7 @@ def data_claims(c: dict):
     )
     for key, source in keyed_sources(c):
         yield (
-            not source["name"].startswith("["),  # as verl's data.train_files may be
+            not source["name"].startswith("["),  # a list in a string, as in verl's data.train_files
             f"{key}.name={source['name']!r} names one source: several are a list in a config file, "
             "dataset = [{'name': ...}, {'name': ...}]",
         )
@@ -897,7 +897,7 @@ def objective_claims(c: dict):
         f"and beta={c['beta']}",
     )
     yield (
-        # all other objectives have beta * KL in the loss anyway
+        # all other objectives already have beta * KL in the loss
         not c["maxent_kl"] or (objective.tilts_by_reference and c["beta"] > 0),
         f"maxent_kl=True needs one of {objectives_where(lambda o: o.tilts_by_reference)} as "
         f"objective and beta > 0, not objective={c['objective']!r} and beta={c['beta']}",
@@ -909,8 +909,8 @@ def objective_claims(c: dict):
 
 
 def controller_claims(c: dict):
-    """Claims about controllers: targets must be reachable, and tau and beta start inside their
-    bounds."""
+    """Claims about controllers: targets must be reachable, and tau and beta must start inside
+    their bounds."""
     rows = completions_per_prompt(c)  # of a group
     method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
@@ -938,8 +938,8 @@ def controller_claims(c: dict):
             f"kl_target={c['kl_target']}",
         )
         yield (
-            # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, which they reach
-            # at two answers of probability 1/2
+            # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for
+            # two answers of probability 1/2
             c["controller_meta_virtual_lr"] < 4,
             f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
             "virtual steps overshoot for ever",
@@ -1003,18 +1003,18 @@ def tau_limit(c: dict, vocabulary: int) -> float:
     return lead / (per_token * math.log(vocabulary))
 
 
-LEAST_LEAD = 0.01  # of lead_of_right(): a target that tells right from wrong no more has 0
+LEAST_LEAD = 0.01  # lead_of_right() would be 0 where a target no longer tells right from wrong
 
 
 def assumed_right(G: int) -> int:
-    """How many of G rows are right in the group for which limits of tau are worked out: a
-    quarter."""
+    """How many of G rows are assumed to be right where limits of tau are worked out: a quarter."""
     return max(1, G // 4)
 
 
 def lead_of_right(c: dict) -> float:
     """maxent_q_temperature * (log q of a right row - log q of a wrong one), with rewards 0 and 1
-    and a quarter of the group right: 1, or what unlikeliness_coef and maxent_q_epsilon leave."""
+    and a quarter of the group right: 1, or what unlikeliness_coef and maxent_q_epsilon leave of
+    it."""
     reward = 1 - c["unlikeliness_coef"]  # of the likeliest right row
     epsilon = c["maxent_q_epsilon"]
     if epsilon == 0:
@@ -1029,8 +1029,8 @@ def lead_of_right(c: dict) -> float:
 
 
 def default_tau(c: dict, vocabulary: int) -> float:
-    """What maxent_tau=-1 stands for: the largest tau that the plain loss is safe at. If a
-    controller steers tau, clamped to its bounds."""
+    """What maxent_tau=-1 stands for: the largest tau at which the plain loss is safe. If a
+    controller steers tau, it is clamped to the controller's bounds."""
     tau = 1 / math.log(vocabulary)  # xdr compares advantages, not scores
     if OBJECTIVES[c["objective"]].group_loss:
         tau = tau_limit(c, vocabulary) / c["maxent_q_temperature"]
@@ -1042,7 +1042,7 @@ def default_tau(c: dict, vocabulary: int) -> float:
 def tau_of_excess(excess: float, G: int, right: int) -> float:
     """The maxent_q_temperature * maxent_tau at which the weights w of a group have this excess
     entropy. The group: `right` of G rows have reward 1, the others 0."""
-    low, high = 1e-3, 1e3  # bounds of tau. The entropy grows with tau, so bisection works
+    low, high = 1e-3, 1e3  # bounds for tau. The entropy grows with tau, so bisection works
     for _ in range(60):  # each round halves ln(high / low), down to the last digit of a float
         tau = math.sqrt(low * high)  # the middle on a log scale
         # w of one wrong row, then w of one right row
@@ -1060,12 +1060,12 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     controller will reach it."""
     warnings = []
     q_temperature = c["maxent_q_temperature"]
-    # "floored" pushes wrong rows down whatever the target: it was well at twice the bound
+    # "floored" pushes wrong rows down whatever the target: it did well at twice the bound
     floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "weights"
     slack = 2 if floored else 1
     limit = slack * tau_limit(c, vocabulary)
     bound = f"{limit_in_words(c, vocabulary, slack)} = {limit:.3g}"
-    # the sentences below round the limit to three digits: who writes that is not warned again
+    # the sentences below round the limit to three digits: a user who sets that is not warned again
     highest_allowed = limit * 1.005
     now = q_temperature * c["maxent_tau"]
     if now > highest_allowed:
@@ -1089,7 +1089,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
                 f"lower the target, or set {cure}"
             )
     elif moves_tau(c) and highest > highest_allowed:
-        # how far a target of plain entropy takes tau depends on the share of right answers
+        # how far a target of plain entropy moves tau depends on the share of right answers
         warnings.append(
             f"a controller may take maxent_q_temperature * maxent_tau to {highest:.3g}, above "
             f"{bound}, where wrong answers win: set {cure}"
@@ -1098,7 +1098,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
 
 
 def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
-    """slack * tau_limit() as a formula in a sentence, such as "1/ln(vocabulary 100)"."""
+    """slack * tau_limit() as a formula for a sentence, such as "1/ln(vocabulary 100)"."""
     lead = lead_of_right(c)
     divisor = f"ln(vocabulary {vocabulary})"
     if uses_scores(c) and c["maxent_score_norm"] == "sum":
@@ -1112,7 +1112,7 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
-    """Sentences about the changed settings of SWITCHES and USED that nothing reads: one for each
+    """Sentences about changed settings that nothing reads, by SWITCHES and USED: one for each
     switch that is off, and one for the objective."""
     changed = [key for key in c if key in defaults and c[key] != defaults[key]]
     sentences = []
@@ -1205,8 +1205,8 @@ def kl_warnings(c: dict) -> list[str]:
 
 
 def reward_warnings(c: dict) -> list[str]:
-    """Sentences about rewards that are made unequal, or equal, where another key expects the
-    opposite."""
+    """Sentences about keys that make rewards unequal, or learn from equal ones, where another key
+    expects the opposite."""
     objective = OBJECTIVES[c["objective"]]
     warnings = []
     seed_reward = rewards_seeds(c)
@@ -1217,7 +1217,7 @@ def reward_warnings(c: dict) -> list[str]:
             "info_seed_reward > 0: these make right rows unequal, which takes the excess entropy "
             "below 0, and tau rises for it until wrong answers win"
         )
-    # groups in which all rewards are equal teach something by their rewards
+    # whether groups in which all rewards are equal teach something by these rewards
     learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
     unlikely = not objective.group_loss and c["unlikeliness_coef"] > 0
     if c["resample_equal_groups"] and (learns_equal or unlikely):
@@ -1250,13 +1250,13 @@ def reward_warnings(c: dict) -> list[str]:
 
 
 def meta_warnings(c: dict) -> list[str]:
-    """Sentences about a meta-controller that follows a gradient and would find none."""
+    """Sentences about a meta-controller that follows a gradient and would find too small a one."""
     if c["controller_meta_method"] in ("", "analytic"):
         return []
     warnings = []
     # range of log q, if every reward function gives 0 to 1
     reach = sum(map(abs, c["reward_weights"])) / c["maxent_q_temperature"]
-    # at half this bound the slope by log tau is less than a thousandth of an ordinary one
+    # at half this bound the slope in log tau is less than a thousandth of an ordinary one
     # (tests/test_controllers_config.py)
     if c["maxent_tau"] + c["beta"] < 0.05 * reach:
         warnings.append(

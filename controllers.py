@@ -6,7 +6,8 @@ round trip.
     state = update_beta(state, kl, config)          # each step, with its mean KL per token
     state, metrics = meta_step(state, groups, config)    # instead of both: controller_meta_method
 
-Call update_tau even where nothing steers tau: it counts the step for both. meta_step counts it too.
+Call update_tau even where nothing steers tau: it counts the step for both. meta_step counts it
+itself.
 
 tau: log tau <- log tau + maxent_tau_lr * (target - EMA of the entropy). A larger tau makes the
 weights flatter and their entropy larger, so the feedback is negative.
@@ -16,7 +17,7 @@ controller of Ziegler et al. 2019 (arXiv:1909.08593).
 
 meta: "first_order" and "truncated_backprop" descend Phi = (H - H*)^2 / 2 + (K - KL*)^2 / 2, where H
 is the weights' mean entropy and K the mean KL from policy to reference over the group. "analytic"
-feeds the two residuals back instead, under which Phi may rise for a while.
+feeds the two residuals back instead, so Phi may rise for a while.
 """
 
 import math
@@ -26,7 +27,7 @@ from checks import is_on, moves_beta, moves_tau, steers_beta, steers_tau
 from common import scheduled
 
 EMA = 0.9  # share of the past in the smoothed entropy: it remembers about ten steps
-# for controller_meta_optimizer="adam"; the values of its paper and of torch
+# for controller_meta_optimizer="adam"; the defaults of its paper and of torch
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999
 ADAM_EPSILON = 1e-8
@@ -34,7 +35,7 @@ LARGEST_MOVE = 50  # of log tau or log beta in one step: exp() of much more woul
 
 
 def steering(config: dict) -> tuple:
-    """(the metric that steers tau, its target): those of the target that is on."""
+    """(the metric that steers tau, its target), by which of the two targets is on."""
     excess = config["maxent_target_excess_entropy"]
     if is_on(excess):
         return "weights/excess_entropy", excess
@@ -48,7 +49,7 @@ def steering_metric(config: dict) -> str:
 
 
 def entropy_target(step: int, config: dict) -> float:
-    """H* at a step."""
+    """H*, the target of steering_metric(), at a step."""
     _, target = steering(config)
     return scheduled(target, step)
 
@@ -64,8 +65,8 @@ def init_state(config: dict) -> dict:
         "beta": config["beta"],
         "steering": steering_metric(config),  # a metric's name
         "entropy": None,  # the moving average (EMA) of that metric; None before a finite value
-        "skipped": 0,  # measurements that were missing or not finite; a step may lack two
-        # the meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
+        "skipped": 0,  # number of missing or non-finite measurements; up to two in a step
+        # meta-optimizer: number of updates, two moments of the gradient by (log tau, log beta)
         "meta": {"updates": 0, "m": [0.0, 0.0], "v": [0.0, 0.0]},
     }
 
@@ -74,12 +75,12 @@ def resume_state(state: dict, config: dict) -> dict:
     """A checkpoint's state under the config of the run that goes on from it.
 
     If tau or beta is steered, it goes on from the checkpoint's value, clipped to its bounds;
-    otherwise it is what the config says now. A checkpoint's value of 0 or infinity is not taken:
-    no controller can have led there. The average of the entropy is kept if the same metric still
+    otherwise it is what the config says now. A checkpoint's value of 0 or infinity is ignored: no
+    controller can have led there. The average of the entropy is kept if the same metric still
     steers."""
     # the rest (step, counts, Adam's moments) stays the checkpoint's
     new = {**state, "tau": config["maxent_tau"], "beta": config["beta"]}
-    # steps in the logarithm never reach 0 or infinity, and never leave them
+    # controllers move the logarithm, so they never reach 0 or infinity, and never leave them
     if moves_tau(config) and 0 < state["tau"] < math.inf:
         new["tau"] = clip(state["tau"], config["maxent_tau_min"], config["maxent_tau_max"])
     if moves_beta(config) and 0 < state["beta"] < math.inf:
@@ -159,7 +160,7 @@ def update_beta(state: dict, kl: float | None, config: dict) -> dict:
     return {**state, "beta": clip(beta, config["beta_min"], config["beta_max"])}
 
 
-# --- the meta-controller; only its functions need torch, and import it
+# --- the meta-controller, which alone needs torch and imports it
 
 
 class Virtual(NamedTuple):
@@ -179,7 +180,7 @@ class Setpoints(NamedTuple):
 
 
 def potential(log_tau, log_beta, groups: dict, setpoints: Setpoints, virtual: Virtual) -> tuple:
-    """(Phi, H, K), differentiable by log_tau and log_beta. groups: "utilities" u, "scores" s,
+    """(Phi, H, K), differentiable in log_tau and log_beta. groups: "utilities" u, "scores" s,
     "ref_scores" l, each (groups, G).
 
     H is the mean entropy of w = softmax((u + beta * l) / (tau + beta)). K is the mean
@@ -196,10 +197,10 @@ def potential(log_tau, log_beta, groups: dict, setpoints: Setpoints, virtual: Vi
     for _ in range(virtual.steps):
         p = s.softmax(1)
         if not virtual.use_hessian:
-            # then the derivative of softmax(s), which is the Hessian, does not enter
+            # leaves out the derivative of softmax(s), which is the Hessian
             p = p.detach()
         s = s + virtual.lr * (w - p)
-    # nats. Not entr(w), whose slope is infinite where w underflows to 0
+    # in nats. Not entr(w), whose slope is infinite where w underflows to 0
     H = -(w * log_w).sum(1).mean()
     K = (s.softmax(1) * (s.log_softmax(1) - ref.log_softmax(1))).sum(1).mean()
     return 0.5 * (H - setpoints.entropy) ** 2 + 0.5 * (K - setpoints.kl) ** 2, H, K
@@ -220,9 +221,9 @@ def virtual_policy(config: dict) -> Virtual:
 
 
 def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[float]]:
-    """((Phi, H, K), slopes by log tau and log beta, for descend()): the gradient of Phi through
-    the virtual steps; for "analytic" the residuals (H - H*, KL* - K), which need no
-    differentiation."""
+    """((Phi, H, K), the slopes in log tau and log beta, for descend()). The slopes are the gradient
+    of Phi through the virtual steps; for "analytic" they are the residuals (H - H*, KL* - K), which
+    need no differentiation."""
     import torch
 
     setpoints = Setpoints(entropy_target(state["step"], config), config["kl_target"])
@@ -230,7 +231,7 @@ def meta_gradient(state: dict, groups: dict, config: dict) -> tuple[tuple, list[
     differentiates = virtual.steps > 0
     logs = []
     for name in ("tau", "beta"):
-        # steps are taken in the logarithm, so that neither can become negative
+        # the logarithm is what moves, so that neither can become negative
         log = math.log(state[name])
         logs.append(torch.tensor(log, dtype=torch.float64, requires_grad=differentiates))
     phi, H, K = potential(*logs, groups, setpoints, virtual)
@@ -248,7 +249,7 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
 
     groups: see potential(); the active groups of the step, measured before the update. Without an
     active group, or with a non-finite gradient, nothing changes but the counts."""
-    # no update in this step
+    # not a step with an update
     if state["step"] % config["controller_meta_update_interval"]:
         return next_step(state), {}
     if len(groups["utilities"]) == 0:
@@ -282,13 +283,13 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
 
 
 def rate(own: float, config: dict) -> float:
-    """The learning rate of log tau or log beta: `own`, or the common one where that is -1."""
+    """The learning rate of log tau or log beta: `own`, or controller_meta_lr if `own` is -1."""
     return own if own >= 0 else config["controller_meta_lr"]
 
 
 def descend(meta: dict, gradient: list[float], optimizer: str) -> tuple[dict, list[float]]:
-    """(the optimizer's new state, what to subtract once multiplied by the learning rate): the
-    gradient itself ("sgd"), or Adam's step (arXiv:1412.6980)."""
+    """(the optimizer's new state, the move that the caller multiplies by the learning rate and
+    subtracts): the gradient itself ("sgd"), or Adam's step (arXiv:1412.6980)."""
     if optimizer == "sgd":
         return meta, gradient
     updates = meta["updates"] + 1

@@ -1,12 +1,12 @@
-"""The experience of a step: its prompts, G completions of each by the current policy, and the
-rewards of these.
+"""The experience of a step: its prompts, G completions of each by the current policy, and their
+rewards.
 
     experience = Experience(sampler, inputs, config, world, replay_state)
     collected = experience.collect(step, timer)   # all ranks together
-    collected = deal(collected, world, config)    # all ranks have about equal work
+    collected = deal(collected, world, config)    # gives all ranks about equal work
 
-P prompts of the step, p = P / world of this rank; G completions of each, and S more that are asked
-with an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a prompt's index in
+P prompts of the step, p = P / world of this rank; G completions of each, and S more whose prompt
+has an InfoSeed seed (S = 0 without InfoSeed); F reward functions. A place is a prompt's index in
 the step, 0..P-1.
 """
 
@@ -37,17 +37,17 @@ class Collected(NamedTuple):
     rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
-    metrics: dict  # of rewards, engine and resampling; the whole step's, the same on every rank
+    metrics: dict  # of rewards, engine and resampling, for the whole step, the same on every rank
 
     @property
     def own_rewards(self) -> torch.Tensor:
-        """(p, G + S): of this rank. `rewards` is in rank order, also after deal()."""
+        """(p, G + S): this rank's rewards. `rewards` is in rank order, also after deal()."""
         p = len(self.prompts)
         return self.rewards[self.rank * p : (self.rank + 1) * p]
 
     @property
     def unseeded_indices(self) -> torch.Tensor:
-        """(p * G,) indices in `rollouts` of the completions asked without an InfoSeed seed."""
+        """(p * G,) indices in `rollouts` of the completions without an InfoSeed seed."""
         return torch.tensor([i for i, r in enumerate(self.rollouts) if "seed_id" not in r])
 
     @property
@@ -99,8 +99,8 @@ class Experience:
 
     def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
         """({place: (completions, values)} of this rank, see sample(); rewards (P, G + S) and
-        metrics of the whole step). With resample_equal_groups, prompts whose completions are all
-        equally good are replaced in `rows` by others, again and again."""
+        metrics of the whole step). Prompts whose completions are all equally good are replaced in
+        `rows` by others, up to resample_equal_groups times."""
         c = self.config
         sampled, failed = self.sample(rows, self.places, step, 0, timer)
         rewards, metrics = self.step_rewards(sampled, timer)
@@ -111,7 +111,7 @@ class Experience:
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
-            # even with no places: ranks that share an engine sample together
+            # called even without places, because ranks that share an engine sample together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
             sampled |= replacements
             failed += new_failed
@@ -119,12 +119,12 @@ class Experience:
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(equal.sum())
         if c["resample_equal_groups"]:
-            # of groups that were replaced too: a prompt whose reward fails is one of them
+            # counts failures of replaced groups too: if all rewards of a group fail, it is replaced
             metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
             tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
-        # all ranks find the same
+        # all ranks reach the same verdict
         scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
         return sampled, rewards, metrics
 
@@ -136,7 +136,7 @@ class Experience:
         with timer("rollout"):
             prompts, G, sampling, group_done = self.request(asked, places, step, attempt)
             rollouts = rollout.generate(self.sampler, tokenizer, prompts, G, sampling, group_done)
-            # even without rows: ranks that share an engine ask it together
+            # called even without rows, because ranks that share an engine ask it together
             rollouts = infoseed.add_completions(
                 self.sampler, tokenizer, asked, rollouts, sampling, self.config
             )
@@ -150,8 +150,8 @@ class Experience:
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
 
-        The engine calls group_done with a prompt's completions as soon as they are there, and that
-        starts their rewards, while other prompts are still being sampled. scoring.measure() waits
+        The engine calls group_done with a prompt's completions as soon as they are complete. That
+        starts their scoring while other prompts are still being sampled. scoring.measure() waits
         for all of them."""
         c = self.config
         suffix = f"-r{attempt}" if attempt else ""
@@ -176,7 +176,7 @@ class Experience:
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
     def step_rewards(self, sampled: dict, timer) -> tuple[torch.Tensor, dict]:
-        """Rewards (P, G + S) of the whole step and their metrics, when all ranks have sampled."""
+        """Rewards (P, G + S) of the whole step and their metrics, once all ranks have sampled."""
         wait_for_ranks(timer)
         rewards_per_func = gather_rows(self.stack_rewards(sampled))  # (P, G + S, F)
         return scoring.combine(rewards_per_func, self.inputs.reward_functions)
@@ -186,12 +186,12 @@ class Experience:
         return torch.stack([sampled[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
-        """Changes `rows`: groups that taught nothing, equal (P,) bool, get other prompts. Returns
-        this rank's places that have to be sampled again."""
+        """Changes `rows`: the groups that taught nothing, equal (P,) bool, get other prompts.
+        Returns those of this rank's places that have to be sampled again."""
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
-            # otherwise a remembered prompt with nothing left to teach would be chosen again and
+            # otherwise a remembered prompt that has nothing left to teach would be chosen again and
             # again
             self.replay.update([rows[place] for place in replaced], rewards[equal, :G])
         fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
@@ -201,7 +201,7 @@ class Experience:
 
     def ask_ahead(self, step: int) -> None:
         """Starts to sample a later step in the background, with the weights that the servers hold
-        now. The engine keeps the completions until generate() asks for the same."""
+        now. The engine keeps the completions until generate() is called with the same arguments."""
         rows = step_rows(self.inputs, self.replay, step, self.config)
         local_rows = [rows[place] for place in self.places]
         request = self.request(local_rows, self.places, step, 0)
@@ -243,9 +243,9 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
 
 
 def group_tokens(rollouts: list[dict], packed: bool) -> int:
-    """Tokens that a forward over a group computes, about: with packing the prompt counts once.
-    That groups may share the beginning of a prompt, and that InfoSeed's prompts are others, is left
-    out: a wrong number only makes the ranks' work less equal."""
+    """Roughly how many tokens a forward over a group computes: with packing the prompt counts once.
+    Ignores that groups may share the beginning of a prompt, and that InfoSeed's prompts differ: a
+    wrong number only makes the ranks' work less equal."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
     prompt = len(rollouts[0]["prompt_ids"])
     if packed:
@@ -256,9 +256,9 @@ def group_tokens(rollouts: list[dict], packed: bool) -> int:
 def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[int]]:
     """The places of the groups that each rank gets, the same number on every rank.
 
-    Greedy: the largest group first, each to the rank with the least work so far; groups that need
-    no backward come last and fill up. If that does not relieve the busiest rank, all groups stay
-    where they were sampled."""
+    Greedy: largest groups first, each goes to the rank with the least work so far; groups that need
+    no backward come last and fill the gaps. If that does not relieve the busiest rank, all groups
+    stay where they were sampled."""
     share = len(tokens) // ranks
     # a backward costs twice as much as a forward, so the two together cost three
     work = [n * 3 if learning else n for n, learning in zip(tokens, learns)]
@@ -273,7 +273,7 @@ def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[in
         load[rank] += work[place]
     sampled = [list(range(rank * share, (rank + 1) * share)) for rank in range(ranks)]
     busiest = max(sum(work[place] for place in places) for places in sampled)
-    if busiest <= max(load):  # dealing them out would gain nothing
+    if busiest <= max(load):  # moving groups would gain nothing
         return sampled
     return [sorted(places) for places in dealt]
 
@@ -299,7 +299,7 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
-    # a guess: what it gets wrong costs time only
+    # only a guess: a wrong one costs nothing but time
     learns = learner.may_have_gradient(collected.rewards, c["beta"], c)  # (P,)
     dealt = share_out(tokens.tolist(), learns.tolist(), world.size)
 

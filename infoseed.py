@@ -1,5 +1,5 @@
-"""InfoSeed: some completions are asked with a seed in their prompt, and are trained to show which
-one it was, so that different seeds come to mean different answers.
+"""InfoSeed: some completions are asked for with a seed in their prompt, and are trained to show
+which seed it was, so that different seeds come to mean different answers.
 
     rollouts = add_completions(sampler, tokenizer, rows, rollouts, sampling, config)
     seeds = Seeds(engine, collected, config, device)   # seeds.rewards, .accumulate_gradients, ...
@@ -13,10 +13,10 @@ pulls hidden states of the same seed together, across prompts, and those of diff
     ce        cross-entropy of a linear head on h, trained with the policy
 
 h (n, H) are the final hidden states of a completion, pooled, computed under the prompt without the
-seed: only the answer can tell the seed. This loss shapes the representation. A reward shapes the
-behaviour: info_seed_reward * (log q(seed | completion) + ln S), the information in nats that the
-completion carries about its seed. Rows that can earn it are trained under the prompt they were
-asked with.
+seed, so that only the answer can reveal the seed. This loss shapes the representation. A reward
+shapes the behaviour: info_seed_reward * (log q(seed | completion) + ln S), where the sum in
+brackets is the information in nats that the completion carries about its seed. Rows that can earn
+it are trained under the prompt they were sampled with.
 
 P prompts of the step, p = P / world of this rank; the seed rows are prompt-major, S to a prompt.
 With S = 0 there are none, and everything here does nothing.
@@ -40,8 +40,8 @@ def add_completions(
 ) -> list[dict]:
     """Groups of G + S, prompt-major: each row's G ordinary completions from `rollouts`, then S
     seeded ones, sampled here, with a "seed_id". The "prompt_ids" of the seeded ones decide under
-    which prompt they are trained: the base prompt, or with a seed reward the prompt that they were
-    asked with."""
+    which prompt they are trained: the base prompt or, with a seed reward, the prompt that they were
+    sampled with."""
     S = c["info_seed_num_seeds"]
     if S == 0:
         return rollouts
@@ -57,7 +57,7 @@ def add_completions(
     seeded = rollout.generate(sampler, tokenizer, asked, 1, seed_sampling)
     for i, r in enumerate(seeded):
         r["seed_id"] = i % S
-        # a reward for the seed needs the prompt that shows it, the one that was asked
+        # a reward for showing the seed needs the prompt that contains it, the one sampled with
         if c["info_seed_reward"] == 0:
             r["prompt_ids"] = rows[i // S]["prompt_ids"]
 
@@ -92,14 +92,14 @@ def seed_logps(h, S: int, temperature: float):
     The means leave out all rows of i's own prompt. If they left out only row i, the mean of its own
     seed would be the only one without that prompt, and guessing would score below chance."""
     groups = h.view(-1, S, h.shape[1])  # (P, S, H)
-    means = (groups.sum(0) - groups) / (len(groups) - 1)  # (P, S, H)
+    means = (groups.sum(0) - groups) / (len(groups) - 1)  # (P, S, H) over the other prompts
     cosines = torch.cosine_similarity(groups[:, :, None], means[:, None], dim=3)  # (P, S, S)
     return (cosines / temperature).log_softmax(2).flatten(0, 1)
 
 
 def add_rewards(rewards, log_q, S: int, coef: float):
-    """rewards (P, G + S) with coef * (log q(seed | completion) + ln S) added in the last S columns:
-    0 for a completion that tells nothing about its seed."""
+    """rewards (P, G + S) with coef * (log q(seed | completion) + ln S) added in the last S columns,
+    which is 0 for a completion that tells nothing about its seed."""
     seed = torch.arange(len(log_q)) % S
     log_q_of_seed = log_q.gather(1, seed[:, None]).view(-1, S)  # (P, S)
     information = log_q_of_seed + math.log(S)  # nats; 0 where q is 1 / S
@@ -124,7 +124,7 @@ def forwards(engine, batch: dict, c: dict):
 def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, under the current weights."""
     rows, h, logits = zip(*forwards(engine, batch, c))
-    order = torch.cat(rows).argsort()  # micro-batches take the rows in an order of their own
+    order = torch.cat(rows).argsort()  # micro-batches take the rows in another order
     h = gather_rows(torch.cat(h)[order])
     if logits[0] is None:  # only "ce" trains a head
         return h, seed_logps(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
@@ -132,7 +132,7 @@ def features(engine, batch: dict, c: dict) -> tuple:
 
 
 def under_base_prompt(collected, S: int) -> list[dict]:
-    """This rank's seed rows with the prompt without the seed, as the auxiliary loss needs them."""
+    """This rank's seed rows under the prompt without the seed, as the auxiliary loss needs them."""
     seeded = [r for r in collected.rollouts if "seed_id" in r]
     rows = []
     for i, r in enumerate(seeded):

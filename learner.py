@@ -9,11 +9,11 @@ and on many.
 
 A row is a completion with its prompt. P prompts of the step, p = P / world of this rank. G rows of
 a group, InfoSeed's S included (train.py, experience.py and infoseed.py write G + S). N = p*G rows
-of this rank (in loss.py: of the step), n of a micro-batch. T tokens of the longest completion. What
-tells the objectives apart stands in checks.OBJECTIVES.
+of this rank (in loss.py: of the step), n of a micro-batch. T tokens of the longest completion. How
+the objectives differ is listed in checks.OBJECTIVES.
 
 Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
-it, and *resting* if it gets no gradient at all, so that a forward will do.
+it, and *resting* if it gets no gradient at all, so that a forward is enough.
 
 batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
 "old_logps" (accumulate_gradients), each (N, T). micro_batch: n rows of it, plus "row" (their index
@@ -45,17 +45,18 @@ from common import RunStopped
 from policy import completion_mask
 from ranks import across_ranks, gather_rows, wait_for_gpu
 
-# what a micro-batch adds to the sums of an update: its loss, then sums over completion tokens.
-# accumulate_gradients() relies on the first two being these.
+# What a micro-batch adds to the sums of an update: its loss, then sums over completion tokens.
+# accumulate_gradients() relies on "loss" and "logps" coming first.
 SUMS = ("loss", "logps", "entropy", "kl", "clipped_low", "clipped_high")
 
 
 class MicroBatchPlan(NamedTuple):
-    """Row indices of each micro-batch of this rank. How they are chosen: end of this file."""
+    """Row indices of each micro-batch of this rank. The end of this file shows how they are
+    chosen."""
 
     resting: list  # forward only: nothing in the loss depends on these rows
     learning: list  # forward and backward, after the resting ones; the same number on every rank
-    missing: int = 0  # forwards to add, until all ranks make the same number (for ZeRO-3)
+    missing: int = 0  # extra forwards, so that all ranks make the same number (for ZeRO-3)
     split: torch.Tensor | None = None  # (N,) bool: rows of split groups; None: no rank has any
 
     @property
@@ -64,16 +65,16 @@ class MicroBatchPlan(NamedTuple):
 
 
 class GroupMeasures(NamedTuple):
-    """What was measured of a step's groups, on all ranks; None where this config does not use
+    """What was measured about a step's groups, on all ranks; None where this config does not use
     it."""
 
     rewards: torch.Tensor  # (P, G) to be maximised: the reward functions', plus InfoSeed's
     task_rewards: torch.Tensor  # (P, G) without InfoSeed's: these decide which rows are best
     lengths: torch.Tensor  # (P, G) tokens
-    ref_scores: torch.Tensor | None = None  # (P, G) of the reference, which tilt weights or goals
+    ref_scores: torch.Tensor | None = None  # (P, G) the reference's; they tilt weights or goals
     seq_logps: torch.Tensor | None = None  # (P, G) the sampler's, summed over a row's tokens
-    mean_logps: torch.Tensor | None = None  # (P, G) their means
-    entropies: torch.Tensor | None = None  # (P, G) over a row's tokens, in nats
+    mean_logps: torch.Tensor | None = None  # (P, G) their means over a row's tokens
+    entropies: torch.Tensor | None = None  # (P, G) mean over a row's tokens, in nats
     clusters: torch.Tensor | None = None  # (P, G) rows of a group with the same answer share one
     correct_modes: torch.Tensor | None = None  # (P,) different right answers of a group
 
@@ -103,7 +104,7 @@ class GroupTargets(NamedTuple):
 
 
 def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) -> GroupMeasures:
-    """The measurements of the whole step, all ranks, that group_targets needs. Sets
+    """What group_targets needs to know about the whole step, measured over all ranks. Sets
     batch["ref_logps"].
 
     collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
@@ -156,8 +157,8 @@ def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
 
 
 def maxent_scores(logps, lengths, c: dict):
-    """Sequence scores (n,), by maxent_score_norm and maxent_score_scale. Those of the reference
-    tilt the weights; those of the policy are in the loss, and the meta-controller reads them."""
+    """Sequence scores (n,), by maxent_score_norm and maxent_score_scale. The reference's tilt the
+    weights; the policy's are used by the loss and by the meta-controller."""
     return L.sequence_scores(
         logps,
         lengths,
@@ -174,8 +175,8 @@ def policy_scores(batch: dict, G: int, c: dict):
 
 
 def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> GroupTargets:
-    """What the whole step asks of the policy, by the objective. c: the config, with pkpo_k as it is
-    at this step."""
+    """What the whole step asks of the policy under this objective. c: the config, with the pkpo_k
+    of this step."""
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return group_loss_targets(measured, tau, beta, c)
@@ -190,7 +191,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     if objective.term == "semantic_entropy":
         entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    # of the shaped rewards, as the advantages are; only the metrics of the weights use it
+    # from the shaped rewards, like the advantages; only the metrics of the weights use it
     active = ~L.equal_groups(measured.rewards)
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
@@ -212,7 +213,7 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
         task_rewards=measured.task_rewards,
-        # of the rewards before shaping: unlikeliness_coef alone must not wake an equal group
+        # from the rewards before shaping: unlikeliness_coef must not make an equal group active
         active=L.active_groups(rewards, skipped_groups(c)),
         utilities=utilities,
         weights=weights,
@@ -225,10 +226,10 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
 
 
 def weight_advantages(targets: GroupTargets):
-    """(P, G): G * (w - 1/G), how far each row is to rise or fall; 0 in groups that are left out."""
+    """(P, G): G * (w - 1/G), how much each row should rise or fall; 0 in groups left out."""
     weights = targets.weights
     G = weights.shape[1]
-    # The loss averages over rows; times G that is the sum of w - 1/G over the group, averaged over
+    # The loss averages over rows; the factor G turns this into a sum over the group, averaged over
     # prompts. Not G * w - 1, which would not be exactly 0 at w = 1/G.
     advantages = G * (weights - 1 / G)
     if targets.group_weight is not None:
@@ -238,7 +239,7 @@ def weight_advantages(targets: GroupTargets):
 
 def row_advantages(measured: GroupMeasures, c: dict):
     """The advantage of each row, (P, G), as the objective defines it in checks.OBJECTIVES.
-    measured.rewards: shaped already."""
+    measured.rewards: already shaped."""
     name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
         raise ValueError(f"learner.row_advantages has no branch for objective={c['objective']!r}")
@@ -298,7 +299,7 @@ def loss_scores(logps, lengths, c: dict):
     them."""
     kind = OBJECTIVES[c["objective"]].group_loss
     longest = c["max_completion_length"]
-    # unscaled are mle, a likelihood, and the mode-entropy term at the end, which counts nats
+    # neither mle, a likelihood, nor the mode-entropy term (last line), in nats, is scaled
     if kind == "weights" and c["maxent_loss"] == "mle":
         return L.sequence_scores(logps, lengths, "length", longest)
     if kind:
@@ -323,9 +324,9 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
         return L.listwise_loss(
             scores, targets.weights, active, counts["active"], group_weight, floored
         )
-    if kind:  # a name that was added to checks.Objective alone
+    if kind:  # a name that was added only to checks.Objective
         raise ValueError(f"learner.group_loss has no group_loss={kind!r}")
-    # summed log-probs are divided by the longest length; the other scores are per token already
+    # summed log-probs are divided by the longest length; the other scores are already per token
     longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
     loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
     return c["mode_entropy_coef"] * loss
@@ -342,7 +343,7 @@ def surrogate(logps, micro_batch: dict, c: dict) -> tuple:
         )
     if ratio == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / micro_batch["lengths"][:, None]  # (n, 1)
-    elif ratio != "token":  # a name that was added to checks.Objective alone
+    elif ratio != "token":  # a name that was added only to checks.Objective
         raise ValueError(f"learner.surrogate has no ratio={ratio!r}")
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: epsilon
     return L.clipped_surrogate(log_ratio, micro_batch["advantages"], c["epsilon"], high, c["delta"])
@@ -372,7 +373,7 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
     if objective.term == "token_entropy":
         total = total - c["token_entropy_coef"] * (token_weight * entropy).sum()
     if "ref_logps" in micro_batch:
-        # measured even where it is no term of the loss, because beta may be steered by it
+        # measured even where the loss has no such term, because it may steer beta
         kl_sum = (L.k3_kl(logps.detach(), micro_batch["ref_logps"]) * mask).sum()
         if adds_kl(c):
             estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
@@ -382,8 +383,8 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
 
 
 def acts_on_all(beta: float, c: dict) -> bool:
-    """Whether the loss has a term that may act on any group, whatever its rewards: then none may
-    rest."""
+    """Whether the loss has a term that may act on any group, whatever its rewards. If so, no group
+    may rest."""
     return OBJECTIVES[c["objective"]].term == "token_entropy" or (adds_kl(c) and beta > 0)
 
 
@@ -396,15 +397,15 @@ def may_have_gradient(rewards, beta: float, c: dict):
         return torch.ones(len(rewards), dtype=torch.bool)
     if objective.group_loss:
         return L.active_groups(rewards, skipped_groups(c))
-    differ = ~L.equal_groups(rewards)  # in equal ones an entropy bonus is 0 too
-    if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but no wrong ones
+    differ = ~L.equal_groups(rewards)  # in equal groups the entropy bonus is 0 too
+    if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but not wrong ones
         differ |= (rewards > 0).any(1)
     return differ
 
 
 def resting_rows(targets: GroupTargets, beta: float, c: dict):
-    """(p * G,) bool: rows of groups that the loss does not depend on, usually because their rewards
-    are equal. They need no backward."""
+    """(p * G,) bool: rows of groups on which the loss does not depend, usually because their
+    rewards are equal. They need no backward."""
     if acts_on_all(beta, c):
         return torch.zeros_like(targets.task_rewards, dtype=torch.bool).flatten()
     rests = ~targets.active  # (p,)
@@ -449,9 +450,9 @@ def forward_rows(model, batch: dict, plan: MicroBatchPlan, entropy: bool = False
 def score_gradients(
     engine, batch: dict, plan: MicroBatchPlan, targets: GroupTargets, c: dict, counts: dict
 ) -> tuple:
-    """(d loss / d score of each row (N,), loss), both of the groups that are split over several
-    micro-batches; 0 for rows of whole groups. An extra forward over the split groups comes first,
-    so that each micro-batch can go backward by itself. All ranks together."""
+    """(d loss / d score of each row (N,), loss), both for the groups that are split over several
+    micro-batches; 0 for rows of whole groups. This takes an extra forward over the split groups, so
+    that each micro-batch can later go backward by itself. All ranks together."""
     G = targets.task_rewards.shape[1]
     micro_batches = []
     for rows in plan.learning:  # resting rows have no gradient
@@ -470,9 +471,9 @@ def coupled_loss(logps, micro_batch: dict, targets: GroupTargets, c: dict, count
     """The group part of a micro-batch's loss: (tensor to go backward from, what to report).
 
     A whole group goes backward through its own loss. Of a split group only some rows are here:
-    score_gradients() has found d loss / d score, and reported the loss. By the chain rule the sum
-    of (d loss / d score) * score over these rows has their part of the gradient; its value means
-    nothing, and is not reported."""
+    score_gradients() has already found d loss / d score, and the loss to report. By the chain rule
+    the sum of (d loss / d score) * score over these rows has their part of the gradient; its value
+    means nothing, and is not reported."""
     rows = micro_batch["row"]  # (n,)
     scores = loss_scores(logps, micro_batch["lengths"], c)  # (n,)
     of_split = 0.0
@@ -481,14 +482,14 @@ def coupled_loss(logps, micro_batch: dict, targets: GroupTargets, c: dict, count
         of_split = (micro_batch["score_grads"][split] * scores[split]).sum()
         rows, scores = rows[~split], scores[~split]
     G = targets.task_rewards.shape[1]
-    groups = rows[::G] // G  # whole ones follow one another: every G-th row begins one
+    groups = rows[::G] // G  # only whole groups are left, so every G-th row begins one
     loss = group_loss(scores.view(-1, G), targets.taken(groups), c, counts)
     return of_split + loss, loss.detach()
 
 
 def backward_sum(engine, loss) -> None:
-    """Backward from one term of a loss that is a sum over micro-batches and ranks. Times the ranks,
-    because DeepSpeed averages gradients over them."""
+    """Backward from one term of a loss that is a sum over micro-batches and ranks. Multiplied by
+    the number of ranks, because DeepSpeed averages gradients over them."""
     engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
 
@@ -500,7 +501,7 @@ def micro_batch_loss(
     logps, entropy = engine(
         micro_batch["ids"], micro_batch["prompt_lengths"], micro_batch["lengths"]
     )  # (n, T)
-    # the first update is made by the policy of that moment: its log-probs are the old ones
+    # before the first update the policy is still the old one, and so are its log-probs
     micro_batch.setdefault("old_logps", logps.detach())
     loss, clipped_low, clipped_high, kl = token_loss(logps, entropy, micro_batch, beta, c, counts)
     reported_loss = loss.detach().double()
@@ -534,7 +535,7 @@ def accumulate_gradients(
     rests = resting_rows(targets, beta, c)  # (p * G,)
     plan = agree_on_plan(batch, G if couples_rows(c) else 1, c, rests)
     first_update = "old_logps" not in batch
-    if not first_update:  # it has measured all that resting rows are needed for
+    if not first_update:  # the first has measured everything that resting rows are needed for
         plan = plan._replace(resting=[], missing=0)
     began = time.perf_counter()  # this rank's own work, up to the end of the loop below
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -545,7 +546,7 @@ def accumulate_gradients(
         per_row["split"] = plan.split
         score_grads, split_loss = score_gradients(engine, batch, plan, targets, c, counts)
         per_row["score_grads"] = score_grads
-        sums[SUMS.index("loss")] = split_loss  # the micro-batches add that of whole groups
+        sums[SUMS.index("loss")] = split_loss  # the micro-batches add the loss of whole groups
     old_logps = torch.zeros_like(batch["sampler_logps"])
     idle_forwards(engine, batch, plan.missing)
     for i, rows in enumerate(plan.micro_batches):
@@ -556,12 +557,12 @@ def accumulate_gradients(
         old_logps[rows, : logps.shape[1]] = micro_batch["old_logps"]
         sums += part_sums
         if learns:
-            # A NaN loss can have a finite gradient, or none, and a NaN log-prob may be in no loss.
+            # A NaN loss can have a finite gradient, or none, and a NaN log-prob may enter no loss.
             # Make the gradient NaN, so that the optimizer skips the step on every rank.
             if not sums[:2].isfinite().all():  # loss, log-prob
                 loss = logps.sum() * math.nan
             backward_sum(engine, loss)
-    wait_for_gpu()  # so far the last backward is only queued
+    wait_for_gpu()  # the last backward may only be queued so far
     seconds = time.perf_counter() - began
     if first_update:
         batch["old_logps"] = old_logps
@@ -601,8 +602,8 @@ def learning_seconds(own: float) -> dict:
 
 
 def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
-    """Metrics of the weights of the step's groups, if the objective has any. All ranks together.
-    targets: the whole step's."""
+    """Metrics of the group weights, if the objective has weights. All ranks together. targets: the
+    whole step's."""
     if targets.weights is None:
         return {}
     metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
@@ -613,7 +614,8 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
 
 
 def group_metrics(rewards, lengths) -> dict:
-    """Metrics of the step's rewards and completion lengths, both (P, G); here G is without S."""
+    """Metrics of the step's rewards and completion lengths, both (P, G); this G does not include
+    S."""
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(1).mean().item(),
@@ -666,16 +668,16 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
 
 
 class Unit(NamedTuple):
-    """Neighbouring rows that go into one micro-batch together: a group, or a row of one."""
+    """Neighbouring rows that go into one micro-batch together: a whole group, or a single row."""
 
     rows: list[int]
-    cost: int = 0  # tokens, on its own
+    cost: int = 0  # its tokens, on its own
 
 
 def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
     learning ones, at least one each: the optimizer needs a backward before it steps. together: how
-    many neighbouring rows share a micro-batch if they fit, G or 1."""
+    many neighbouring rows, G or 1, share a micro-batch if they fit."""
     budget = c["max_tokens_per_micro_batch"]
     resting, learning = fill_micro_batches(batch, budget, together, c["pack_sequences"], rests)
     splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
@@ -683,7 +685,8 @@ def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatch
     any_splits, most_resting, most_learning = across_ranks(local, dist.ReduceOp.MAX).tolist()
     if not any_splits:
         return stretch(resting, learning, most_resting, max(1, most_learning))
-    # one rank splits a group: all take rows as units, so that each can make as many micro-batches
+    # if one rank splits a group, all take rows as units, so that each can make equally many
+    # micro-batches
     plan = stretch(in_rows(resting), in_rows(learning), most_resting, max(1, most_learning))
     return plan._replace(split=split_rows(plan.micro_batches, together))
 
@@ -719,7 +722,7 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
         shared = shared_tokens(batch, slice(None)).view(rows.shape)
-        # what the first row shares with another unit is not its own saving: see fill_packed
+        # what the first row shares with the unit before it is left to fill_packed
         cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
         cost = total.amax(1) * together  # rows are padded to the longest
@@ -738,12 +741,12 @@ def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
     if not units:
         return []
     ends = torch.tensor([[unit.rows[0], unit.rows[-1]] for unit in units])  # (units, 2)
-    # What a unit saves behind the one before it: the tokens that its first row shares with that
-    # one's last. shared_tokens() compares each row of [first 0, last 0, first 1, last 1, ...] with
-    # the row before it, so every second result is of two units.
+    # What a unit saves by following the one before it: the tokens that its first row shares with
+    # that one's last row. shared_tokens() compares each row of [first 0, last 0, first 1, last 1,
+    # ...] with the row before it, so every second result compares two units.
     saved = shared_tokens(batch, ends.flatten())[::2].tolist()
     micro_batches = []
-    used = 0  # tokens in the last one
+    used = 0  # tokens in the last micro-batch
     for unit, less in zip(units, saved, strict=True):
         if micro_batches and used + unit.cost - less <= budget:
             micro_batches[-1].append(unit)
@@ -761,7 +764,7 @@ def fill_padded(units: list[Unit], budget: int) -> list:
         return unit.cost // len(unit.rows)
 
     micro_batches = []
-    count = width = 0  # of the last one: its rows, the tokens of each
+    count = width = 0  # rows of the last micro-batch, and tokens of each
     for unit in sorted(units, key=longest, reverse=True):
         if micro_batches and width * (count + len(unit.rows)) <= budget:
             micro_batches[-1].append(unit)
@@ -773,15 +776,15 @@ def fill_padded(units: list[Unit], budget: int) -> list:
 
 
 def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
-    """The plan of these micro-batches, with as many as the rank that has the most: all ranks need
-    the same number of backwards and, since ZeRO-3 gathers weights in each, of forwards.
+    """The plan of these micro-batches, stretched to as many as the rank with the most has: all
+    ranks need the same number of backwards and, since ZeRO-3 gathers weights in each, of forwards.
 
     For each missing learning one the largest is halved; if all are single units, a resting unit
-    becomes a learning one (its gradient is 0). For each missing resting one too the largest is
-    halved; if none can be, idle_forwards() stands in."""
+    becomes a learning one (its gradient is 0). Missing resting ones are also made by halving the
+    largest; where none can be halved, idle_forwards() stands in."""
     while len(learning) < most_learning:
         if not halve_largest(learning):
-            # there is a resting unit, as all ranks have the same number of rows
+            # there must be a resting unit, because all ranks have the same number of rows
             learning.append([resting[-1].pop()])
             resting = [units for units in resting if units]
     while len(resting) < most_resting and halve_largest(resting):

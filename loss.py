@@ -5,9 +5,9 @@ longest completion (T_i of row i), L max_completion_length, V vocabulary, H hidd
 (N, T) is 1 on completion tokens, their EOS included. Log-probs are taken at the sampling
 temperature. A loss is a sum over rows or tokens divided by a normaliser of the whole step, which
 the caller knows before the first backward. So any split into micro-batches or ranks gives the same
-loss and the same gradient. The normalisers (checks.OBJECTIVES has `token_sum`):
+loss and the same gradient. The normalisers (`token_sum` in checks.OBJECTIVES):
 
-    mean over the active groups     maxent (listwise, floored, mle) and flow; a KL of theirs: N * L
+    mean over the active groups     maxent (listwise, floored, mle) and flow; their KL term: N * L
     N * L                           dr_grpo, maxrl, pkpo, xdr, seed_grpo, token_entropy, and maxent
                                     as a policy gradient; N counts groups without a gradient too
     T_i * N                         grpo, gspo
@@ -37,8 +37,8 @@ maxent and maxrl are relatives. With rewards of 0 and 1, tau -> 0 and beta = 0, 
 the K right rows. As long as p is near 1/G, maxent's gradient, sum_i (p_i - w_i) * ds_i, then has
 the coefficients -(1/K) * (1 - K/G) on right and 1/G on wrong rows: maxrl's advantages divided by
 -G, on scores instead of log-probs. What maxent adds is p as a baseline that knows what the policy
-has learnt, a temperature, and a reference. Of the right rows, which have the same w, p pushes the
-likely ones less: where answers are short, and p far from 1/G, that keeps many of them.
+has learnt, a temperature, and a reference. All right rows have the same w, so p - w pushes the
+likelier ones less: where answers are short, and p far from 1/G, that keeps many of them.
 
 Two more exist for comparison: seed_grpo (dr_grpo, advantages shrunk where the answers of a group
 differ, Chen et al. 2025, arXiv:2505.12346) and token_entropy (dr_grpo with the usual bonus for the
@@ -56,34 +56,34 @@ from torch import Tensor
 
 
 def equal_groups(rewards: Tensor) -> Tensor:
-    """(P,) bool: groups whose rewards are all the same. Compared directly: in fp32 the mean of
-    equal numbers is not exact."""
+    """(P,) bool: groups whose rewards are all the same. Compared directly, because in fp32 the mean
+    of equal numbers is not exact."""
     return rewards.amax(1) == rewards.amin(1)
 
 
 def group_advantages(rewards: Tensor, scale: str) -> Tensor:
-    """A = r - mean_group(r), (P, G), divided by what `scale` says: "none": nothing; "group": the
-    group's std + 1e-4 (the G - 1 estimate); "batch": the std of all rows + 1e-4; "mean": the
+    """A = r - mean_group(r), (P, G), divided as `scale` says: "none": by nothing; "group": by the
+    group's std + 1e-4 (the G - 1 estimate); "batch": by the std of all rows + 1e-4; "mean": by the
     group's mean. Exactly 0 where all rewards of a group are equal.
 
     "mean" is maxrl, meant for rewards >= 0. With K of G rows right, A is (1 - K/G) / (K/G) on right
     rows and -1 on wrong ones. It estimates the gradient of log p's series, -sum_k (1 - p)^k / k, up
-    to k = G - 1 (Tajwar et al. 2026, arXiv:2602.02710). The term k = G is lost by subtracting the
-    mean: groups with K = 0, whose mean is 0, would have to count too. The right rows of a group add
-    up to G - K: most for a single success; at K = G - 1 it is nearly dr_grpo. A is 0 where no
-    reward is above 0. Negative rewards could bring the mean to nearly 0, so the divisor is at least
+    to k = G - 1 (Tajwar et al. 2026, arXiv:2602.02710). Subtracting the mean loses the term k = G:
+    groups with K = 0, whose mean is 0, would have to count too. A of a group's right rows sums to
+    G - K: most for a single success; at K = G - 1 it is nearly dr_grpo's. A is 0 where no reward is
+    above 0. Negative rewards could bring the mean close to 0, so the divisor is at least
     (max_group(r) - min(0, min_group(r))) / G, and |A| at most G; the mean of rewards >= 0 is never
     below that."""
     mean = rewards.mean(1, keepdim=True)  # (P, 1)
     advantages = rewards - mean  # (P, G)
-    # 1e-4 keeps a group of nearly equal rewards from being blown up
+    # 1e-4 keeps the differences of nearly equal rewards from being blown up
     if scale == "group":
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
     elif scale == "batch":
         advantages = advantages / (rewards.std() + 1e-4)
     elif scale == "mean":
         best = rewards.amax(1, keepdim=True)  # (P, 1)
-        worst = rewards.amin(1, keepdim=True).clamp(max=0)  # (P, 1) without any below 0 it is 0
+        worst = rewards.amin(1, keepdim=True).clamp(max=0)  # (P, 1), 0 if no reward is below 0
         divisor = torch.maximum(mean, (best - worst) / rewards.shape[1])
         advantages = (advantages / divisor).masked_fill(best <= 0, 0.0)
     elif scale != "none":
@@ -100,7 +100,7 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
     for rewards of 0 and 1 is pass@k (Walder and Karkhanis 2025, arXiv:2505.15201, with their
     leave-one-out baseline: the best of J does not depend on row i). For rewards of 0 and 1, A_i is
     k * (share of the sets J without a right row) on a right row and 0 on a wrong one. Groups of
-    equal rewards get 0. At k = 1 there would be no baseline: the mean of the other rows is
+    equal rewards get 0. At k = 1 there would be no baseline, so the mean of the other rows is
     subtracted instead, which is dr_grpo times G / (G - 1)."""
     G = rewards.shape[1]
     if k == 1:
@@ -164,7 +164,7 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
     z = utilities.detach()  # (P, G)
     if beta > 0:  # at beta = 0 an infinite l would give 0 * inf = NaN
         z = z + beta * ref_scores.detach()
-    # before dividing, so that a tiny tau + beta loses no differences
+    # subtracted before dividing, so that no difference is lost at a tiny tau + beta
     z = z - z.amax(1, keepdim=True)
     if tau + beta < torch.finfo(z.dtype).tiny:  # 0, also after rounding to the dtype of z
         best = (z == 0).to(z.dtype)
@@ -187,11 +187,12 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
     """r * (1 - coef * (G - rank) / G) where r > 0, (P, G). rank: how many rows of the group are
     more likely, by seq_logps (P, G) under the sampler; equal answers share a rank.
 
-    So a rare right answer is worth more than a usual one, even in groups where all are right (which
-    maxent and flow skip, unless maxent_skip_equal_groups says otherwise). coef 0 changes nothing.
+    So a rare right answer is worth more than a common one, even in groups where all are right
+    (which maxent and flow skip, unless maxent_skip_equal_groups says otherwise). coef 0 changes
+    nothing.
     He, Fried and Welleck 2025, arXiv:2506.02355, use 0.25."""
     G = rewards.shape[1]
-    # log-probs of equal answers differ by rounding: by less than 1e-4 nats, or 1e-6 of a long sum
+    # log-probs of equal answers differ by rounding: less than 1e-4 nats, or 1e-6 of a long sum
     rounding = 1e-4 + 1e-6 * seq_logps.abs()  # (P, G)
     rank = (seq_logps[:, None, :] > (seq_logps + rounding)[:, :, None]).sum(2)  # (P, G)
     return torch.where(rewards > 0, rewards * (1 - coef * (G - rank) / G), rewards)
@@ -199,8 +200,7 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
 
 def xdr_utilities(advantages: Tensor, lengths: Tensor, kind: str, max_length: int) -> Tensor:
     """The utilities U of xdr's weights, (P, G): the "advantage" A, or the "surrogate" A * T_i / L,
-    the row's term of the loss. The second favours long rows and makes the right tau depend on
-    L."""
+    the row's term of the loss. The second favours long rows and makes the best tau depend on L."""
     if kind == "advantage":
         return advantages
     return advantages * lengths / max_length
@@ -230,20 +230,20 @@ def semantic_entropy(clusters: Tensor, mean_logps: Tensor) -> Tensor:
     p = mean_logps.softmax(1)  # (P, G)
     same = clusters[:, :, None] == clusters[:, None, :]  # (P, G, G)
     mass = (same * p[:, None, :]).sum(2)  # (P, G): mass of each row's cluster
-    # -sum_rows p * log mass = -sum_clusters mass * log mass; xlogy makes a row of p = 0 count 0
+    # -sum_rows p * log mass = -sum_clusters mass * log mass; xlogy: a row of p = 0 counts as 0
     return -torch.xlogy(p, mass).sum(1)
 
 
 def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
     """1 / (1 + alpha / log G * H_sem), (P, 1), G >= 2: the factor by which seed_grpo shrinks the
-    advantages of a group. The more its answers differ, the smaller."""
+    advantages of a group. The more its answers differ, the smaller the factor."""
     return 1 / (1 + alpha / math.log(G) * entropy[:, None])
 
 
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
-    """(P,) bool: groups that maxent and flow learn from. skip says which they leave out: "all":
-    those of equal rewards; "wrong": of these only those at the lowest reward of the step; "none":
-    no group. `rewards` are those of the whole step."""
+    """(P,) bool: groups that maxent and flow learn from. skip says which equal groups they leave
+    out: "all"; "wrong": only those at the lowest reward of the step; "none". `rewards` are those of
+    the whole step."""
     equal = equal_groups(rewards)
     if skip == "none":
         return torch.ones_like(equal)
@@ -260,8 +260,8 @@ def reward_spread(rewards: Tensor) -> Tensor:
 
 def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     """How flat the weights are. Means over active groups: entropy H (nats), its share of ln G,
-    exp(H), the largest weight. Means over active groups that have a row below their best reward:
-    the mass on such rows, and the excess entropy (H - ln n_top) / (ln G - ln n_top), where n_top
+    exp(H), the largest weight. Means over active groups in which not all rows have the best reward:
+    the mass on the others, and the excess entropy (H - ln n_top) / (ln G - ln n_top), where n_top
     rows have the best reward. The excess is 0 when w is uniform over these and 1 when it is
     uniform over all rows. Empty without an active group."""
     if not active.any():
@@ -278,7 +278,7 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     }
     top = r == r.amax(1, keepdim=True)  # (a, G) rows at the best reward
     n_top = top.sum(1)
-    has_worse = n_top < G  # if all rows are best, ln G - ln n_top is 0
+    has_worse = n_top < G  # where all rows are best, ln G - ln n_top is 0
     if has_worse.any():
         excess = (H - n_top.log()) / (math.log(G) - n_top.log())
         metrics["weights/incorrect_mass"] = (w * ~top).sum(1)[has_worse].mean().item()
@@ -288,9 +288,9 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
 
 def pull(scores: Tensor, weights: Tensor, active: Tensor) -> dict:
     """|p - 1/G| / |w - 1/G|, p = softmax(s), averaged over active groups whose weights are not
-    uniform. The gradient of the listwise loss by s is p - w: at 0 p is flat and only w counts, as
-    in a policy gradient; at 1 what the policy knows already weighs as much as what the rewards ask
-    for. scores, weights: (P, G). Empty without such a group."""
+    uniform. The gradient of the listwise loss by s is p - w. A pull of 0 means that p is flat and
+    only w counts, as in a policy gradient; 1, that what the policy already knows weighs as much as
+    what the rewards ask for. scores, weights: (P, G). Empty without such a group."""
     G = weights.shape[1]
     asked = (weights - 1 / G).norm(dim=1)  # (P,)
     counted = active & (asked > 1e-6)
@@ -322,7 +322,7 @@ def over_groups(losses: Tensor, active: Tensor, norm: float, group_weight: Tenso
     group_weight None: 1."""
     if group_weight is not None:
         losses = losses * group_weight
-    # masked_fill, not a product: not even a NaN gradient reaches the groups that are left out
+    # masked_fill, not a product: 0 times a NaN would make the whole sum NaN
     return losses.masked_fill(~active, 0.0).sum() / norm
 
 
@@ -338,23 +338,23 @@ def listwise_loss(
     active (P,). norm None: max(1, number of active groups).
 
     Gradient per group: sum_i (p_i - w_i) * ds_i, zero exactly when p equals w. With summed
-    log-probs as scores, that makes equally rewarded answers equally likely. With means over
-    length they become equally likely *per token*, so a short answer ends up more
-    likely than a long one: pi_long = pi_short^(T_long / T_short). With rewards 0 and 1, tau -> 0,
-    beta = 0 and p = 1/G, the gradient is maxrl's on s (see the top of this file); how far p is from
-    1/G, pull() measures.
+    log-probs as scores, that makes equally rewarded answers equally likely. With means over length
+    they become equally likely *per token*, so a short answer ends up more likely than a long one:
+    pi_long = pi_short^(T_long / T_short). With rewards 0 and 1, tau -> 0, beta = 0 and p = 1/G, the
+    gradient is maxrl's on s (see the top of this file); pull() measures how far p is from 1/G.
 
-    floored (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the loss's value
-    stays. p is a share in a softmax of mean log-probs, not how often a row is sampled. Long rows of
-    improbable tokens have a p near 0 even if a third of all samples are such rows, so p - w hardly
-    pushes them down. Floored, wrong rows are pushed down at least as hard as by a policy gradient.
+    floored (P, G) bool: rows whose coefficient is max(p_i, 1/G) - w_i instead; the value of the
+    loss does not change. p is a share in a softmax of mean log-probs, not how often a row is
+    sampled. Long rows of improbable tokens have a p near 0 even if a third of all samples are such
+    rows, so p - w hardly pushes them down. Floored, wrong rows are pushed down at least as hard as
+    by a policy gradient.
     """
     G = scores.shape[1]
     log_p = scores.log_softmax(1)  # (P, G)
     losses = -(weights * log_p).sum(1)  # (P,)
     if floored is not None:
         lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * floored  # (P, G)
-        losses = losses + (lacking * (scores - scores.detach())).sum(1)  # 0, but with a gradient
+        losses = losses + (lacking * (scores - scores.detach())).sum(1)  # adds 0, with a gradient
     norm = max(1, int(active.sum())) if norm is None else norm
     return over_groups(losses, active, norm, group_weight)
 
@@ -363,8 +363,8 @@ def mle_loss(
     scores: Tensor, weights: Tensor, active: Tensor, norm: float, group_weight: Tensor | None = None
 ) -> Tensor:
     """loss = -sum_active sum_i w_i * s_i / norm, s (P, G) the mean log-prob of a row: weighted
-    imitation without a baseline, for comparison only. Groups of equal rewards, where they are
-    active, make their own samples more likely, short ones most."""
+    imitation without a baseline, for comparison only. Groups of equal rewards, if they are active,
+    make their own samples more likely, short ones most."""
     return over_groups(-(weights * scores).sum(1), active, norm, group_weight)
 
 
@@ -385,10 +385,10 @@ def balance_loss(
     This is trajectory balance. The mean of the group stands for the log-normaliser (VarGrad,
     Richter et al. 2020, arXiv:2010.10436), which FlowRL learns (Zhu et al. 2025, arXiv:2509.15207).
     Gradient per group: (1/G) sum_i (d_i - mean d) * ds_i. It is 0 exactly where (at beta = 0) pi is
-    proportional to exp(u / tau), over answers with summed scores, per token with means. That holds
-    whoever sampled the answers, so there is no importance ratio. Unlike maxent's, the pull does
-    not saturate in p; it grows with 1 / tau. Groups of equal rewards, where they are not skipped,
-    have their scores pulled together; as tau -> inf, all groups do."""
+    proportional to exp(u / tau): pi of whole answers if scores are sums, per token if they are
+    means. That holds whatever policy sampled the answers, so there is no importance ratio. Unlike
+    maxent's, the pull does not saturate in p; it grows with 1 / tau. In groups of equal rewards, if
+    they are not skipped, the scores are pulled together; as tau -> inf, in all groups."""
     d = scores - goals  # (P, G)
     # the group's mean stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
@@ -396,8 +396,8 @@ def balance_loss(
 
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:
-    """loss = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax_C(s)_i: a pull towards
-    equal likelihood of the rows that are best.
+    """loss = -1/norm * sum_x [n_c >= 2] / n_c * sum_{i in C} log softmax_C(s)_i: pulls the best
+    rows towards equal likelihood.
 
     C: the n_c rows of group x with its best reward, empty if all its rewards are equal. seq_logps
     s, rewards (P, G). norm = P * L if s are summed log-probs, P if means. Gradient of a row in C:
@@ -408,7 +408,7 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     use = count >= 2
     if not use.any():
         return seq_logps.sum() * 0.0  # zero, but backward() needs a graph
-    # without the other groups: a logsumexp over an empty C is -inf, its gradient NaN
+    # the other groups are left out: a logsumexp over an empty C is -inf, its gradient NaN
     s = seq_logps[use]
     best = best[use]
     log_p = s - s.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
@@ -426,7 +426,7 @@ def clipped_surrogate(
     ratio = log_ratio.clamp(max=20).exp()
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
     surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
-    # only where the minimum takes the clipped branch, whose gradient is 0
+    # only with these signs of A does the minimum take the clipped branch, whose gradient is 0
     clipped_low = (ratio < 1 - low) & (A < 0)
     clipped_high = (ratio > 1 + high) & (A > 0)
     return surrogate, clipped_low, clipped_high
@@ -497,7 +497,7 @@ def importance_ratio(
 
 # --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time
 
-# On a CPU, softmaxes of a forward up to this size are kept for its backward; the rest are
+# On a CPU, up to this many bytes of a forward's softmaxes are kept for its backward; the rest are
 # recomputed.
 KEPT_BYTES = 2**28
 CPU_CHUNK = 128  # tokens, few enough that their buffers stay in a CPU's cache
@@ -513,7 +513,7 @@ class HeadOptions(NamedTuple):
 
 
 class ChunkTokens(NamedTuple):
-    """What a backward knows of the c tokens of a chunk, (c,) each."""
+    """What a backward knows about the c tokens of a chunk, (c,) each."""
 
     targets: Tensor
     logps: Tensor
@@ -566,8 +566,8 @@ class ChunkedLogps(torch.autograd.Function):
             wanted |= grad_entropy != 0
         else:
             grad_entropy = None
-        # clipped tokens, and rows whose advantage is 0 beside others', have no gradient. One wait
-        # for the device here instead of one per chunk.
+        # Clipped tokens, and rows of advantage 0 among others, have no gradient. This waits for the
+        # device once instead of once per chunk.
         wanted = wanted.tolist()
         for i in range(0, len(targets), ctx.options.chunk):
             part = slice(i, i + ctx.options.chunk)
@@ -610,19 +610,19 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the functions for a GPU are used; tests say so without one."""
+    """Whether the functions for a GPU are used; tests replace this to use them without one."""
     return x.is_cuda
 
 
 def kept_size(hidden: Tensor) -> int:
-    """Bytes of one kept probability: the model's type on a GPU, float32 on a CPU."""
+    """Bytes of one kept probability, which has the model's type on a GPU, float32 on a CPU."""
     return hidden.dtype.itemsize if on_gpu(hidden) else 4
 
 
 def room_for_softmaxes(hidden: Tensor) -> int:
-    """Bytes that softmaxes may take between forward and backward. On a GPU a quarter of the free
-    memory: a kept softmax saves the backward the product of hidden states and vocabulary head, one
-    of the head's four products."""
+    """Bytes that softmaxes may take between forward and backward, on a GPU a quarter of the free
+    memory. A kept softmax saves the backward one of the head's four products, that of hidden states
+    and vocabulary head."""
     if not hidden.is_cuda:
         return KEPT_BYTES
     free = torch.cuda.mem_get_info(hidden.device)[0]
@@ -630,10 +630,10 @@ def room_for_softmaxes(hidden: Tensor) -> int:
     return (free + cached) // 4
 
 
-# Both pairs of functions below take the same arguments, for a chunk of c tokens.
+# The CPU's and the GPU's functions below take the same arguments, for a chunk of c tokens.
 # Statistics: logits (c, V) float32 at temperature 1, targets (c,); returns (logps, log-normalisers,
 # entropies (c,), the softmax (c, V) or None).
-# Gradient: p (c, V) is the kept softmax, or None, and then logits (c, V), float32 at temperature 1,
+# Gradient: p (c, V) is the kept softmax; if it is None, logits (c, V), float32 at temperature 1,
 # are given instead. Returns d loss / d logits, (c, V), in `dtype`.
 
 
@@ -659,7 +659,7 @@ def cpu_gradient(p, logits, temperature: float, tokens: ChunkTokens, dtype):
         p = logits.sub_(tokens.log_z[:, None]).exp_()
     of_entropy = None
     if tokens.grad_entropy is not None and tokens.grad_entropy.any():
-        # before p is written over
+        # computed before p is overwritten
         of_entropy = entropy_gradient(p, tokens.entropy, tokens.grad_entropy)
     # dlogp / dlogits = [1 at the target] - p
     grad = p.mul_(-tokens.grad_logps[:, None])
@@ -680,7 +680,7 @@ def gpu_statistics(logits, temperature: float, targets, want_entropy: bool, kept
 
 
 def softmax_statistics(logits, scale, targets, kept_type):
-    """gpu_statistics, to be compiled; the entropy is always made."""
+    """gpu_statistics, to be compiled; it always computes the entropy."""
     logits = logits * scale
     log_z = logits.logsumexp(1)  # (c,)
     logps = logits.gather(1, targets[:, None])[:, 0] - log_z
@@ -700,8 +700,8 @@ def gpu_gradient(p, logits, temperature: float, tokens: ChunkTokens, dtype):
 def softmax_gradient(p, logits, scale, tokens: tuple, dtype):
     """gpu_gradient, to be compiled: one pass over p or the logits. tokens: those of ChunkTokens.
 
-    At the target, 1 - p is computed from the log-prob: a kept p of nearly 1 has lost it in 16
-    bits."""
+    At the target, 1 - p is computed from the log-prob, because a kept p of nearly 1 was rounded to
+    16 bits, in which 1 - p is lost."""
     tokens = ChunkTokens(*tokens)
     p = (logits * scale - tokens.log_z[:, None]).exp() if p is None else p.float()  # (c, V)
     at_target = torch.arange(p.shape[1], device=p.device) == tokens.targets[:, None]

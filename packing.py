@@ -1,14 +1,14 @@
-"""Packing: the rows of a micro-batch as one long row, without padding, in which what a row shares
-with the row before it stands only once: their prompt, or a long beginning of their prompts.
+"""Packing: the rows of a micro-batch as one long row, without padding. What a row shares with the
+row before it appears only once: their prompt, or a long beginning of their prompts.
 
     prepare(lm)                                                         # once
     packed, places = pack(ids, prompt_lengths, lengths, uses_varlen(lm))    # on the host
     hidden = hidden_states(lm, to_device(packed, device))               # (M, H), for M tokens
 
-All layers but attention work on each token by itself, so the M tokens may stand in one long row.
+All layers except attention treat each token by itself, so the M tokens may form one long row.
 Attention works on segments of it. The segment of a row is what the row does not share with the row
 before it; it sees the keys of the shared tokens before its own. So G completions of one prompt save
-the forward and backward of G - 1 prompts, and P prompts that begin with the same examples save
+the forward and backward of G - 1 prompts, and P prompts that begin with the same long examples save
 those of P - 1 copies of the examples.
 
 On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Elsewhere, segments of
@@ -47,9 +47,9 @@ HARMLESS = {
 
 
 class Block(NamedTuple):
-    """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. Without
-    padding `queries` and `real` are None; with nothing before the segments `keys` and `before` are,
-    and attention is plain causal."""
+    """b segments with at most Q tokens each, which see at most K tokens; m tokens in all. `queries`
+    and `real` are None if there is no padding. `keys` and `before` are None if no shared tokens
+    come before the segments; attention is then plain causal."""
 
     tokens: slice  # the places of these m tokens
     count: int  # b
@@ -61,12 +61,12 @@ class Block(NamedTuple):
 
 
 class Varlen(NamedTuple):
-    """All n segments for one varlen_attn. Queries are the M tokens in order; the keys of all
-    segments stand one after the other."""
+    """All n segments for one varlen_attn. Queries are the M tokens in order; the keys of the
+    segments follow one another."""
 
-    keys: Tensor | None  # places of each segment's keys, shared ones first; None: those of queries
+    keys: Tensor | None  # places of each segment's keys, shared ones first; None: as the queries
     cu_seq_q: Tensor  # (n + 1,) int32: cumulative numbers of queries, as varlen_attn wants them
-    cu_seq_k: Tensor  # (n + 1,) int32: the same of keys
+    cu_seq_k: Tensor  # (n + 1,) int32: the same for keys
     max_q: int  # most queries of a segment
     max_k: int  # most keys of a segment
 
@@ -81,7 +81,7 @@ class Packed(NamedTuple):
 
 def uses_varlen(lm) -> bool:
     """Whether this model can use varlen_attn, which needs 16 bits, a GPU from Ampere on, and heads
-    that FlashAttention takes: as wide for values as for keys, in steps of 8, up to 256."""
+    that FlashAttention takes: as wide for values as for keys, a multiple of 8, at most 256."""
     if lm.device.type != "cuda" or lm.dtype not in (torch.bfloat16, torch.float16):
         return False
     width = head_width(lm.config)
@@ -120,7 +120,7 @@ def map_tensors(change, plan):
 
 
 def to_device(plan, device: torch.device):
-    """A plan of integers on the host, moved to the device in one copy that nobody waits for."""
+    """A plan of integers on the host, moved to the device in one copy without waiting for it."""
     if device.type == "cpu":
         return plan
     tensors = []
@@ -137,10 +137,10 @@ def to_device(plan, device: torch.device):
 
 
 def shared_tokens(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
-    """(n,) how many of its first tokens each row takes from the row before it: a whole prompt that
-    both have, or a beginning of two different prompts if it is at least half of the row. A shorter
-    one would not pay, because a segment with tokens before it needs a mask and copies of their
-    keys. ids (n, S), prompt_lengths, lengths (n,)."""
+    """(n,) how many of its first tokens each row takes from the row before it: the whole prompt if
+    both have the same, or the common beginning of two different prompts if it is at least half of
+    the row. A shorter one would not pay, because a segment with tokens before it needs a mask and
+    copies of their keys. ids (n, S), prompt_lengths, lengths (n,)."""
     shorter = torch.minimum(prompt_lengths[1:], prompt_lengths[:-1])  # (n - 1,)
     longest = int(prompt_lengths.max())
     steps = torch.arange(longest, device=ids.device)
@@ -148,7 +148,7 @@ def shared_tokens(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tenso
     common = same.cumprod(1).sum(1)  # (n - 1,)
     one_prompt = (prompt_lengths[1:] == prompt_lengths[:-1]) & (common == shorter)
     pays = one_prompt | (2 * common >= (prompt_lengths + lengths)[1:])
-    return torch.cat([common.new_zeros(1), common * pays])  # no row stands before the first
+    return torch.cat([common.new_zeros(1), common * pays])  # no row comes before the first
 
 
 def kind_of(before: Tensor, size: Tensor) -> Tensor:
@@ -164,13 +164,14 @@ def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> tuple:
-    """(Packed, places (n, S)): the plan for these rows, and where each of their tokens stands (in
-    the padding: where the row's last one does); all tensors on the host. ids (n, S): prompt and
+    """(Packed, places (n, S)): the plan for these rows, and the place of each of their tokens (in
+    the padding that of the row's last token); all tensors on the host. ids (n, S): prompt and
     completion, right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of
     blocks.
 
     The rows "p p a", "p p b b" and "q c" become the M = 7 tokens "q c p p a b b" at the positions
-    0 1 0 1 2 2 3, as segments of one kind are neighbours. places: 2 3 4 4, 2 3 5 6, 0 1 1 1."""
+    0 1 0 1 2 2 3, because segments of one kind are neighbours. places: 2 3 4 4, 2 3 5 6, 0 1 1 1.
+    """
     whole = prompt_lengths + lengths  # (n,)
     shared = shared_tokens(ids, prompt_lengths, lengths)  # (n,)
     row = kind_of(shared, whole - shared).argsort(stable=True)  # (n,) each segment's row
@@ -196,10 +197,11 @@ def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
     many of them it takes from the row before; start, the place of the first that is its own."""
     rows = torch.arange(len(whole))[:, None]  # (n, 1)
     t = torch.arange(int(whole.max()))  # (S,)
-    # a token that is a row's own is brought by it; a shared one by the last row that brings it
+    # a row brings its own tokens; a shared one was brought by the last row before it that has it as
+    # its own
     brings = (t >= shared[:, None]) * rows  # (n, S)
     bringer = brings.cummax(0).values
-    t = torch.minimum(t, whole[:, None] - 1)  # (n, S) the padding stands where the last token does
+    t = torch.minimum(t, whole[:, None] - 1)  # (n, S) padding gets the place of the last token
     return start[bringer] + t - shared[bringer]
 
 
@@ -217,7 +219,7 @@ def varlen_of(segments: Segments) -> Varlen:
     def ends(counts: Tensor) -> Tensor:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
-    shares = bool(segments.before.any())  # otherwise keys have the same places as queries
+    shares = bool(segments.before.any())  # if not, keys have the same places as queries
     return Varlen(
         keys=segments.places[ragged_indices(width)] if shares else None,
         cu_seq_q=ends(segments.size),
@@ -229,7 +231,7 @@ def varlen_of(segments: Segments) -> Varlen:
 
 def blocks_of(segments: Segments) -> list[Block]:
     """A block for each kind of segment."""
-    kinds = kind_of(segments.before, segments.size)  # (n,) in order: pack() has sorted by them
+    kinds = kind_of(segments.before, segments.size)  # (n,) in order, because pack() sorts by them
     counts = kinds.unique_consecutive(return_counts=True)[1].tolist()
     pieces = zip(*[tensor.split(counts) for tensor in segments], strict=True)
     return [block(Segments(*piece)) for piece in pieces]
@@ -249,9 +251,9 @@ def block(part: Segments) -> Block:
     if before.any():
         j = torch.arange(int(before.max()) + longest)  # (K,) index among a segment's keys
         keys = places[:, j.clamp(max=last)]  # (b, K)
-        if (before == before[0]).all():  # then one mask serves all segments
+        if (before == before[0]).all():  # then one mask is enough for all segments
             before = before[:1]
-    even = m == real.numel()  # all segments have the same length: nothing to pad
+    even = m == real.numel()  # whether all segments have the same length: nothing to pad
     return Block(
         tokens=slice(start, start + m),
         count=len(size),
@@ -266,7 +268,7 @@ def block(part: Segments) -> Block:
 
 
 def with_masks(packed: Packed) -> Packed:
-    """The same with `seen` set in all blocks: computed once, not in every layer."""
+    """The same with `seen` set in all blocks: computed once here, not in every layer."""
     return packed._replace(blocks=[b._replace(seen=seen_keys(b)) for b in packed.blocks])
 
 
@@ -291,9 +293,9 @@ def attention(
     packed: Packed | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers' AttentionInterface wants it: query (1, heads, M, d),
-    key and value (1, kv heads, M, d), result (1, M, heads, d). UserError if the model's attention
-    asks for more than causal order."""
+    """An attention function for transformers' AttentionInterface: query (1, heads, M, d), key and
+    value (1, kv heads, M, d), result (1, M, heads, d). UserError if the model's attention asks for
+    more than causal order."""
     if packed is None:
         raise ValueError(
             f"the attention of this model is set to {NAME!r}: call it through policy.Policy, or "
@@ -335,7 +337,7 @@ def beyond_causal(attention_mask, longest: int, kwargs: dict) -> list[str]:
 def attend_at_once(q: Tensor, k: Tensor, v: Tensor, plan: Varlen, scaling) -> Tensor:
     """Attention of all segments, (M, heads, d). varlen_attn aligns its causal mask at the ends of
     queries and keys (bottom right), so a query sees all shared tokens, then its own segment up to
-    itself. bench/gpu.py proves it on a GPU."""
+    itself. bench/gpu.py checks this on a GPU."""
     if plan.keys is not None:
         k = k.index_select(0, plan.keys)
         v = v.index_select(0, plan.keys)
@@ -363,7 +365,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
         keys = gather_entries(k, b.keys)  # (b, kv heads, K, d)
         values = gather_entries(v, b.keys)
     groups = queries.shape[1] // keys.shape[1]
-    if b.seen is not None and groups > 1:  # no fast kernel takes both a mask and fewer key heads
+    if b.seen is not None and groups > 1:  # no fast kernel takes a mask with fewer key heads
         keys = keys.repeat_interleave(groups, 1)
         values = values.repeat_interleave(groups, 1)
     out = scaled_dot_product_attention(
@@ -406,19 +408,19 @@ def hidden_states(lm, packed: Packed) -> Tensor:
     return out.last_hidden_state[0]
 
 
-# --- which models can do it
+# --- which models can be packed
 
 
 def check_window(config, longest: int) -> None:
     """UserError if rows of `longest` tokens exceed a window of the model's attention. Some models
-    apply their window in the mask only, which packing does not use."""
+    apply their window only in the mask, which packing does not use."""
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
-        # not an int: a damaged config.json
+        # if it is no int, config.json is damaged
         if window is not None and (type(window) is not int or window < longest):
             raise UserError(
                 f"model {config.model_type!r} has {name}={window!r} and rows may have {longest} "
-                f"tokens, which packed sequences do not do: set "
+                f"tokens, which packing does not support: set "
                 f"pack_sequences=False, or shorten max_prompt_length + max_completion_length"
             )
 
@@ -433,8 +435,8 @@ def small_rows(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def prepare(lm) -> None:
     """Sets the model's attention to this one and tries it on a few tokens, because a model's files
-    do not tell whether it can be packed. UserError if tokens meet outside attention too
-    (convolutions, recurrent states), or if its attention is not plain causal."""
+    do not tell whether it can be packed. UserError if tokens affect one another outside attention
+    too (convolutions, recurrent states), or if its attention is not plain causal."""
     usual = lm.config._attn_implementation
     if usual == NAME:
         return
@@ -442,8 +444,8 @@ def prepare(lm) -> None:
     lm.eval()
     try:
         leak, gap = try_packing(lm)
-        # The limits allow for rounding in the model's type. gap's is larger: packed and padded rows
-        # add up in different orders.
+        # The limits allow for rounding in the model's type. The gap's is larger, because packed and
+        # padded rows are summed in different orders.
         exact = lm.dtype == torch.float32
         if leak > (2e-5 if exact else 0.02) or gap > (1e-3 if exact else 0.1):
             raise UserError(
@@ -454,7 +456,7 @@ def prepare(lm) -> None:
     except UserError:
         lm.set_attn_implementation(usual)
         raise
-    # the model's layers do not pass `packed` on to attention
+    # for example, the model's layers do not pass `packed` on to attention
     except (TypeError, ValueError, AttributeError) as error:
         lm.set_attn_implementation(usual)
         raise UserError(
@@ -487,7 +489,7 @@ def try_packing(lm) -> tuple[float, float]:
     packed = packed_states(ids)  # (k, H), as plain
     changed = packed_states(changed_ids)
     size = plain.abs().max()
-    # not always exactly 0: experts round differently with other tokens beside them
+    # not always exactly 0: experts round differently when other tokens are beside them
     leak = (packed - changed)[others].abs().max() / size
     gap = (packed - plain).abs().max() / size
     return leak.item(), gap.item()

@@ -32,14 +32,14 @@ CHUNK = 1024  # tokens whose vocabulary logits are computed at once, see loss.CP
 
 
 class TokenPlaces(NamedTuple):
-    """Where the k completion tokens of n rows stand among the hidden states of a forward. A place
-    is an index into these hidden states."""
+    """Where the k completion tokens of n rows are among the hidden states of a forward. A place is
+    an index into these hidden states."""
 
     row: torch.Tensor  # (k,) each token's row
     t: torch.Tensor  # (k,) its index in its completion
     targets: torch.Tensor  # (k,) its id
     predictor: torch.Tensor  # (k,) the place of the token that predicts it
-    place: torch.Tensor  # (k,) its own
+    place: torch.Tensor  # (k,) its own place
     ends: torch.Tensor  # (n,) places of the completions' last tokens
     packed: packing.Packed | None  # None without packing
 
@@ -54,7 +54,7 @@ class Policy(torch.nn.Module):
         self.temperature = temperature
         self.chunk = chunk
         self.pack = pack
-        # a model whose attention is packed has been in a Policy already, which checked its head
+        # a model whose attention is packed has been in a Policy before, which checked its head
         if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
         self.seed_head = None
@@ -65,7 +65,7 @@ class Policy(torch.nn.Module):
             packing.prepare(lm)
 
     def plan(self, ids, prompt_lengths, lengths) -> TokenPlaces:
-        """The places of a forward; all tensors in CPU memory."""
+        """The places for a forward; all tensors in CPU memory."""
         if self.pack:
             varlen = packing.uses_varlen(self.lm)
             packed, places = packing.pack(ids, prompt_lengths, lengths, varlen)
@@ -82,9 +82,9 @@ class Policy(torch.nn.Module):
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
         not wanted. ids (n, S), right-padded; prompt_lengths, lengths (n,).
-        With pool "mean" or "last" instead: (the completions' final hidden states pooled so, (n, H)
-        float32; the seed head's logits on them or None). Not a method of its own, because ZeRO-3
-        gathers weights for forward only."""
+        With pool "mean" or "last" instead: (the completions' final hidden states, pooled in this
+        way, (n, H) float32; the seed head's logits on them or None). Not a method of its own,
+        because ZeRO-3 gathers weights only for forward."""
         # planned on the host: on a GPU every size that depends on data would make the host wait
         host = packing.on_host(ids, prompt_lengths, lengths)
         longest = int(host[2].max())  # T
@@ -105,8 +105,8 @@ class Policy(torch.nn.Module):
             want_entropy,
         )
         if self.seed_head is not None:
-            # gives the seed head a gradient of zero: if a step's first backward brings it none,
-            # ZeRO-3 keeps the one of the step before
+            # gives the seed head a gradient of zero: if a step's first backward gave it none,
+            # ZeRO-3 would keep that of the previous step
             logps = logps + 0.0 * self.seed_head(hidden[:1]).sum()
 
         def table(x):  # (k,) to (n, T)
@@ -132,8 +132,8 @@ class Policy(torch.nn.Module):
 @torch.no_grad()
 def check_head(lm) -> None:
     """Tries the model on eight tokens. UserError if its logits are not finite, differ in training
-    mode, or are not just hidden states times vocabulary head: the log-probs here know no bias, cap
-    or scale."""
+    mode, or are not just hidden states times vocabulary head: the log-probs here are computed
+    without a bias, cap or scale."""
     name = lm.config.model_type
     check_body(lm)
     head = lm.get_output_embeddings()
@@ -152,24 +152,25 @@ def check_head(lm) -> None:
             f"model {name!r} answers with logits that are no numbers (NaN or "
             f"infinite): its weights are broken; take an earlier checkpoint"
         )
-    # allows for rounding in the model's type, which is far below what dropout, a cap or a scale do
+    # allows for rounding in the model's type, which is far less than dropout, a cap or a scale
     tolerance = 1e-3 if lm.dtype == torch.float32 else 0.02
     if was_training:
         training_logits = lm(input_ids=ids, use_cache=False).logits.float()
         differs = (training_logits - logits).abs().max() > tolerance * logits.abs().max()
-        # looked up as well: in 16 bits, or on eight tokens, a little noise may not show
+        # the config is read too: in 16 bits, or on eight tokens, a little noise may not show
         if differs or any(getattr(lm.config, key, None) for key in NOISE):
             raise UserError(
                 f"model {name!r} computes something else while it trains (dropout, or noise in its "
                 f"routing) than while it samples, which is not supported"
             )
     gap = (logits - plain).abs().max() / plain.abs().max()
-    # looked up as well, because eight tokens may not show a small bias, or a cap on small logits
+    # has_plain_head() too, because eight tokens may not show a small bias, or a cap on small logits
     if gap > tolerance or not has_plain_head(lm):
         raise UserError(f"model {name!r} {ODD_HEAD}")
 
 
-NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")  # in configs, of experts
+# keys in the configs of models with experts
+NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 ODD_HEAD = (
     "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
     "supported"
@@ -177,8 +178,8 @@ ODD_HEAD = (
 
 
 def check_body(lm) -> None:
-    """UserError if transformers names no part of the model that gives hidden states, as for the
-    text models of Llama 4."""
+    """UserError if transformers does not say which part of the model gives hidden states, as for
+    the text models of Llama 4."""
     if lm.base_model is lm:
         raise UserError(
             f"model {lm.config.model_type!r} is not supported: transformers does not say which of "
@@ -187,8 +188,8 @@ def check_body(lm) -> None:
 
 
 def has_plain_head(lm) -> bool:
-    """False if the model's parameters or config, without any weights, show a bias, a cap or a scale
-    on its logits."""
+    """False if the model's modules or config show a bias, a cap or a scale on its logits. Needs no
+    loaded weights."""
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:
         return False
     caps = ("final_logit_softcapping", "logits_soft_cap")
@@ -200,7 +201,7 @@ def has_plain_head(lm) -> bool:
 
 def turn_off_dropout(lm) -> float:
     """Sets every dropout of a model to 0; returns the largest there was. Completions are sampled
-    without dropout; with it, ratios of probabilities would be noise. lm.config stays as it is."""
+    without dropout; with it, ratios of probabilities would be noise. lm.config is left as it is."""
     largest = 0.0
     for module in lm.modules():
         for name, value in vars(module).items():
@@ -212,8 +213,9 @@ def turn_off_dropout(lm) -> float:
 
 
 def refuse_untied(lm, model: str) -> None:
-    """UserError if config.json ties the head to the embedding and the weights hold two tensors:
-    transformers loads both then, and whoever believes the saved config.json loses one."""
+    """UserError if config.json ties the head to the embedding but the weights hold two different
+    tensors. transformers then loads both, but a reader that trusts the saved config.json drops
+    one."""
     head = lm.get_output_embeddings()  # None: check_body() refuses that
     if not getattr(lm.config, "tie_word_embeddings", False) or head is None:
         return
@@ -225,42 +227,42 @@ def refuse_untied(lm, model: str) -> None:
 
 
 def plain_config(lm) -> None:
-    """Takes back what config.json may ask of every forward, a tuple instead of a dict, or attention
-    weights, which packing has none of; and where it names code, which no checkpoint has."""
+    """Undoes what config.json may ask of every forward: a tuple instead of a dict, or attention
+    weights, which packing can't give. Also removes references to code, which no checkpoint has."""
     vars(lm.config).pop("auto_map", None)
     lm.config.return_dict = True
     lm.config.output_attentions = False
 
 
 def set_stop_tokens(lm, stop_ids: list[int]) -> None:
-    """Makes checkpoints stop where the run does: without a generation_config.json only config.json
-    names stop tokens, which may be others than the tokenizer's."""
+    """Makes checkpoints stop at the same tokens as the run. Without a generation_config.json only
+    config.json names stop tokens, and they may differ from the tokenizer's."""
     lm.generation_config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
 
 
 def drop_unsavable(lm) -> str:
-    """transformers reads a generation_config.json that it later refuses to save, such as one with a
-    temperature but without do_sample: a run would lose its checkpoints. Of such a one only the
-    token ids are kept; nothing here samples by the rest. Returns a sentence that says so, or ""."""
+    """transformers loads a generation_config.json that it later refuses to save, such as one with a
+    temperature but without do_sample, and a run could then save no checkpoint. In that case keeps
+    only its token ids; nothing here uses the rest. Returns a sentence that says so, or ""."""
     given = lm.generation_config
     try:
         given.validate(strict=True)
     except ValueError as error:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: getattr(given, name) for name in names}
-        if type(ids["pad_token_id"]) is int and ids["pad_token_id"] < 0:  # stands for none
+        if type(ids["pad_token_id"]) is int and ids["pad_token_id"] < 0:  # means "none"
             del ids["pad_token_id"]
         lm.generation_config = GenerationConfig(**ids)
         return (
             f"warning: transformers can't save this model's generation_config.json "
-            f"({in_one_line(error, 300)}): checkpoints keep its token ids alone"
+            f"({in_one_line(error, 300)}): checkpoints keep only its token ids"
         )
     return ""
 
 
 def make_trainable(lm, model: str) -> str:
-    """What any loaded model needs before it is trained, and saved as it was trained. Returns the
-    warning of drop_unsavable()."""
+    """Prepares a loaded model, so that it can be trained and then saved as it was trained. Returns
+    the warning of drop_unsavable()."""
     refuse_untied(lm, model)
     plain_config(lm)
     return drop_unsavable(lm)
@@ -271,8 +273,8 @@ REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
 
 
 class Checked:
-    """Mixed into an optimizer for ZeRO stage 0 in float32, where DeepSpeed neither measures the
-    gradient nor refuses a NaN, as it does at its other stages. DeepSpeed's
+    """Mixed into an optimizer for ZeRO stage 0 in float32. There DeepSpeed neither measures the
+    gradient nor skips a step with NaN, as it does in all other cases. DeepSpeed's
     get_global_grad_norm() and was_step_applied() read the last two attributes."""
 
     max_grad_norm = 0.0  # 0: the gradient is measured, not clipped
@@ -295,7 +297,7 @@ class Checked:
 
 
 def is_checked(c: dict) -> bool:
-    """Whether the optimizer itself clips gradients and refuses those that are not finite."""
+    """Whether the optimizer itself clips gradients and skips steps where they are not finite."""
     return c["zero_stage"] == 0 and dtype_of(c) == torch.float32
 
 
@@ -303,8 +305,8 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
     """The optimizer that the config names. UserError for options that it does not take."""
     cls = getattr(torch.optim, OPTIMIZERS[c["optimizer"]].cls)
     arguments = {"lr": c["learning_rate"]} | entries(c, "optimizer_options")
-    # fused: one kernel, where the default takes a dozen passes with tensors of their own. torch
-    # refuses it beside foreach.
+    # fused: one kernel, where the default makes a dozen passes with temporary tensors. torch
+    # refuses it together with foreach.
     if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
         arguments.setdefault("fused", True)
     kind = cls
@@ -318,10 +320,10 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
 
 
 def skip_by_norm(optimizer, c: dict) -> None:
-    """Turns off the search of each gradient for NaN and infinity in DeepSpeed's bfloat16 optimizers
-    of stages 0 to 2. Both show in the gradient's norm too, by which these optimizers then skip the
-    step, as stage 3 does anyway. The search is a dozen kernels for each parameter: of 290
-    tiny ones it took a third or more of the optimizer's time on a CPU (LOG.md, 2026-11-26).
+    """Stops DeepSpeed's bfloat16 optimizers of stages 0 to 2 from searching each gradient for NaN
+    and infinity. Both show in the gradient's norm too, by which these optimizers then skip the
+    step, as stage 3 does anyway. The search takes a dozen kernels for each parameter: with 290 tiny
+    ones, a third or more of the optimizer's time on a CPU (LOG.md, 2026-11-26).
 
     optimizer: that of a DeepSpeed engine."""
     if dtype_of(c) != torch.bfloat16 or c["offload_optimizer"]:
@@ -333,7 +335,7 @@ def skip_by_norm(optimizer, c: dict) -> None:
 
 
 def try_optimizer(c: dict) -> None:
-    """UserError for optimizer options that fail, some only in the first step."""
+    """UserError for optimizer options that fail, some of which do so only in the first step."""
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = make_optimizer([weight], c)
     weight.grad = torch.ones_like(weight)
@@ -387,16 +389,16 @@ def count_parameters(module) -> ParameterCounts:
 
 
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: as
-    model_weights has them, but tied embeddings under both of their names. A vLLM reload without
-    the head's name is silently wrong."""
+    """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: the same as
+    model_weights(), but with tied embeddings under both of their names. A vLLM reload without the
+    head's name is silently wrong."""
     embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings()
     shared = [name for name, p in lm.named_parameters() if p is embeddings and p is head.weight]
     name_of_head = next(name for name, module in lm.named_modules() if module is head)
     for name, tensor in model_weights(lm, zero_stage):
         yield name, tensor
         if name in shared:
-            yield f"{name_of_head}.weight", tensor  # mostly lm_head.weight
+            yield f"{name_of_head}.weight", tensor  # usually lm_head.weight
 
 
 class Weight(NamedTuple):
@@ -404,7 +406,7 @@ class Weight(NamedTuple):
 
     name: str
     parameters: list  # [the weight]; of an adapted layer [W, A, B]
-    layer: object  # the adapted layer, otherwise None
+    layer: object  # the adapted layer, or None
 
 
 def model_weights(lm, zero_stage: int):
@@ -413,7 +415,7 @@ def model_weights(lm, zero_stage: int):
     GATHERED_BYTES at a time, by all ranks together."""
     weights = []
     for name, parameter in lm.named_parameters():
-        if ".lora_" in name:  # comes with the weight that it adapts
+        if ".lora_" in name:  # is taken along with the weight that it adapts
             continue
         path, _, kind = name.rpartition(".base_layer.")  # peft's name for a layer it has wrapped
         layer = lm.get_submodule(path) if kind == "weight" and path else None
@@ -480,10 +482,10 @@ def flip_signs(lm, zero_stage: int) -> None:
 
 
 def add_adapters(lm, rank: int, base: str) -> str:
-    """Gives every linear layer but the vocabulary head an adapter; from then on only adapters are
-    trained. B starts at 0, so the model's outputs do not change yet. base: where the model comes
-    from, for peft's files. Returns a sentence to print. UserError if peft is missing or can't adapt
-    this model."""
+    """Gives every linear layer except the vocabulary head an adapter; from then on only adapters
+    are trained. B starts at 0, so the model's outputs do not change yet. base: where the model
+    comes from, for peft's files. Returns a sentence to print. UserError if peft is missing or can't
+    adapt this model."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -533,11 +535,11 @@ def merged(layer, weight, a, b):
 
 def rounded(values, dtype):
     """float32 values in another type; in bfloat16 each is rounded up or down at random, with odds
-    that make the mean right. The nearest number would be W itself until a change exceeds half of
-    what lies between two: for tens of steps the sampler would see next to nothing of it."""
+    that make the mean right. Rounding to the nearest would give W itself until a change exceeds
+    half the gap between two numbers: for tens of steps the sampler would see almost none of it."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
-    # always the same numbers, so that all ranks and a resumed run round alike
+    # always the same random numbers, so that all ranks and a resumed run round alike
     generator = torch.Generator(values.device).manual_seed(0)
     noise = torch.randint(
         2**16, values.shape, generator=generator, dtype=torch.int32, device=values.device
@@ -545,7 +547,7 @@ def rounded(values, dtype):
     # bfloat16 is the upper 16 bits of a float32: noise below them carries over with the right odds
     bits = values.contiguous().view(torch.int32) + noise
     moved = (bits & -(2**16)).view(torch.float32)
-    # the bits of a NaN would overflow to a number
+    # the bits of a NaN could overflow into those of a number
     return torch.where(values.isfinite(), moved, values).to(dtype)
 
 
@@ -565,7 +567,8 @@ def save_adapter(folder, lm, zero_stage: int, rank: int) -> None:
 
 
 def move_frozen(lm, device) -> None:
-    """Moves the weights that are not trained to a device. With adapters that is nearly all."""
+    """Moves the weights that are not trained to a device. With adapters that is nearly all of
+    them."""
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(device)

@@ -12,9 +12,9 @@ A reward is a plain function (completion, answer, **row) -> float:
 
 There are two ways to add one: an entry in REWARDS below, or "module:function" in reward_funcs,
 which names a module of your own. A worker process (workers.py) imports it by module and name. An
-entry of REWARDS must be a `def` at the top of its module; "module:function" may be whatever can be
-called there: `half = functools.partial(short, level=0.5)` fixes an argument. A worker sees little
-of your environment: a key that a reward needs goes into a variable whose name begins with REWARD_.
+entry of REWARDS must be a `def` at the top of its module; "module:function" may be any callable
+there: `half = functools.partial(short, level=0.5)` fixes an argument. A worker sees little of your
+environment: a key that a reward needs goes into a variable whose name begins with REWARD_.
 """
 
 import re
@@ -32,15 +32,15 @@ from tasks import (
     sentence,
 )
 
-# matches 12, 1,234,567, 3.50, .5, -4, and "- 4" behind =, :, ( or {. The minus in 7-5 is no sign.
+# matches 12, 1,234,567, 3.50, .5, -4, and "- 4" after =, :, ( or {. The minus in 7-5 is not a sign.
 # ASCII digits only
 LAST_NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}%])-|(?<=[=:({] )- |(?<=[=:({])- )?(?:\\?\$|[€£¥₹])?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.(?P<decimals>[0-9]+))?"
 )
-# what stands between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces.
-# 3,\,125 are two numbers
+# what may stand between thousands instead of a comma: 10\,000, 10,\!000, 10~000, no-break spaces.
+# 3,\,125 is two numbers
 THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\!|\\[,;: ]|~|[\u00a0\u202f])(?=[0-9]{3}(?![0-9]))")
 # in the order that format_reward requires
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -51,19 +51,19 @@ def last_number(completion: str, answer, **row) -> float:
     LaTeX's 1{,}234 and 1\,234 are 1234, 3.50 is 3.5, $5 is 5.
 
     Not covered: fractions, powers, units, a plain space between thousands; "12, no, 13" is 13. A
-    row whose answer is no such number is a ValueError; of a GSM8K answer only the part after ####
-    counts."""
+    row whose answer is not such a number is a ValueError; of a GSM8K answer only the part after
+    #### counts."""
     gold = LAST_NUMBER.fullmatch(plain_number(mathematics.gold_text(answer)).strip())
     if not gold or isinstance(answer, bool):
         raise ValueError(f"the right answer must be a number, not {quoted(answer, 40)}")
-    # maxlen=1 keeps the last match only: a text of a megabyte holds many
+    # maxlen=1 keeps only the last match: a text of a megabyte holds many
     last = deque(LAST_NUMBER.finditer(plain_number(completion)), maxlen=1)
     return float(bool(last) and digits_of(last[0]) == digits_of(gold))
 
 
 def plain_number(text: str) -> str:
     text = text.translate(mathematics.MINUS).replace("{,}", ",")
-    text = re.sub(r"\\[a-zA-Z]+(?=-)", " ", text)  # \approx-12: behind a letter - is no sign
+    text = re.sub(r"\\[a-zA-Z]+(?=-)", " ", text)  # \approx-12: after a letter - is not a sign
     return THOUSANDS.sub(",", text)
 
 
@@ -78,13 +78,13 @@ def digits_of(number: re.Match) -> tuple[bool, str, str]:
 
 def format_reward(completion: str, answer=None, **row) -> float:
     """1.0 for <think>...</think> then <answer>...</answer>, each once, with nothing but white space
-    before, between and after them; else 0.0. If the chat template opens <think> itself, the
-    completion does not, and this is always 0."""
+    before, between and after them; else 0.0. If the chat template itself opens <think>, completions
+    do not, and this is always 0."""
     text = completion.strip()
     for tag in TAGS:
         if text.count(tag) != 1:
             return 0.0
-    # each tag occurs once, so the first that find() meets is the only one
+    # each tag occurs once, so the first that find() finds is the only one
     think, think_end, answer_start, answer_end = map(text.find, TAGS)
     # think == 0: nothing may stand before <think>
     in_order = think == 0 and think_end < answer_start < answer_end
@@ -127,14 +127,14 @@ def repetition(completion: str, answer=None, **row) -> float:
     """Minus the share of three-word sequences that repeat an earlier one: 0 if none does, close to
     -1 for a loop."""
     words = completion.split()
-    # all triples, overlapping: a loop repeats some whatever its period
+    # all triples, overlapping: a loop of any period repeats some of them
     triples = list(zip(words, words[1:], words[2:]))
     if not triples:  # fewer than three words
         return 0.0
     return len(set(triples)) / len(triples) - 1
 
 
-# reward_funcs=["auto"] scores each row by the entry named like the row's task
+# reward_funcs=["auto"] scores each row by the entry that has the name of the row's task
 REWARDS = {
     "countdown": countdown.reward,
     "graph_coloring": graph_coloring.reward,
@@ -161,11 +161,11 @@ REWARDS = {
 
 
 def import_path(name: str) -> str:
-    """ "module:function" for a name in REWARDS; a name not in there is returned as it is."""
+    """ "module:function" for a name in REWARDS; any other name is returned as it is."""
     if name not in REWARDS:
         return name
     function = REWARDS[name]
-    # a functools.partial, say, has no __qualname__
+    # a functools.partial, for example, has no __qualname__
     own_name = getattr(function, "__qualname__", "<none>")
     if "<" in own_name:  # "<lambda>", "outer.<locals>.inner"
         raise UserError(
@@ -204,13 +204,13 @@ def check_tasks(rows: list[dict]) -> None:
 def reward_functions(names: list[str], weights: list[float], rows: list[dict]) -> list:
     """A scoring.RewardFunction for each function that scores these rows; "auto" becomes one for
     each task among them. UserError if a task has no reward, or if a function is named twice."""
-    from scoring import RewardFunction  # here: workers import this file and must not load torch
+    from scoring import RewardFunction  # here, because workers import this file without torch
 
     functions = []
     for i, (name, weight) in enumerate(zip(names, weights)):
         # the first of reward_funcs decides what is correct; the others only shape the reward
         decides = i == 0
-        # without rows "auto" has no tasks to name functions by
+        # without rows there are no tasks that "auto" could name functions by
         if name != "auto" or not rows:
             functions.append(RewardFunction(name, weight, None, decides, import_path(name)))
             continue
@@ -226,9 +226,9 @@ def reward_functions(names: list[str], weights: list[float], rows: list[dict]) -
 
 
 def score(rollouts: list[dict], rows: list[dict], config: dict):
-    """Rewards (P, G) and their metrics, when one process holds all rollouts. rollouts: P * G,
+    """Rewards (P, G) and their metrics, for a process that holds all rollouts. rollouts: P * G,
     prompt-major, with "text" and "completion_ids"; rows: P."""
-    import scoring  # here: workers import this file and must not load torch
+    import scoring  # here, because workers import this file without torch
 
     functions = reward_functions(config["reward_funcs"], config["reward_weights"], rows)
     values, _ = scoring.measure(rollouts, rows, functions, config)  # (P, G, F)

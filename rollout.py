@@ -6,10 +6,10 @@
     rollouts = generate(sampler, tokenizer, prompts_ids, G, sampling)
     batch = to_batch(rollouts, device)
 
-Token ids go in, and token ids come out with the log-prob that the sampler itself gave to every
-token. Text is decoded for the rewards only and never encoded again. A rollout is {"prompt_ids",
-"completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the EOS. infoseed.py
-adds "seed_id" to its own.
+Token ids go in, and token ids come out with the log-prob that the sampler itself gave to each. Text
+is decoded only for the rewards and never encoded again. A rollout is {"prompt_ids",
+"completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the EOS. Those of
+infoseed.py also have a "seed_id".
 """
 
 import gc
@@ -58,18 +58,18 @@ from prompts import closing_token
 # Tokens per block of vLLM's cache on a CPU. vLLM's default of 128 wastes more of each row's last
 # block and shares less of a prompt, because only whole blocks are shared (LOG.md, 2026-11-22).
 CPU_BLOCK = 32
-# Of a repository of Mistral's vLLM would take consolidated.safetensors and params.json. Policy and
-# tokenizer are made of Hugging Face's files, which alone are new after a fine-tune.
+# From a Mistral repository vLLM would load consolidated.safetensors and params.json. Policy and
+# tokenizer come from the Hugging Face files, and only those are up to date after a fine-tune.
 HF_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
 VLLM_ROWS = 256  # completions that vllm.LLM runs at once by default, per rank
-# Most completions and tokens that HfEngine samples at once, but at least one prompt's.
+# HfEngine samples at most this many completions and tokens at once, but at least one prompt's.
 HF_ROWS = 64  # each has a row of logits
 HF_TOKENS = 32_768  # each has keys and values
 # of transformers' caches: those that hold keys and values alone, which can be repeated
 REPEATABLE = {DynamicLayer, DynamicSlidingWindowLayer}
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
 
-STAY_SHARE = 0.1  # of a GPU's memory: weights below it stay there while vLLM sleeps
+STAY_SHARE = 0.1  # of a GPU's memory: smaller weights stay there while vLLM sleeps
 
 
 class Sampling(NamedTuple):
@@ -83,8 +83,8 @@ class Sampling(NamedTuple):
 
 
 def in_prompt_order(groups: dict[int, list[dict]]) -> list[dict]:
-    """The rollouts, prompt-major, of {index of a prompt: its rollouts}, which engines finish in any
-    order."""
+    """The rollouts, prompt-major. groups: {index of a prompt: its rollouts}, in the order in which
+    the engine finished them."""
     return [r for i in sorted(groups) for r in groups[i]]
 
 
@@ -95,7 +95,7 @@ def enforce_eager(config: dict, on_gpu: bool) -> bool:
     """Whether vLLM runs the model op by op, without compiling it. UserError if the config asks for
     compilation and there is no compiler."""
     eager = config["vllm_options"].get("enforce_eager", not on_gpu)
-    compiler = os.environ.get("CXX", "g++")  # torch looks for it in the same way
+    compiler = os.environ.get("CXX", "g++")  # where torch looks for it too
     if not eager and not on_gpu and not shutil.which(compiler):
         raise UserError(
             "vllm_options.enforce_eager=False compiles C++ on a CPU and found no g++ (nor what CXX "
@@ -133,8 +133,8 @@ class CachePlan(NamedTuple):
 
 def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     """The cache for `rows` completions. vllm_options.kv_cache_memory_bytes sets its size. If that
-    is 0 the cache holds all rows at full length, or as many as fit into CACHE_SHARE of the memory,
-    and one row at least."""
+    is 0, the cache holds all rows at full length, or as many as fit into CACHE_SHARE of the memory,
+    but at least one."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
     row = math.ceil(max_sequence_length(config) / block) * block_size
@@ -171,7 +171,7 @@ def kv_cache_bytes(config: dict, model_config, rows: int) -> int:
 
 
 def largest_prefill(config: dict) -> int:
-    """vLLM's max_num_batched_tokens on a CPU. A prompt must fit in whole: the CPU sampler fails on
+    """vLLM's max_num_batched_tokens on a CPU. A whole prompt must fit in: the CPU sampler fails on
     a request with a seed whose prompt is split over two batches."""
     return max(8192, max_sequence_length(config))
 
@@ -190,7 +190,7 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
         # ignore the model's generation_config.json: the loss knows no top_p or repetition penalty
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "use_tqdm_on_load": False,  # the bar counts files, of which there is mostly one
+        "use_tqdm_on_load": False,  # the bar counts files, and usually there is only one
     } | HF_FILES
     if not on_gpu:
         settings["enable_chunked_prefill"] = False
@@ -214,8 +214,8 @@ def vllm_settings(model: str, config: dict, dtype: torch.dtype, on_gpu: bool) ->
 
 
 def use_float32_logits(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
-    """Adds to vLLM's options that logits of a 16-bit model on a GPU are made in float32, as loss.py
-    makes them: vLLM would round them to 16 bits, which alone is .02 to .05 nats a token. The user's
+    """Makes vLLM compute the logits of a 16-bit model on a GPU in float32, as loss.py does: vLLM
+    would round them to 16 bits, which alone shifts log-probs by .02 to .05 nats a token. The user's
     own hf_overrides take precedence."""
     if on_gpu and dtype.itemsize == 2:
         options["hf_overrides"] = {"head_dtype": "float32"} | options.get("hf_overrides", {})
@@ -223,8 +223,8 @@ def use_float32_logits(options: dict, dtype: torch.dtype, on_gpu: bool) -> None:
 
 def use_nccl_all_reduce(options: dict, on_gpu: bool) -> None:
     """Turns off vLLM's own all-reduce in the options of an engine on several GPUs. It shares the
-    memory of CUDA graphs between processes, which with the expandable segments of
-    common.set_up_libraries() ends the process without a Python error. The user's own option takes
+    memory of CUDA graphs between processes, which together with the expandable segments of
+    common.set_up_libraries() kills the process without a Python error. The user's own option takes
     precedence."""
     if on_gpu and options["tensor_parallel_size"] > 1:
         options.setdefault("disable_custom_all_reduce", True)
@@ -232,14 +232,14 @@ def use_nccl_all_reduce(options: dict, on_gpu: bool) -> None:
 
 def import_vllm():
     """The vllm module; UserError if it can't be imported."""
-    # vLLM reads these settings from the environment only. Its worker must share our memory and our
+    # vLLM reads these settings only from the environment. Its worker must share our memory and our
     # torch.distributed, so it has to run in this process
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level.upper())  # before vLLM reads the variable itself
-    # ranks share the cores: the kernel places the threads, instead of vLLM pinning them
+    # ranks share the cores, so the kernel places the threads, instead of vLLM pinning them
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # FlashInfer's sampler takes no request with a seed, as all of ours are: vLLM need not load it
+    # FlashInfer's sampler takes no requests with a seed, and all of ours have one: don't load it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
         import vllm
@@ -249,21 +249,21 @@ def import_vllm():
             f"machine, requirements-cpu.txt on others, or choose the slow rollout_engine='hf'"
         ) from None
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # torch's advice to round float32 to 10 bits: the sampler would leave the trainer's log-probs
+    # advice to let float32 products round to 10 bits: log-probs would drift from the trainer's
     warnings.filterwarnings("ignore", message="TensorFloat32")
     return vllm
 
 
 def check_options(c: dict) -> None:
     """UserError for an entry of vllm_options that vLLM does not know: for a dry run, which starts
-    no engine that would say so. Imports vLLM only if there is one that is not our own."""
+    no engine that would say so. Imports vLLM only if some entry is not one of ours."""
     ours = ENTRIES["vllm_options"]
     others = [name for name in c["vllm_options"] if name not in ours]
     if not others or c["rollout_engine"] != "vllm":
         return
     try:
         vllm = import_vllm()
-    except UserError as error:  # a login node may have none
+    except UserError as error:  # a login node may have no vLLM
         say_on_rank_0(f"warning: vllm_options are not checked: {error}")
         return
     known = [field.name for field in fields(vllm.EngineArgs)]
@@ -311,14 +311,14 @@ def device_bytes(device: torch.device) -> int:
 
 
 def stays_on_gpu(weights: int, memory: int) -> bool:
-    """Whether vLLM's weights (bytes) stay on a GPU of so much memory while vLLM sleeps: small ones
-    do, because they would free too little to be worth the work."""
+    """Whether vLLM's weights (bytes) stay on a GPU with this much memory while vLLM sleeps: small
+    ones do, because moving them would free too little to be worth the work."""
     return weights < STAY_SHARE * memory
 
 
 class Engine:
-    """What every engine can do: VllmEngine and HfEngine below, ServerEngine in server/engine.py.
-    The last can also begin() to sample in the background, for rollout_ahead."""
+    """The interface of every engine: VllmEngine and HfEngine below, ServerEngine in
+    server/engine.py. The last can also begin() to sample in the background, for rollout_ahead."""
 
     sleeps = False  # whether it has GPU memory to lend to the learner
 
@@ -333,7 +333,7 @@ class Engine:
         """Takes the weights from an iterator of (name, tensor)."""
         raise NotImplementedError
 
-    # an engine overrides those of the following that it has a use for
+    # an engine overrides the following only where it has something to do
 
     def wait(self) -> None:
         """Returns when nothing is being sampled in the background."""
@@ -353,16 +353,16 @@ class Engine:
 
 
 class VllmEngine(Engine):
-    """vLLM inside this process, under torchrun: one engine per rank, or one that
-    tensor_parallel_size ranks share. sync() must be given lm_head.weight even if the model ties its
+    """vLLM inside this process, under torchrun: one engine per rank, or one shared by
+    tensor_parallel_size ranks. sync() must be given lm_head.weight even if the model ties its
     embeddings: without it the reload is silently wrong."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         began = time.perf_counter()
         on_gpu = device.type == "cuda"
         settings = vllm_settings(model, config, dtype, on_gpu)
-        # while vLLM is imported and set up, the garbage collector would scan all modules again and
-        # again, which takes two seconds
+        # otherwise the garbage collector would scan all modules again and again while vLLM is
+        # imported and set up, which takes two seconds
         gc.freeze()
         gc.disable()
         wait = "the first of two waits of 5 to 30 seconds"
@@ -394,7 +394,7 @@ class VllmEngine(Engine):
         try:
             return self.vllm.LLM(**settings)
         except (TypeError, ValueError) as error:
-            # an unknown option is a TypeError that names EngineArgs; any other is a bug
+            # an unknown option is a TypeError that names EngineArgs; any other TypeError is a bug
             if isinstance(error, TypeError) and "EngineArgs" not in str(error):
                 raise
             raise UserError(start_refused(settings, error)) from None
@@ -485,12 +485,12 @@ class VllmEngine(Engine):
             return
         if not self.keeps_weights:
             # level 2 drops the weights: the next sync brings all of them. Level 1 would copy them
-            # to pinned memory, which torch rounds up to powers of two: 27 GiB for 14 of weights
+            # to pinned memory, which torch rounds up to powers of two: 27 GiB for 14 GiB of weights
             self.llm.sleep(level=2)
             return
         core = self.llm.llm_engine.engine_core.engine_core
         # a batch that was scheduled ahead may still be queued when the last completion has ended;
-        # without asynchronous scheduling there is no queue, but requests that it has to sweep out
+        # without asynchronous scheduling there is no queue, but finished requests to sweep out
         while core.batch_queue or core.scheduler.has_requests():
             self.llm.llm_engine.step()
         self.llm.sleep(level=0)  # level 0 stops scheduling and moves nothing
@@ -504,7 +504,8 @@ class VllmEngine(Engine):
                 self.llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
-        """Before the process group is destroyed, because vLLM destroys its own groups first."""
+        """Before the process group is destroyed, because vLLM has to destroy its own groups
+        first."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -513,8 +514,8 @@ class VllmEngine(Engine):
 
 class Draws(LogitsProcessor):
     """Draws every token itself, because transformers has one random generator for all rows: here
-    each prompt has its own. It keeps the tokens' log-probs, and returns scores with which a greedy
-    generate() takes what was drawn."""
+    each prompt has its own. It keeps the tokens' log-probs, and returns scores that make a greedy
+    generate() pick the drawn tokens."""
 
     def __init__(self, n: int, seeds: list[int], temperature: float):
         self.n = n
@@ -535,9 +536,9 @@ class Draws(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter(1, tokens, 0.0)
 
     def draw(self, logps: torch.Tensor) -> torch.Tensor:
-        """(rows, 1): the token at which the sum of probabilities passes a random number. This is
-        several times as fast as torch.multinomial, which needs a random number per token of the
-        vocabulary."""
+        """(rows, 1): the token at which the running sum of probabilities passes a random number.
+        This is several times as fast as torch.multinomial, which needs a random number per token of
+        the vocabulary."""
         shares = []
         for generator in self.generators:
             shares.append(torch.rand(self.n, 1, generator=generator, dtype=torch.float64))
@@ -549,9 +550,9 @@ class Draws(LogitsProcessor):
 
 
 class HfEngine(Engine):
-    """transformers' own generate(), slow and plain, the oracle for the fast engines. A prompt's
-    completions depend on that prompt's seed only, but for rounding: prompts that are sampled
-    together are padded to the longest."""
+    """transformers' own generate(): slow and plain, to compare the fast engines with. A prompt's
+    completions depend only on that prompt and its seed, except for rounding: prompts that are
+    sampled together are padded to the longest."""
 
     def __init__(self, model: str, config: dict, dtype: torch.dtype, device: torch.device):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
@@ -564,10 +565,10 @@ class HfEngine(Engine):
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         groups = {}
-        # by length, so that little is padded
+        # by length, so that there is little padding
         order = sorted(range(len(prompts_ids)), key=lambda i: len(prompts_ids[i]))
         longest = sampling.max_tokens + max(map(len, prompts_ids), default=0)
-        size = max(1, min(HF_ROWS, HF_TOKENS // longest) // n)  # prompts of a batch
+        size = max(1, min(HF_ROWS, HF_TOKENS // longest) // n)  # prompts in a batch
         for first in range(0, len(order), size):
             batch = order[first : first + size]
             batch_sampling = sampling._replace(seeds=[sampling.seeds[i] for i in batch])
@@ -583,7 +584,7 @@ class HfEngine(Engine):
     def sample_together(self, prompts_ids: list[list[int]], n: int, sampling: Sampling) -> list:
         """The n rollouts of each prompt, as a list for each."""
         stop_ids = sampling.stop_token_ids
-        greedy = GenerationConfig(  # Draws has chosen already
+        greedy = GenerationConfig(  # because Draws has already chosen
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
@@ -612,7 +613,7 @@ class HfEngine(Engine):
         logps = torch.cat(draws.logps, 1).tolist()  # (rows, T)
         rollouts = []
         for row, (tokens, token_logps) in enumerate(zip(completions, logps)):
-            # one that has stopped is followed by padding
+            # a completion that has stopped is followed by padding
             ends = [i + 1 for i, token in enumerate(tokens) if token in stop_ids]
             length = ends[0] if ends else len(tokens)
             rollouts.append(
@@ -649,7 +650,7 @@ class HfEngine(Engine):
 
     def sync(self, named_parameters) -> None:
         """Takes over the tensors themselves. From the first sync on, sampler and policy share their
-        memory, but for what is a copy already: ZeRO-3's gathered weights and those merged with
+        memory, except for tensors that are copies: ZeRO-3's gathered weights and those merged with
         adapters."""
         for name, tensor in named_parameters:
             self.model.get_parameter(name).data = tensor
@@ -659,7 +660,7 @@ class HfEngine(Engine):
 
 
 def server_engine(model: str, config: dict, dtype: torch.dtype, device: torch.device):
-    from server.engine import ServerEngine  # here: only who asks for servers imports server/
+    from server.engine import ServerEngine  # here, so that only runs with servers import server/
 
     return ServerEngine(model, config, dtype)
 
@@ -675,8 +676,8 @@ def start_engine(config: dict, device: torch.device):
 
 
 def check_own_class(engine, c: dict) -> None:
-    """UserError if vLLM in this process has changed transformers' class of the model, of which the
-    policy is to be made: so it does with models that it has no code of its own for."""
+    """UserError if vLLM, in this process, has changed the transformers class that the policy needs,
+    as it does for models that it has no code of its own for."""
     if isinstance(engine, VllmEngine) and engine.llm.model_config.using_transformers_backend():
         raise UserError(
             f"rollout_engine='vllm' has no code of its own for model={c['model']!r}: it changes "
@@ -703,17 +704,17 @@ def start_sampler(c: dict, device: torch.device):
 
 def prompt_seed(*parts) -> int:
     """A 62-bit seed from (seed, step, prompt index, ...), the same in every process and every
-    version of Python. vLLM's completion i of a prompt is sampled with seed + i; HfEngine seeds once
-    a prompt."""
+    version of Python. vLLM samples completion i of a prompt with seed + i; HfEngine seeds once per
+    prompt."""
     return random.Random("/".join(map(str, parts))).getrandbits(62)
 
 
 def with_text(tokenizer, sampling: Sampling, group_done=None):
-    """A callback that adds "text" to a group of rollouts, then passes it on to `group_done`. The
-    text has no special tokens and does not hold the end of the turn. Another stop token stays, such
-    as </answer>, which a reward may look for."""
+    """A callback that adds "text" to a group of rollouts, then passes the group on to `group_done`.
+    The text leaves out special tokens and the end of the turn. Other stop tokens stay, such as
+    </answer>, because a reward may look for them."""
     token, _ = closing_token(tokenizer)
-    # not every tokenizer marks it as special
+    # not every tokenizer marks the end of the turn as special
     ends = [token] if token in sampling.stop_token_ids else []
 
     def answer_of(ids: list[int]) -> list[int]:
@@ -733,16 +734,16 @@ def with_text(tokenizer, sampling: Sampling, group_done=None):
 def generate(
     sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
 ) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, with "text" as of with_text(). A RuntimeError
-    if they are fewer or more, if one is empty or lacks a log-prob, which must not pass for 0.
-    RunStopped if a log-prob is not finite.
+    """len(prompts_ids) * n rollouts, prompt-major, with the "text" of with_text(). RuntimeError if
+    there are fewer or more, if one is empty, or if one lacks a log-prob, which padding would turn
+    into 0. RunStopped if a log-prob is not finite.
 
     group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
     still samples others."""
     rollouts = sampler.generate(
         prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done)
     )
-    # in the tensors made of these, only a row's position tells which prompt it belongs to
+    # in the tensors made from these, only a row's position tells which prompt it belongs to
     if len(rollouts) != n * len(prompts_ids):
         raise RuntimeError(
             f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
@@ -828,7 +829,7 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
 def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     """How much the n completions of a group differ, in tokens: distinct_1 and distinct_2, the share
     of different tokens and bigrams, and jaccard, the mean Jaccard overlap of two completions' token
-    sets. Each is a mean over groups. Falling distinct and rising jaccard announce a collapse."""
+    sets. Each is a mean over groups. When distinct falls and jaccard rises, a collapse is near."""
     sums = torch.zeros(3, dtype=torch.float64)
     for rows in groups_of(rollouts, len(rollouts) // n):
         group = [r["completion_ids"] for r in rows]
@@ -864,16 +865,16 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
 
 def completion_metrics(rollouts: list[dict], n: int) -> dict:
     """Metrics of this rank's completions: the share that was cut off, and diversity_metrics().
-    mean_over_ranks() averages them, which is the mean of the step because ranks have equally many
-    completions; every rank must return the same keys."""
+    mean_over_ranks() averages them, which gives the step's mean because all ranks have equally many
+    completions. Every rank must return the same keys."""
     cut_off = sum(r["finish_reason"] == "length" for r in rollouts)
     return {"completions/clipped_ratio": cut_off / len(rollouts)} | diversity_metrics(rollouts, n)
 
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
-    """A prompt as the model sees it, with its best and its worst rollout, special tokens included:
-    the first whose rewards differ, if there is one. rewards (p, G)."""
-    place = int(equal_groups(rewards).int().argmin())  # of several the first
+    """A prompt with its best and its worst rollout, special tokens included, as the model sees
+    them. It is the first prompt whose rewards differ, if there is one. rewards (p, G)."""
+    place = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
     G = rewards.shape[1]
     rollouts = rollouts[place * G : (place + 1) * G]
     scores = rewards[place].tolist()

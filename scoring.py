@@ -29,15 +29,15 @@ from prompts import ADDED
 from tasks import last_answer, mathematics
 from workers import Failure
 
-# What measure() writes where a function failed. No function can return these, as what it returns is
-# finite. NaN stands where a function does not score that row.
+# What measure() writes where a function failed. No function can return these, because only finite
+# values are accepted. NaN marks a function that does not score the row.
 TIMEOUT = -math.inf
 ERROR = math.inf
 
 # a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
 SAVED_CHARACTERS = 100_000  # per completion
-CHECKED_ROWS = 20  # at most: a user's column "task" may hold as many values as there are rows
+CHECKED_ROWS = 20  # at most: a user's column "task" may have a different value in every row
 
 
 class RewardFunction(NamedTuple):
@@ -45,7 +45,7 @@ class RewardFunction(NamedTuple):
 
     name: str  # as metrics call it
     weight: float
-    task: str | None  # it scores the rows of this task only; None: all rows
+    task: str | None  # scores only the rows of this task; None: all rows
     decides: bool  # whether a value of at least 1 makes the completion count as correct
     path: str  # "module:function", which a worker imports
 
@@ -64,7 +64,7 @@ def by_name(functions: list[RewardFunction], values) -> dict:
 
 # --- asking the workers
 
-POOLS = {}  # (processes, timeout, memory): workers.Pool; one in a run
+POOLS = {}  # (processes, timeout, memory): workers.Pool; a run has one
 
 
 def pool_of(c: dict) -> workers.Pool | None:
@@ -82,7 +82,7 @@ def pool_of(c: dict) -> workers.Pool | None:
 
 def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
     """{key: number, text, None or Failure} of these jobs, see jobs_of(). Once more than
-    `most_timeouts` have timed out, the workers give up the others."""
+    `most_timeouts` have timed out, the workers give up on the others."""
     if pool := pool_of(c):
         return pool.answers(jobs, most_timeouts)
     for path in {path for path, _, _ in jobs.values()}:
@@ -97,13 +97,13 @@ def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
     """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
     # the number of tokens is part of it: the same text may be tokenised in two ways, and some
     # rewards count tokens
-    # id(row): begin() and measure() must get the same dict, a copy would be scored again
+    # id(row): begin() and measure() must get the same dict, because a copy would be scored again
     return function.path, id(row), r["text"], len(r["completion_ids"])
 
 
 def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
-    # without what no reward needs: every job pickles its arguments
+    # leaves out what no reward needs, because every job pickles its arguments
     shared = {name: value for name, value in row.items() if name not in ADDED}
     shared["max_completion_length"] = c["max_completion_length"]
     shared["soft_overlong_buffer"] = c["soft_overlong_buffer"]
@@ -158,16 +158,16 @@ def measure(
 def most_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
     """For measure(): how many of a rank's jobs may time out before it is certain that
     check_failures() will stop the run, whatever the other ranks find."""
-    if c["max_reward_failures"] == 1:  # nothing will
+    if c["max_reward_failures"] == 1:  # nothing will stop it
         return math.inf
     completions = c["prompts_per_step"] * completions_per_prompt(c)  # of all ranks
-    # jobs of one completion, which counts once
+    # the most jobs of one completion, which count as one failure
     jobs = max((sum(f.applies_to(row) for f in functions) for row in rows), default=0)
     return c["max_reward_failures"] * completions * jobs
 
 
 class Exam(NamedTuple):
-    """What evaluate.py and generate.py sample with, the problems, and what scores the answers."""
+    """What evaluate.py and generate.py need: a sampler, the problems, and what scores answers."""
 
     sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
     tokenizer: object
@@ -232,7 +232,7 @@ def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torc
 
 
 def failure_counts(metrics: dict) -> dict:
-    """What combine() has counted of failures."""
+    """The counts of failures among the metrics of combine()."""
     ends = ("/failures", "/timeouts", "/errors")
     return {name: count for name, count in metrics.items() if name.endswith(ends)}
 
@@ -257,7 +257,7 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
 
 def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: str, c: dict) -> None:
     """UserError if a function can't read the answers of its rows, as when another task's reward is
-    used on one's own dataset. Tries the first row of each task, and of those with other columns."""
+    used on one's own dataset. Tries one row for each combination of task and columns."""
     firsts = {}
     for row in rows:
         firsts.setdefault((row["task"], frozenset(row)), row)
@@ -286,7 +286,7 @@ def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
         return "let it return a number for every completion, 0 where it has nothing to say"
     if ":" not in function.name:
         return "name a reward that reads such answers, or another column as the answer"
-    # what a function of the user's own may expect in vain, as one written for TRL does
+    # a user's own function may expect other columns, as one written for TRL does
     columns = ", ".join(sorted(row.keys() - set(ADDED)))
     more = '; the entry "more" of dataset adds columns'
     if isinstance(row["answer"], dict):
@@ -298,8 +298,8 @@ def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
 
 
 def save_failures(folder, failed: list[dict], step: int, rank: int) -> str:
-    """Appends a step's failures to reward_failures.rank_R.jsonl, SAVED_PER_STEP at most, long texts
-    cut. Returns one sentence about them."""
+    """Appends at most SAVED_PER_STEP of a step's failures to reward_failures.rank_R.jsonl, with
+    long texts cut. Returns one sentence about them."""
     path = Path(folder) / f"reward_failures.rank_{rank}.jsonl"
     where = f"the text is in {path}"
     try:
@@ -331,9 +331,9 @@ def correct(values: torch.Tensor, functions: list[RewardFunction]) -> torch.Tens
 
 
 def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict) -> list[list]:
-    """For each row a list of G: the mode of a correct completion, a text that is the same for right
-    completions that the task takes for the same answer. None for a wrong one, if the task has no
-    modes, or, with a warning, if its mode() fails. right: (p, G) bool."""
+    """For each row a list of G modes. The mode of a correct completion is a text, equal for all
+    completions that the task considers the same answer. It is None for a wrong completion, for a
+    task without modes and, with a warning, where mode() fails. right: (p, G) bool."""
     jobs = {}
     places = []  # (key, row, completion) of each job
     modes = [[None] * right.shape[1] for _ in rows]
@@ -368,8 +368,8 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
 def correct_modes(
     rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dict
 ) -> list[tuple[int, set | None]]:
-    """For each row the number of correct completions and the set of their modes, None instead of
-    the set for a task without modes. right: (p, G) bool."""
+    """For each row the number of correct completions and the set of their modes, or None instead of
+    the set if the task has no modes. right: (p, G) bool."""
     counts = []
     for i, modes in enumerate(modes_of(rollouts, rows, right, c)):
         has_modes = tasks.with_modes(rows[i]["task"]) is not None
@@ -383,7 +383,8 @@ def answer_clusters(
 ) -> torch.Tensor:
     """(p, G) cluster numbers: completions of a group that gave the same answer share one. Correct
     completions are compared by their mode (without modes they all share one), wrong ones by the
-    text of their answer. A completion without any answer shares with none. right: (p, G) bool."""
+    text of their answer. A completion without any answer is alone in its cluster. right: (p, G)
+    bool."""
     clusters = torch.zeros(right.shape, dtype=torch.int64)
     all_modes = modes_of(rollouts, rows, right, c)
     for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
@@ -392,7 +393,7 @@ def answer_clusters(
             if right[i, j]:
                 answer = (True, all_modes[i][j])
             else:
-                # without an answer j, a number, which equals no text
+                # j if there is no answer: a number, which equals no text
                 answer = (False, wrong_answer(r["text"], row["task"]) or j)
             clusters[i, j] = numbers.setdefault(answer, len(numbers))
     return clusters
@@ -400,7 +401,7 @@ def answer_clusters(
 
 def wrong_answer(text: str, task: str) -> str:
     r"""The answer of a wrong completion: the content of its \boxed{} or <answer>. Without either it
-    is the whole text, or "" in mathematics, whose rewards read those two only."""
+    is the whole text, or "" in mathematics, whose rewards read only those two."""
     answer = mathematics.stated_answer(text)
     if not answer and task not in mathematics.NAMES:
         answer = last_answer(text)

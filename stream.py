@@ -1,6 +1,6 @@
 """Which prompts a step takes: a pure function of (seed, step), so there is no cursor to save, and
-any number of ranks sees the same prompts. Optionally with an easy pool, and with a replay of
-prompts that have taught much, which are answered anew; its state is saved with a checkpoint.
+any number of ranks sees the same prompts. Two options: some prompts from an easy pool, and a replay
+of prompts that have taught much, which are answered anew; checkpoints save the replay's state.
 
     rows = step_rows(inputs, replay, step, config)      # P rows, the same on every rank
 
@@ -17,7 +17,7 @@ from data import BLOCK
 from loss import equal_groups
 from prompts import prompt_key
 
-# up to this many visits to a prompt count alike; after that, older ones fade
+# up to this many visits to a prompt count equally; after that, older ones fade
 LASTING = 4
 
 # --- a step
@@ -25,7 +25,7 @@ LASTING = 4
 
 def step_rows(inputs, replay, step: int, c: dict, attempt: int = 0) -> list[dict]:
     """The P rows of a step. inputs: preflight.Inputs; replay: a Replay or None. attempt 1, 2, ...
-    gives other rows, which replace those of groups that taught nothing."""
+    gives other rows, to replace those of groups that taught nothing."""
     P = c["prompts_per_step"]  # over all ranks
     pools = inputs.pools
     weights = inputs.pool_weights
@@ -49,15 +49,14 @@ def prompts_for_step(pools: list[list], weights: list, step: int, count: int, se
 
 
 def pick(pools: list[list], weights: list, i: int, seed) -> dict:
-    """The i-th prompt of the stream. Each pool is gone through in shuffled passes over all of
-    its rows."""
-    # without the pool's number in the seed: a mixture of one source is the same run as that source
+    """The i-th prompt of the stream. Each pool is read in shuffled passes over all of its rows."""
+    # no pool number in the seed, so that a mixture of one source is the same run as that source
     if len(pools) == 1:
         return row_of_passes(pools[0], i, seed)
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_pools(tuple(weights), seed, block)
     pool = chosen[slot]  # its number
-    place = block * quota[pool] + earlier[slot]  # how often this pool came before
+    place = block * quota[pool] + earlier[slot]  # how often this pool was chosen before
     return row_of_passes(pools[pool], place, f"{seed}/{pool}")
 
 
@@ -76,7 +75,7 @@ def epoch_order(count: int, seed, epoch: int) -> list[int]:
 @lru_cache(maxsize=4)
 def block_of_pools(weights: tuple, seed, block: int) -> tuple[list[int], list[int], list[int]]:
     """How a mixture chooses the BLOCK prompts from block * BLOCK on: (the pool of each prompt, how
-    often that pool came earlier in this block, how often each pool comes in a block)."""
+    often that pool came before it in this block, how often each pool comes in a block)."""
     quota = quotas(weights)
     chosen = []  # the pool of each of BLOCK prompts
     for pool, count in enumerate(quota):
@@ -123,7 +122,7 @@ def with_easy_prompts(rows: list[dict], easy: list[dict], step: int, share: floa
 
 class Replay:
     """Remembers how much each prompt has taught: the gap max r - mean r of its group, which is 0
-    if all its rewards were equal. A step takes some of its prompts by the highest ucb_score().
+    if all its rewards were equal. A step takes some prompts from here, highest ucb_score() first.
 
     state: {"total": visits of all prompts, "prompts": {key: (visits, mean gap, variance)}}. It
     holds only numbers, so that a checkpoint stays small; the rows come from the dataset. It is
@@ -136,7 +135,7 @@ class Replay:
         self.ucb = ucb
         self.rows = {}
         for row in rows:
-            self.rows.setdefault(prompt_key(row), row)  # of rows with the same prompt, the first
+            self.rows.setdefault(prompt_key(row), row)  # the first of rows with the same prompt
         kept = {}
         for key, numbers in state.get("prompts", {}).items():
             if key in self.rows:
@@ -151,9 +150,9 @@ class Replay:
 
     def mix(self, batch: list[dict], fraction: float) -> list[dict]:
         """A copy of the step's rows in which the last round(fraction * P) are replaced by the
-        remembered prompts of highest ucb_score() that are not in the step yet, as far as there are
-        any. With a fraction between 0 and 1 at least one row stays, so that new prompts always come
-        in, and of two or more at least one is replaced."""
+        remembered prompts of highest ucb_score() that are not in the step yet, or by as many as
+        there are. With a fraction between 0 and 1 at least one row stays, so that new prompts
+        always come in, and if there are two or more at least one is replaced."""
         wanted = round(fraction * len(batch))
         if 0 < fraction < 1:
             wanted = min(max(1, wanted), len(batch) - 1)
@@ -167,11 +166,11 @@ class Replay:
         return batch[:first] + remembered + batch[first + len(remembered) :]
 
     def update(self, batch: list[dict], rewards) -> None:
-        """Takes in the rewards (P, G) of these rows, then forgets the prompts of lowest
-        keep_value() over `size`."""
+        """Takes in the rewards (rows, G) of these rows. If there are then more than `size` prompts,
+        forgets those of lowest keep_value()."""
         prompts = dict(self.state["prompts"])  # a copy: a checkpoint may hold the old dict
-        gaps = rewards.amax(1) - rewards.mean(1)  # (P,)
-        # 0 exactly, not the rounding of the mean, if all rewards are equal
+        gaps = rewards.amax(1) - rewards.mean(1)  # (rows,)
+        # exactly 0, not the rounding of the mean, if all rewards are equal
         gaps = gaps.masked_fill(equal_groups(rewards), 0.0)
         for row, gap in zip(batch, gaps.tolist()):
             key = prompt_key(row)
@@ -185,8 +184,8 @@ class Replay:
 
 def visited_again(numbers: tuple, gap: float) -> tuple:
     """numbers = (visits, mean gap, variance of the gaps) after one more visit with this gap. Exact
-    for LASTING visits; from then on each visit takes 1 / LASTING of the mean's weight, because the
-    policy changes: what it has learnt meanwhile would otherwise stay attractive for ever."""
+    for LASTING visits; from then on each visit has 1 / LASTING of the weight, because the policy
+    changes: prompts that it has learnt meanwhile would otherwise stay attractive for ever."""
     visits, mean, variance = numbers
     share = 1 / min(visits + 1, LASTING)
     change = gap - mean

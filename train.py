@@ -14,15 +14,15 @@ Where this departs from the papers:
    rounding: DeepSpeed adds up the gradients of micro-batches in the model's type.
 2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
-   of a clipped surrogate is that of REINFORCE. With more updates, the log-probs of the first one
-   serve as the old ones.
+   of a clipped surrogate is that of REINFORCE. With more updates, the log-probs computed in the
+   first update serve as the old ones.
 4. Sampler and trainer compute slightly different log-probs. Their ratio is measured every step.
    Policy-gradient objectives correct for it up to a cap; maxent's listwise loss does not need to,
    because its fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
-   xdr_ref_tilt, beta acts in these weights instead of in the loss: it enters once.
-6. InfoSeed without a trained head judges a row by the mean hidden state of each seed. These means
-   leave out all rows of the row's own prompt; else guessing would be below chance.
+   xdr_ref_tilt, beta acts through these weights instead of a KL in the loss, never through both.
+6. InfoSeed without a trained head guesses a row's seed from the mean hidden state of each seed.
+   These means leave out all rows of the row's own prompt; otherwise guesses would be below chance.
 """
 
 from checks import FLAGS
@@ -111,13 +111,13 @@ from ranks import (
     wait_for_ranks,
 )
 
-# prove_sync(): changing the weights moves log-probs by some distance; after a sync at most this
-# share of it may remain between sampler and policy, for rounding
+# prove_sync() changes the weights, which moves the log-probs some distance. After a sync, at most
+# this share of it may remain between sampler and policy, to allow for rounding.
 TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
 TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each
-TRIAL_TOKENS = 4  # the most in one of these completions
+TRIAL_TOKENS = 4  # at most, in each of these completions
 MAX_SKIPPED_STEPS = 5  # a run stops after this many steps in a row with a non-finite update
-EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group could teach
+EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group taught anything
 
 
 @dataclass
@@ -137,9 +137,9 @@ class Run:
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
     controller_state: dict  # tau, beta and what their controllers remember
-    saved_step: int  # a step that needs no save: the run began at it, or has saved it
-    skipped_steps: int  # in a row, with an update that was not applied
-    equal_steps: int  # in a row, in which no group's rewards could teach anything
+    saved_step: int  # a step that needs no save: the run began there, or has saved it
+    skipped_steps: int  # how many steps in a row had an update that was not applied
+    equal_steps: int  # for how many steps in a row no group's rewards could teach anything
     stopping: bool = False
 
     @property
@@ -165,14 +165,14 @@ def deepspeed_config(c: dict) -> dict:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, though ours have as many rows as fit
-        "managed_gradient_accumulation": False,  # any number of backward() per step()
-        # 0: off, where policy.Checked clips
+        "managed_gradient_accumulation": False,  # allows any number of backward() per step()
+        # 0: DeepSpeed does not clip, because policy.Checked does
         "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU optimizer must be compiled
-        "steps_per_print": sys.maxsize,  # never: the progress bar is ours
+        "steps_per_print": sys.maxsize,  # never: we have our own progress bar
     }
 
 
@@ -209,8 +209,8 @@ def load_policy(c: dict, device):
 
 
 def share_cores(c: dict, device) -> None:
-    """With offload_optimizer the optimizer steps on the CPU, where torchrun and vLLM leave it one
-    thread: gives it this rank's share of the machine's cores."""
+    """Gives an offloaded optimizer, which steps on the CPU, this rank's share of the machine's
+    cores: torchrun and vLLM leave it a single thread."""
     if c["offload_optimizer"] and device.type == "cuda":
         ranks_here = from_launcher("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(max(1, usable_cores() // ranks_here))
@@ -239,9 +239,9 @@ def load_reference(c: dict, engine, device):
 
 
 def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
-    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0): a run
-    that is resumed on the same number of ranks takes the checkpoint's value, and so goes on bit
-    for bit; any other takes as many tokens as fit into memory. All ranks call it together."""
+    """max_tokens_per_micro_batch, the same on all ranks. If the config leaves it open (0), a run
+    that is resumed on the same number of ranks takes the checkpoint's value, so that it continues
+    bit for bit; any other takes as many tokens as fit into memory. All ranks call it together."""
     tokens = c["max_tokens_per_micro_batch"]
     if tokens:
         return tokens
@@ -258,7 +258,8 @@ def micro_batch_tokens(c: dict, inputs: Inputs, parameters, resume_path) -> int:
 
 def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     """Loads a checkpoint into the engine, and says what has changed since it was saved. Returns
-    its TrainerState, and the inputs with what it was trained on. All ranks call it together."""
+    its TrainerState, and the inputs with the prompts that it was trained on added to
+    inputs.trained. All ranks call it together."""
     saved = checkpoint.load(path, engine, Path(c["output_dir"]))
     for sentence in (checkpoint.changes(path, c), rate_change(path, saved.step, c)):
         if sentence:
@@ -266,7 +267,7 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
     if saved.prompts_hash and saved.prompts_hash != inputs.prompts_hash:
         say_on_rank_0(
             f"warning: the training prompts are not those of {path}: from here on the run takes "
-            f"other prompts than it would have taken (or their chat template is another one, or "
+            f"other prompts than it would have taken (or their chat template has changed, or "
             f"writes the date)"
         )
     elif saved.answers_hash and saved.answers_hash != inputs.answers_hash:
@@ -283,8 +284,8 @@ def resume(path: Path, engine, inputs: Inputs, c: dict) -> tuple:
 
 
 def rate_change(path: Path, step: int, c: dict) -> str:
-    """A sentence if the learning rate of the next step is not what a checkpoint's own config says:
-    with a larger max_steps a rate that had fallen is high again. "" else, or if no step is left."""
+    """A sentence if the next step's learning rate differs from what the checkpoint's own config
+    says: a larger max_steps raises a rate that had fallen. Otherwise, or if no step is left, ""."""
     before = checkpoint.settings_of(path)
     if step >= c["max_steps"] or before["lr_scheduler_type"] not in CHOICES["lr_scheduler_type"]:
         return ""
@@ -295,15 +296,15 @@ def rate_change(path: Path, step: int, c: dict) -> str:
 
 
 def start(c: dict) -> Run:
-    """Loads everything that a run needs; makes the run's folder, or takes it up again."""
-    learning_rate_at(c["max_steps"], c)  # a schedule without its formula is found now, not later
+    """Loads everything that a run needs; makes the run's folder, or continues in the old one."""
+    learning_rate_at(c["max_steps"], c)  # a schedule without a formula fails now, not later
     in_place = checkpoint.resumes_in_place(c)
     check_run_folder(c, in_place)
-    # before ranks meet: one that reports what is wrong and exits keeps no other waiting
+    # before the ranks meet, so that one that reports an error and exits leaves no other waiting
     inputs = load_inputs(c, launched_ranks())
     c = with_tau(c, inputs.model_config.vocab_size)
     hub = None
-    # early: a user who may not write there hears of it before weights load
+    # early, so that a user without write permission hears of it before weights load
     if c["push_to_hub"] and launched_rank() == 0:
         hub = checkpoint.Hub(c["push_to_hub"], c["output_dir"])
     if c["report_to"] == "wandb" and launched_rank() == 0:
@@ -338,13 +339,13 @@ def start(c: dict) -> Run:
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
         saved, inputs = resume(resume_path, engine, inputs, c)
-    # The last step is saved already, but "shallow": without a model, because more steps were to
+    # The last step is already saved, but "shallow", without a model, because more steps were to
     # follow. catch_up() saves it again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
     log = None
-    dist.barrier()  # rank 0 may rename the checkpoint that others still read
+    dist.barrier()  # rank 0 may now rename the checkpoint, which others were still reading
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, in_place)
         print(checkpoint.take_over(c, saved.step, parameters), flush=True)
@@ -375,12 +376,12 @@ def start(c: dict) -> Run:
 
 @contextmanager
 def enough_memory(phase: str, c: dict):
-    """If memory runs out inside this context: RunStopped, which names the key to lower. phase:
-    "rollout", "evaluate", "learn" or "sync"."""
+    """Raises RunStopped, which names the key to lower, if memory runs out inside this context.
+    phase: "rollout", "evaluate", "learn" or "sync"."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        # a RunStopped has its own sentence already, which may quote a server on its memory
+        # a RunStopped already has its own message, which may quote a server that lacks memory
         if isinstance(error, RunStopped) or not out_of_memory(error):
             raise
         raise RunStopped(
@@ -397,12 +398,12 @@ def less_memory(phase: str, c: dict) -> str:
         cure = f"lower {group}={c[group]} or {length}"
         # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
-    if phase == "sync" and torch.cuda.is_available():  # vLLM allocates its cache again
+    if phase == "sync" and torch.cuda.is_available():  # where vLLM allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
     budget = c["max_tokens_per_micro_batch"]
     cure = f"lower max_tokens_per_micro_batch={budget}"
-    if budget <= max_sequence_length(c):  # a micro-batch holds one row at least
+    if budget <= max_sequence_length(c):  # a micro-batch holds at least one row
         cure += f" or {length}"
     if not c["gradient_checkpointing"]:
         cure += " or set gradient_checkpointing=True"
@@ -420,7 +421,7 @@ def learning_rate_at(step: int, c: dict) -> float:
         return peak * (1 - done)
     if c["lr_scheduler_type"] == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
-    if c["lr_scheduler_type"] != "constant":  # a name that was added to checks.CHOICES alone
+    if c["lr_scheduler_type"] != "constant":  # a name that was added only to checks.CHOICES
         raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
     return peak
 
@@ -431,9 +432,9 @@ def update(
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
     run.skipped_steps and batch["old_logps"].
 
-    Of several updates, loss, entropy and KL are the first one's, before the policy has moved. The
-    shares of clipped tokens and the norm of the gradient are the last one's: in the first nothing
-    is clipped. Seconds are summed."""
+    With several updates, the loss, entropy and KL are the first one's, before the policy has moved.
+    The shares of clipped tokens and the norm of the gradient are the last one's, because nothing is
+    clipped in the first. Seconds are summed."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
@@ -446,7 +447,7 @@ def update(
             engine, batch, local_targets, run.controller_state["beta"], c, counts
         )
         update_metrics |= seeds.accumulate_gradients(update=i)
-        # the Timer takes it off "learn", the phase around it
+        # the Timer subtracts it from "learn", the phase around it
         run.timer.add("wait", update_metrics.pop("time/wait"))
         all_metrics.append(update_metrics)
         engine.step()  # skips itself, on all ranks, when the gradient is not finite
@@ -474,8 +475,8 @@ def steer(
     """Moves tau and beta for the next step; returns what is logged about it. Sets
     run.controller_state.
 
-    Either two separate rules move them, by the entropy of the weights and the KL in `metrics`, or
-    the meta-controller moves both."""
+    Either two separate rules move them, following the entropy of the weights and the KL in
+    `metrics`, or the meta-controller moves both."""
     c, old = run.config, run.controller_state
     meta_metrics = {}
     if c["controller_meta_method"]:
@@ -503,21 +504,21 @@ def sync_weights(run: Run) -> None:
     """Copies the policy's weights into the sampler, in place. Where the two share a GPU, weights
     that are not trained wait in CPU memory until the sampler sleeps again."""
     lm, stage = run.engine.module.lm, run.config["zero_stage"]
-    if run.sampler.sleeps and stage < 3:  # ZeRO-3 has sharded them over the ranks
+    if run.sampler.sleeps and stage < 3:  # under ZeRO-3 they are sharded over the ranks
         move_frozen(lm, "cpu")
     with enough_memory("sync", run.config):
         run.sampler.wake()
         run.sampler.sync(named_weights(lm, stage))
 
 
-@torch.random.fork_rng(devices=[])  # the trial changes nothing that the run draws later
+@torch.random.fork_rng(devices=[])  # so that the trial does not affect the run's random draws
 def prove_sync(run: Run) -> None:
-    """Syncs the policy's weights into the sampler, after a proof that a sync works at all: at a
+    """Syncs the policy's weights into the sampler, after proving that a sync works at all: at a
     small learning rate, weights that never arrive would hardly show.
 
-    For the proof the sampler gets changed weights first. RunStopped, on all ranks alike, if its
-    log-probs do not follow. Whether the policy's own weights came back afterwards is left to the
-    check of every step, learner.sampler_mismatch."""
+    For the proof the sampler first gets changed weights. RunStopped, on all ranks alike, if its
+    log-probs do not follow. Whether the policy's own weights arrive afterwards is left to the check
+    in every step, learner.sampler_mismatch."""
     c, lm = run.config, run.engine.module.lm
     if c["max_logp_difference"] < 0:  # off
         sync_weights(run)
@@ -548,8 +549,8 @@ def prove_sync(run: Run) -> None:
 
 
 def trial_batch(run: Run) -> dict:
-    """Samples a few short completions, no part of any step, and sends the sampler to sleep. Returns
-    them as a batch."""
+    """Samples a few short completions that belong to no step, puts the sampler to sleep, and
+    returns them as a batch."""
     c = run.config
     prompts = [row["prompt_ids"] for row in run.inputs.pools[0][:TRIAL_PROMPTS]]
     sampling = rollout.Sampling(
@@ -591,8 +592,8 @@ def save_now(run: Run) -> None:
 
 @contextmanager
 def needs_folder(run: Run):
-    """RunStopped if a file can't be made in here because the run's folder has been deleted since
-    stop_if_folder_is_gone()."""
+    """Raises RunStopped if a file can't be created inside this context because the run's folder has
+    been deleted since stop_if_folder_is_gone()."""
     try:
         yield
     except FileNotFoundError:
@@ -625,16 +626,16 @@ def evaluation_due(step: int, c: dict) -> bool:
 
 
 def owes_evaluation(run: Run) -> bool:
-    """Whether this launch begins at a step that is to be evaluated and was not: the start, or where
-    the run was asked to stop. The same on all ranks."""
+    """Whether this launch begins at a step that is due for evaluation but has none yet: the start,
+    or where the run was asked to stop. The same on all ranks."""
     if not evaluation_due(run.step, run.config):
         return False
     return any_rank(run.log is not None and not has_evaluation(run.folder, run.step))
 
 
 def catch_up(run: Run) -> None:
-    """What comes before the first step of this launch: an evaluation of the start, and what an
-    earlier launch did not get to, its last evaluation, save or upload."""
+    """Runs before the first step of this launch: evaluates the start, and does what an earlier
+    launch did not get to (its last evaluation, save or upload)."""
     if owes_evaluation(run):
         evaluate_now(run)
     if run.step < run.config["max_steps"]:
@@ -643,19 +644,19 @@ def catch_up(run: Run) -> None:
         save_now(run)
     elif run.hub:
         newest = checkpoint.latest(run.folder)
-        # not so if it resumed from a checkpoint in another folder
+        # they differ if the run resumed from a checkpoint in another folder
         if newest and checkpoint.number_of(newest) == run.step:
             run.hub.push(newest, last=True)
 
 
 def evaluate_and_save(run: Run) -> None:
-    """What a finished step is due: an evaluation, a checkpoint. Sets run.stopping if the run was
+    """Evaluates and saves a finished step, where that is due. Sets run.stopping if the run was
     asked to stop."""
     c = run.config
     last = run.step == c["max_steps"]
     # a stop in the last step changes nothing: the run is finished, and waits for its upload
     run.stopping = any_rank(run.stop.asked()) and not last
-    # whoever asks a run to stop may kill it soon: it saves, and the next start evaluates
+    # a run that is asked to stop may soon be killed: it saves now, and the next launch evaluates
     postponed = run.stopping and c["save_steps"] >= 0
     if evaluation_due(run.step, c) and not postponed:
         evaluate_now(run)
@@ -664,12 +665,13 @@ def evaluate_and_save(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Ends a run that is done or was asked to stop: writes what is left, then ranks leave."""
+    """Ends a run that is done or was asked to stop: writes what is left, then all ranks leave."""
     c = run.config
     if run.log:
         if run.step == c["max_steps"]:
             (run.folder / "done").touch()  # tells the batch script not to queue the job again
-        if run.stopping:  # by a signal too: the batch script tells by it a stop from a failed start
+        if run.stopping:
+            # also after a signal: by this file the batch script knows a stop from a failed start
             (run.folder / "stop").touch()
         run.log.close()
         evaluate.report(run.folder)
@@ -677,7 +679,7 @@ def finish(run: Run) -> None:
         cure = "; go on with --resume_from_checkpoint=latest" if c["save_steps"] >= 0 else ""
         run.say(f"stopped as asked after step {run.step} of {c['max_steps']}{cure}")
     leave_together(run.sampler)
-    # after leave_together: other ranks do not wait for an upload
+    # after leave_together, so that other ranks do not wait for an upload
     if run.hub and not run.stopping:
         run.hub.finish()
 
@@ -695,7 +697,7 @@ def log_step(run: Run, metrics: dict, bar) -> None:
 
 
 def show_rollouts(run: Run, collected) -> None:
-    """Now and then writes or prints completions of the step, for a person to read."""
+    """In some steps writes or prints the completions, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         with needs_folder(run):
@@ -728,7 +730,7 @@ def warn_of_equal_rewards(run: Run, rewards) -> None:
 
 def stop_after_skipped_updates(run: Run) -> None:
     """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
-    would change nothing. The first of them is told."""
+    would change nothing. Warns at the first of them."""
     if run.skipped_steps == 1:
         run.say(
             f"warning: step {run.step}: the loss or its gradient is not finite (null in "
@@ -753,7 +755,7 @@ def dry_run_main(c: dict) -> None:
     size = launched_ranks()
     learning_rate_at(c["max_steps"], c)  # as in start()
     inputs = dry_run(c, size, deepspeed_config(c))
-    # last: what is shown above holds for any other folder too
+    # checked last, because everything shown above holds for any other folder too
     check_run_folder(c, checkpoint.resumes_in_place(c))
     resume_path = checkpoint.asked_for(c)
     if resume_path:
@@ -779,16 +781,16 @@ def train(run: Run) -> None:
     """The nine steps of the README, over and over."""
     c, timer = run.config, run.timer
     G = c["num_generations"]
-    # with rollout_ahead the sampler's weights were a step older: its log-probs may differ
+    # with rollout_ahead the sampler's weights are a step older, so its log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
     catch_up(run)
     bar = progress(total=c["max_steps"], initial=run.step, disable=run.world.rank > 0, unit="step")
     timer.bar = bar
-    timer.take()  # set-up and evaluation are no part of the first step
+    timer.take()  # set-up and evaluation do not count as part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
-        # was a step ago), 3. their rewards (P, G + S): S more are asked with a seed of InfoSeed
+        # was a step ago), 3. their rewards (P, G + S): S more are asked with an InfoSeed seed
         try:
             with enough_memory("rollout", c):
                 collected = run.experience.collect(run.step, timer)
@@ -805,7 +807,7 @@ def train(run: Run) -> None:
             move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
-            # InfoSeed's rows; seeds.rewards (P, G + S): the step's, plus what those rows earn
+            # InfoSeed's rows; seeds.rewards (P, G + S): the step's, and what those rows earn
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
@@ -820,7 +822,7 @@ def train(run: Run) -> None:
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run
             unseeded = rollout.take(batch, collected.unseeded_indices)
-            # the log-probs of a skipped update may be NaN, which says nothing of the sampler
+            # the log-probs of a skipped update may be NaN, which says nothing about the sampler
             metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)
 
         # 8. tau and beta of the next step
@@ -830,9 +832,10 @@ def train(run: Run) -> None:
 
         # 9. the new weights go to the sampler
         with timer("rollout"):
-            run.sampler.wait()  # rollout_ahead: the next batch is still sampled by the old ones
+            run.sampler.wait()  # rollout_ahead: old weights may still be sampling the next batch
         with timer("sync"):
-            stop_if_folder_is_gone(run)  # before anything is written into it, also servers' weights
+            # before anything is written into it, such as weights for servers
+            stop_if_folder_is_gone(run)
             sync_weights(run)
 
         # log what happened, then evaluate and save if it is time

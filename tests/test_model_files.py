@@ -54,7 +54,7 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(
         lambda: sft.load_model(c)[0],
     ):
         lm = load()
-        check_words(capsys.readouterr().out, "token ids alone", list(settings)[-1])
+        check_words(capsys.readouterr().out, "only its token ids", list(settings)[-1])
         lm.save_pretrained(tmp_path / "saved")
         assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [0, 7]
 
