@@ -398,7 +398,8 @@ def less_memory(phase: str, c: dict) -> str:
         cure = f"lower {group}={c[group]} or {length}"
         # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
-    if phase == "sync" and torch.cuda.is_available():  # where vLLM allocates its cache again
+    own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
+    if phase == "sync" and own_vllm:  # it allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
     budget = c["max_tokens_per_micro_batch"]

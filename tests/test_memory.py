@@ -281,6 +281,15 @@ def test_transformers_sample_as_many_rows_at_once_as_they_like():
                 more_than_any_machine_has()
 
 
+@pytest.mark.parametrize("engine, at_gpu", [("vllm", True), ("vllm", False), ("server", True)])
+def test_only_a_vllm_that_shares_the_gpu_can_leave_a_sync_more_memory(monkeypatch, engine, at_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_gpu)
+    c = config() | {"rollout_engine": engine}
+    own = engine == "vllm" and at_gpu
+    key = "vllm_options.gpu_memory_utilization" if own else "max_tokens_per_micro_batch"
+    assert train.less_memory("sync", c).startswith(f"lower {key}=")
+
+
 def test_a_micro_batch_that_holds_one_row_only_can_be_made_smaller_by_shorter_rows_only():
     c = config() | {"max_prompt_length": 40, "max_completion_length": 24}
     for budget in (64, 65):
