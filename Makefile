@@ -1,23 +1,23 @@
-# make demo: from nothing to a trained model and a table.   make test: what the project promises, run, in about 8 minutes on two quiet cores; make test-all: also the slow ones.
+# make demo: from nothing to a trained model and a table. make test: the fast tests, about 8 minutes on two quiet cores. make test-all: also the slow ones.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# also where there is no GPU (a login node), if the environment was made where there is one
+# yes also on a login node without a GPU, if the environment was made on a machine with one
 GPU := $(if $(wildcard $(VENV)/installed-gpu-*),yes,$(shell nvidia-smi >/dev/null 2>&1 && echo yes))
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 RANKS ?= $(if $(GPU),1,2)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 TORCH := $(if $(GPU),"torch==2.13.0",--retries 0 --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu")
 
-# one thread a rank: two that share a busy core wait for each other for seconds
+# one thread per rank: two threads that share a busy core wait for each other for seconds
 export OMP_NUM_THREADS ?= 1
 
-# a recipe that fails leaves no half a model behind, which the next make would take for a whole one
+# if a recipe fails, its half-made model is deleted: the next make would take it for a whole one
 .DELETE_ON_ERROR:
 
 .PHONY: demo demo-real test test-all bench check-gpu env clean
 
-# the stamp holds the hash of what was installed: a changed pin installs again; on a machine with a GPU what was made for CPUs is made anew
+# the stamp's name has the hash of the requirements, so a changed pin installs again; on a machine with a GPU an environment made for CPUs is made anew
 STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
 
 env: $(STAMP)
@@ -44,7 +44,7 @@ demo: $(STAMP) runs/countdown_sft/model.safetensors
 runs/smollm2/model.safetensors: | $(STAMP)
 	$(BIN)/python -m bench.smollm2 runs/smollm2
 
-# a real model has work for two threads: one rank takes both cores
+# a real model has enough work for two threads, so one rank takes both cores
 demo-real: export OMP_NUM_THREADS = 2
 demo-real: $(STAMP) runs/smollm2/model.safetensors
 	$(BIN)/python -m compare config/smollm2_between.py --arms=compare/demo_arms.py --seeds=1 --eval_seeds=1 --ranks=1 --output=runs/demo_smollm2
@@ -53,13 +53,13 @@ $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores: some tests wait more than they compute. A run that hangs is ended after an hour, test-all
-# after three, by SIGINT: pytest then names what has failed until there
+# three files at a time on two cores, because some tests wait more than they compute. A run that hangs is ended after an hour
+# (test-all after three) by SIGINT; pytest then names what has failed so far
 LIMIT := 3600
 test-all: LIMIT := 10800
 PYTEST = timeout --foreground --signal=INT --kill-after=60 $(LIMIT) $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-# on a machine with a GPU too tests and bench run on the CPU, in an environment made for it: vLLM's build for GPUs knows no CPU
+# even on a machine with a GPU, tests and bench run on the CPU, in an environment of their own: vLLM's GPU build can't use a CPU
 ON_CPU := CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory GPU= VENV=.venv-cpu
 
 ifdef GPU
@@ -78,7 +78,7 @@ bench: $(STAMP)-dev
 	$(BIN)/python -m bench
 endif
 
-# without a GPU: Python's status is 3, make's 2
+# without a GPU Python's exit status is 3, and make's is 2
 check-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu
 

@@ -1,5 +1,5 @@
-"""Our step beside that of TRL's GRPOTrainer, and beside the least that it could cost: one model,
-prompts, reward, group, lengths; float32, CPU, 2 threads.
+"""Compares our step with that of TRL's GRPOTrainer, and with the least that it could cost. Both
+have the same model, prompts, reward, group size and lengths, in float32 on a CPU with 2 threads.
 
     python -m bench                                             all, 75 minutes on two cores:
                                                                 tables, and runs/bench/growth.png
@@ -10,21 +10,26 @@ prompts, reward, group, lengths; float32, CPU, 2 threads.
                                                                 ours_compiled, ours_hf, trl,
                                                                 trl_vllm, limits
 
-First it has tests/test_trl_oracle.py show that both compute the same loss on the same batch. Then
-every run is a process of its own, in the order A B B A ...; what is reported is the ratio of
-neighbours, ours / theirs, median and quartiles: these machines are noisy, ratios less so.
+First tests/test_trl_oracle.py has to show that both compute the same loss on the same batch. Then
+every run is a process of its own, in the order A B B A ... The report has the ratios ours / theirs
+of neighbouring runs, as median and quartiles: these machines are noisy, ratios less so.
 
 A scenario is P prompts a step, G completions of each, T tokens in each and V tokens in the
-vocabulary; "tail" ends completions by chance, 64 tokens long on average and T at most. The model is
-a Qwen2 of 4 layers and width 128 with random weights; smollm2 is SmolLM2-135M-Instruct with P4, G8,
-T64 and its V of 49,152, beside TRL's in every way. Own flags: --against (trl, trl_vllm or trl_hf),
---beta, --repeats, --steps (of a run; the first WARM do not count), and of one run --arm.
+vocabulary. With "tail" completions end by chance, after 64 tokens on average and T at most. The
+model is a Qwen2 of 4 layers and width 128 with random weights. The scenario smollm2 is
+SmolLM2-135M-Instruct with P4, G8, T64 and its V of 49,152, compared with each of TRL's arms.
 
-trl generates with transformers, trl_vllm with vLLM in process, which TRL leaves compiled: beside it
-ours compiles too (vllm_options.enforce_eager=False), and has TRL's importance sampling, for which
-TRL makes a forward more; beside trl it runs as it does by default, with vLLM, or in trl_hf without
-it (rollout_engine="hf"). TRL's micro-batches have as many tokens as ours or fewer, because its
-rows must divide the batch (smollm2: 300, ours 512). What is no rollout counts as learning.
+The command's own flags: --against (trl, trl_vllm or trl_hf), --beta, --repeats, --steps (of a run;
+the first WARM do not count), and --arm for a single run. --against says who samples with what:
+
+    trl         TRL with transformers; ours as it is by default, with vLLM
+    trl_hf      both with transformers (ours: rollout_engine="hf")
+    trl_vllm    both with vLLM in process. TRL leaves it compiled, so ours compiles it too
+                (vllm_options.enforce_eager=False). Both have TRL's importance sampling, for which
+                TRL makes one more forward
+
+TRL's micro-batches have as many tokens as ours or fewer, because its rows must divide the batch
+(smollm2: 300, ours 512). Whatever is not rollout counts as learning.
 """
 
 import json
@@ -44,7 +49,7 @@ from bench.scenarios import REAL, parts, prepare
 from bench.trl_arms import trl, trl_vllm
 from common import ROOT, SPINS, RunStopped, UserError, own_flags, script
 
-STARTED = time.perf_counter()  # a run's start counts from here: importing torch is part of it
+STARTED = time.perf_counter()  # a run's start counts from here, with the import of torch
 ARMS = {
     "ours": ours,
     "ours_compiled": ours_compiled,
@@ -53,20 +58,20 @@ ARMS = {
     "trl_vllm": trl_vllm,
     "limits": limits,
 }
-# --against: an arm of ours and one of TRL's. Neither has vLLM, or ours alone has it as it comes, or
-# both have it in the same mode
+# --against: (an arm of ours, one of TRL's). Neither has vLLM, or only ours has it, in its default
+# mode, or both have it in the same mode
 PAIRS = {
     "trl_hf": ("ours_hf", "trl"),
     "trl": ("ours", "trl"),
     "trl_vllm": ("ours_compiled", "trl_vllm"),
 }
-# seconds that a run may take at most, far above what it should: one that hangs is ended
+# limit in seconds for a run, far above what it should take: a run that hangs is ended
 START_SECONDS = 600
 STEP_SECONDS = 300  # a step of SmolLM2 beside two busy processes took 86
 WARM = 3  # steps at the beginning of a run that do not count: allocators, caches, compilers
 FLAGS = {
     "arm": "",  # empty: comparisons
-    "against": "",  # empty: trl, or all of them for the real model
+    "against": "",  # empty: trl; for the real model all
     "beta": 0.0,  # above 0 both keep a reference model
     "repeats": 5,  # pairs of runs in a comparison
     "steps": WARM + 5,  # of one run
@@ -91,7 +96,7 @@ COMPARISONS = [
 LIMITS = ["P4G8T64V2048", "P4G8T256V2048", "P4G8T64V32768"]
 
 GROWS_FROM = "P4G8T64V2048"
-# one size grows, the others stay as in GROWS_FROM
+# one size grows while the others stay as in GROWS_FROM
 GROWTH = {
     "G": [4, 8, 16, 32, 64],
     "P": [2, 4, 8, 16],
@@ -105,28 +110,28 @@ GROWTH_STEPS = WARM + 2  # fewer: there are 32 of these runs
 
 
 def run_arm(arm: str, scenario: str, beta: float, steps: int) -> None:
-    """Prints a line of JSON: the medians over the steps that count, GiB, seconds to the first."""
+    """Prints a line of JSON: medians over the steps that count, GiB, seconds to the first step."""
     first, times = ARMS[arm](scenario, beta, steps)
     result = {"memory": memory_so_far(), "start": first - STARTED}
     for name in times[0]:
-        # "memory" too, where an arm says it: ours has looked before its profiler took some
+        # an arm may report "memory" itself: ours measures before its profiler takes some
         result[name] = statistics.median(step[name] for step in times[WARM:])
     print("\nresult " + json.dumps(result), flush=True)
 
 
 def result_of(done: subprocess.CompletedProcess) -> dict | None:
-    """What the last "result" line of a run holds; None if the run failed."""
+    """The content of a run's last "result" line; None if the run failed."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     if done.returncode or not lines:
         return None
-    # libraries print too, before and after it
+    # libraries print lines before and after it
     return json.loads(lines[-1].removeprefix("result "))
 
 
 def run_or_stop(
     command: list[str], limit: int, what: str, env: dict | None = None
 ) -> subprocess.CompletedProcess:
-    """The command, as run_for() has run it. RunStopped if it was not done in `limit` seconds."""
+    """Runs the command by run_for(). RunStopped if it was not done in `limit` seconds."""
     done = run_for(command, limit, env)
     if done.returncode is None:
         raise RunStopped(
@@ -141,13 +146,14 @@ def measure(arm: str, scenario: str, beta: float = 0.0, steps: int = FLAGS["step
     # no GPU: TRL's arms are written for the CPU
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "2"
-    # as on free cores, whatever ran when we started; to TRL's users libgomp's default
+    # ours waits as on free cores, whatever ran when we started; TRL by libgomp's default, as its
+    # users have it
     environment.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if arm.startswith("trl"):
         environment["GOMP_SPINCOUNT"] = "300000"
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around us: a run is alone
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by a launcher around us; a run is alone
         environment.pop(name, None)
-    # a process for each: neither inherits the other's memory, threads or compiled code
+    # a process each, so that none inherits another's memory, threads or compiled code
     command = [sys.executable, "-m", "bench", scenario]
     command += [f"--arm={arm}", f"--beta={beta}", f"--steps={steps}"]
     limit = START_SECONDS + STEP_SECONDS * steps
@@ -185,7 +191,7 @@ COLUMNS_OF_COMPARISONS = [
 
 
 def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) -> str:
-    """A row of the table: runs of ours and of TRL's in turns, and their ratios."""
+    """A row of the table: runs ours and TRL's in turns, and gives their ratios."""
     mine, theirs = PAIRS[against]
     pairs = []
     for i in range(repeats):
@@ -199,7 +205,7 @@ def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) 
                 f"{arm} {run['step']:.3f} s a step, {run['learn']:.3f} s of it learning, "
                 f"{run['memory']:.2f} GiB, {run['start']:.1f} s to the first"
             )
-        # all that the table is made of: a bench that is interrupted has not been for nothing
+        # printed at once, so that an interrupted bench has not been for nothing
         print(f"{scenario} {i + 1}/{repeats}: {'; '.join(words)}", flush=True)
 
     def median_of(arm: str, name: str) -> float:
@@ -215,14 +221,14 @@ def compare(scenario: str, against: str, beta: float, repeats: int, steps: int) 
 def quartiles(ratios: list[float]) -> str:
     if len(ratios) == 1:
         ratios = ratios * 2  # quartiles need two
-    # inclusive: otherwise two ratios have quartiles beyond both of them
+    # inclusive: otherwise the quartiles of two ratios lie outside of them
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def print_limits(scenarios: list[str], repeats: int, steps: int) -> None:
-    """How near both halves of a step are to the least that they could cost."""
-    # both ratios are of one process: no neighbours are needed
+    """Prints how near both halves of a step are to the least that they could cost."""
+    # numerator and denominator are of one process, so no neighbouring run is needed
     print_head(["scenario", "learning / bare forward and backward", "vLLM's own time / rollouts"])
     for scenario in scenarios:
         runs = [measure("limits", scenario, steps=steps) for _ in range(repeats)]
@@ -242,14 +248,14 @@ def values_of(runs: list[dict], name: str) -> list[float]:
 
 
 def slope(sizes: list, values: list) -> float:
-    """Of log value over log size, least squares: 1 where the cost grows as the size does."""
+    """The least-squares slope of log value over log size: 1 if the cost is proportional to size."""
     x = [math.log(size) for size in sizes]
     y = [math.log(value) for value in values]
     return statistics.linear_regression(x, y).slope
 
 
 def measure_growth(arm: str, letter: str) -> list[dict]:
-    """A run for each size of GROWTH[letter]."""
+    """Runs once for each size of GROWTH[letter]."""
     runs = []
     for size in GROWTH[letter]:
         scenario = re.sub(rf"{letter}\d+", f"{letter}{size}", GROWS_FROM)
@@ -258,7 +264,7 @@ def measure_growth(arm: str, letter: str) -> list[dict]:
 
 
 def row_of_growth(letter: str, runs: list[dict]) -> str:
-    """Its sizes, the slopes of its phases, its memory."""
+    """A row of the table: the sizes, the slopes of the phases, the memory."""
     sizes = GROWTH[letter]
     cells = [letter, ", ".join(map(str, sizes))]
     for phase in PHASES:
@@ -292,8 +298,8 @@ def draw_memory(axis, letter: str, runs: list[dict], theirs: list[dict]) -> None
 
 
 def growth(path: Path) -> None:
-    """How a step grows with each size while the others stay, drawn and fitted; in the picture,
-    dashed, also a step of TRL's."""
+    """Draws and fits how a step grows with each size while the others stay. The picture also has
+    TRL's step, dashed."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -313,7 +319,7 @@ def growth(path: Path) -> None:
     # a column for each size: seconds above, memory below
     figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
     for letter, (above, below) in zip(GROWTH, axes.T):
-        # not A B B A as in compare(): slopes are of one arm, TRL's is there to look at
+        # not A B B A as in compare(): a slope is of one arm; TRL's is only for the picture
         runs = measure_growth("ours", letter)
         theirs = measure_growth("trl", letter)
         print(row_of_growth(letter, runs), flush=True)
@@ -333,10 +339,10 @@ def growth(path: Path) -> None:
 
 
 def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
-    """Our flags and the scenarios; a UserError for what is neither, before anything is loaded."""
+    """Our flags and the scenarios. UserError for anything else, before anything is loaded."""
     flags, scenarios = own_flags(argv, FLAGS)
     for word in scenarios:
-        # a mistyped flag is left over too, and is no scenario
+        # a mistyped flag is left over too, but is not a scenario
         if word != REAL and not re.fullmatch(r"P\d+G\d+T\d+V\d+(tail)?", word):
             known = " ".join(f"--{name}=" for name in FLAGS)
             raise UserError(
@@ -364,8 +370,8 @@ def read_flags(argv: list[str]) -> tuple[dict, list[str]]:
 
 
 def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
-    """A comparison for each scenario of the command line; without --against the real model has one
-    of each pair."""
+    """The comparisons: one for each scenario of the command line; without --against, the real model
+    has one for each of PAIRS."""
     chosen = []
     for scenario in scenarios:
         pairs = PAIRS if scenario == REAL else ["trl"]
@@ -377,7 +383,7 @@ def asked_for(flags: dict, scenarios: list[str]) -> list[tuple]:
 
 
 def check_same_loss() -> None:
-    """Ratios mean something only where both compute the same."""
+    """Checks that both compute the same loss: otherwise the ratios would mean nothing."""
     test = "tests/test_trl_oracle.py"
     command = [sys.executable, "-m", "pytest", "-q", test, "-k", "dr_grpo"]
     oracle = run_or_stop(command, 900, test)
@@ -390,13 +396,13 @@ def check_same_loss() -> None:
 
 def main(argv: list[str]) -> None:
     flags, scenarios = read_flags(argv)
-    if flags["arm"]:  # we are one of the processes that measure() has started
+    if flags["arm"]:  # we are one of measure()'s processes
         run_arm(flags["arm"], scenarios[0], flags["beta"], flags["steps"])
         return
     check_same_loss()
     if REAL in scenarios:
-        prepare(REAL)  # here: the runs may not ask the hub
-    rows = []  # printed together: the runs say a line each as they end
+        prepare(REAL)  # now, because the runs may not ask the hub
+    rows = []  # printed together; each run prints a line as it ends
     for scenario, against, beta in asked_for(flags, scenarios) or COMPARISONS:
         rows.append(compare(scenario, against, beta, flags["repeats"], flags["steps"]))
     print("\nours / theirs, median (quartiles):")
@@ -404,7 +410,7 @@ def main(argv: list[str]) -> None:
     print(*rows, sep="\n", flush=True)
     if REAL in scenarios:
         print_limits([REAL], flags["repeats"], flags["steps"])
-    if scenarios:  # a question of the user's own: no growth
+    if scenarios:  # the user asked for these only: no growth
         return
     print_limits(LIMITS, flags["repeats"], flags["steps"])
     growth(ROOT / "runs" / "bench" / "growth.png")

@@ -2,7 +2,7 @@
 
     first, steps = ours("P4G8T64V2048", beta=0.0, steps=8)
 
-first: when the first step began, on the clock of time.perf_counter. steps: what each step took, in
+first: the time at which the first step began (time.perf_counter). steps: what each step took in
 seconds, {"step": ..., "learn": ..., "rollout": ...} and more.
 """
 
@@ -18,7 +18,7 @@ from bench.scenarios import LONGEST_PROMPT, REAL, has_tail, parts, prepare
 
 NO_TOKEN = -1  # one that is never sampled
 GIB = 2**30
-# GiB for keys and values beside TRL with vLLM, in both: less can't be given to its vLLM
+# GiB for keys and values in both when TRL has vLLM too: TRL's vLLM can't be given less
 CACHE = 1
 
 
@@ -26,7 +26,7 @@ CACHE = 1
 
 
 def never_end(engine) -> None:
-    """No token ends a completion of this vLLM engine of ours: each has T tokens, as TRL's have."""
+    """Makes our vLLM engine end no completion early, so that each has T tokens, as TRL's have."""
     make = engine.vllm.SamplingParams
 
     def endless(**settings):
@@ -36,7 +36,7 @@ def never_end(engine) -> None:
 
 
 def never_end_hf(engine) -> None:
-    """The same of our engine that samples with transformers."""
+    """The same for our engine that samples with transformers."""
     sample = engine.sample_together
 
     def endless(prompts_ids, n, sampling):
@@ -46,7 +46,7 @@ def never_end_hf(engine) -> None:
 
 
 def make_endless() -> None:
-    """Every engine of ours that is made from now on samples T tokens a completion."""
+    """Makes every engine of ours from now on sample T tokens a completion."""
     import rollout
 
     for engine, never in ((rollout.VllmEngine, never_end), (rollout.HfEngine, never_end_hf)):
@@ -62,17 +62,17 @@ def followed_by(start, never):
 
 
 def memory_so_far() -> float:
-    """Most that this process has held, GiB."""
+    """The most memory that this process has held, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
 
 
 def weighed(work):
-    """(what work() returns, GiB of tensors that it held at most beyond those before it)."""
+    """(what work() returns, the most GiB of tensors that it held beyond those from before)."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = work()
-    changes = []  # (when, bytes): negative when they are given back
+    changes = []  # (when, bytes), negative for memory that is freed
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
             changes.append((event.start_ns(), event.nbytes()))
@@ -84,7 +84,7 @@ def weighed(work):
 
 
 def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
-    """train.py, one rank, vLLM in process. Changes train.py's modules for good: one call a
+    """train.py, one rank, vLLM in process. Patches train.py's modules for good, so call it once per
     process."""
     import train
 
@@ -104,14 +104,14 @@ def ours(scenario: str, beta: float, steps: int, **changes) -> tuple:
 
 
 def checked_config(settings: dict) -> dict:
-    """A config of ours with these settings, given as flags: checked as a user's would be."""
+    """Our config with these settings, given as flags so that they are checked like a user's."""
     from common import load_config
 
     return load_config([f"--{key}={value}" for key, value in settings.items()])
 
 
 def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
-    """The config of train.py that means what trl() asks of TRL."""
+    """The config of train.py that corresponds to what trl() sets for TRL."""
     size = parts(scenario)
     folder = prepare(scenario)
     settings = {
@@ -131,12 +131,12 @@ def settings_of_ours(scenario: str, beta: float, steps: int) -> dict:
         "save_steps": -1,  # TRL's saves are off too
     }
     if scenario != REAL:
-        settings["max_logp_difference"] = -1  # a guard of ours, which random weights could trip
+        settings["max_logp_difference"] = -1  # this check could stop a run of random weights
     return settings
 
 
 def tokens_of_ours(scenario: str, lm) -> int:
-    """max_tokens_per_micro_batch, as train.py chooses it where the config leaves it open."""
+    """max_tokens_per_micro_batch as train.py chooses it if the config does not say."""
     from policy import count_parameters
     from preflight import fitting_tokens
 
@@ -163,7 +163,7 @@ def watch(steps: int) -> tuple[list[float], dict]:
     def learn_or_weigh(*args):
         if len(began) <= steps:
             return learn(*args)
-        # weighing takes time and memory: it has a step of its own, which counts for neither
+        # weighing takes time and memory, so it has a step of its own, which counts for neither
         peaks["memory"] = memory_so_far()
         metrics, peaks["learner"] = weighed(lambda: learn(*args))
         return metrics
@@ -174,21 +174,21 @@ def watch(steps: int) -> tuple[list[float], dict]:
 
 
 def times_of(line: dict) -> dict:
-    """A line of metrics.jsonl as the arms say it. What is no rollout is learning, as in TRL's arms,
-    where the sync of weights is part of the rollout that needs it."""
+    """A line of metrics.jsonl in the form that arms return. Whatever is not rollout is learning, as
+    in TRL's arms; the sync of weights is part of the rollout that needs it."""
     step = line["time/step"]
     rollout = line["time/rollout"] + line["time/sync"]
     return {"step": step, "learn": step - rollout, "rollout": rollout}
 
 
 def ours_compiled(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM compiled, as TRL leaves it, with as much for keys and values, and with the
-    importance sampling that TRL has beside vLLM. TRL makes a forward more for it."""
+    """ours() with vLLM compiled, as TRL leaves it, with the same memory for keys and values, and
+    with the importance sampling that TRL uses with vLLM. TRL makes one more forward for that."""
     options = {"enforce_eager": False, "kv_cache_memory_bytes": CACHE * GIB}
     changes = {"vllm_options": options, "importance_sampling": "sequence_mask"}
     return ours(scenario, beta, steps, **changes)
 
 
 def ours_hf(scenario: str, beta: float, steps: int) -> tuple:
-    """The same without vLLM: transformers samples."""
+    """ours() without vLLM: transformers samples."""
     return ours(scenario, beta, steps, rollout_engine="hf")

@@ -1,15 +1,15 @@
-"""Whether a GPU does what this project needs, and how fast: random weights, no network. All checks
-should take about ten minutes, as their parts did on an H200.
+"""Checks whether a GPU does what this project needs, and how fast. Uses random weights and no
+network. All checks together should take about ten minutes, as their parts did on an H200.
 
     python -m bench.gpu                          all checks; make check-gpu does the same
-    python -m bench.gpu attention head           these
-    python -m bench.gpu --json=runs/gpu.json     where the figures go (runs/check_gpu.json)
-    python -m bench.gpu --shape=tiny --device=cpu    shows that the checks themselves run: figures
-                                                 mean nothing, stand-ins take the kernels' place
+    python -m bench.gpu attention head           these checks only
+    python -m bench.gpu --json=runs/gpu.json     where figures go (default runs/check_gpu.json)
+    python -m bench.gpu --shape=tiny --device=cpu    shows that the checks themselves run. Figures
+                                                 mean nothing; stand-ins replace the kernels
 
-Every check is a process of its own with a time limit, and needs only what it tests: the kernels'
-(alignment, attention, waits, head) and the learner's (zero0 to speed) run where vLLM is not
-installed, trl where trl is. Exit status: 0 all is well, 1 a check failed, 3 there is no GPU.
+Every check is a process of its own with a time limit, and needs only what it tests. The checks of
+kernels (alignment, attention, waits, head) and of the learner (zero0 to speed) run without vLLM;
+the check trl needs trl. Exit status: 0 if all is well, 1 if a check failed, 3 if there is no GPU.
 """
 
 import importlib.util
@@ -29,12 +29,12 @@ NO_GPU = 3  # exit status: a script can tell it from a failed check
 
 class Check(NamedTuple):
     module: str  # of bench, with a function of the check's name that yields Findings
-    limit: int  # seconds, far above what it should take: a GPU that hangs is a finding too
-    needs: tuple = ()  # packages
+    limit: int  # seconds, far above what it should take; a GPU that hangs is a finding too
+    needs: tuple = ()  # packages that it needs
     gpus: int = 1
 
 
-# in the order in which a failure explains the ones behind it
+# in this order, because a failure may explain those after it
 CHECKS = {
     # the machine
     "driver": Check("gpu_machine", 60),
@@ -66,9 +66,9 @@ CHECKS = {
 }
 
 
-# here, not in bench/shapes.py, which needs torch: a mistyped one is told before that is loaded
+# here, not in bench/shapes.py, which needs torch: a mistyped name is reported before torch loads
 class Shape(NamedTuple):
-    """What of a model decides how long its kernels take."""
+    """The sizes of a model that decide how long its kernels take."""
 
     hidden: int
     layers: int
@@ -81,13 +81,13 @@ class Shape(NamedTuple):
 SHAPES = {
     "0.5b": Shape(896, 24, 14, 2, 4864, 151936),  # Qwen2.5-0.5B
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B
-    "tiny": Shape(128, 2, 4, 2, 256, 1000),  # for a CPU: shows that a check runs
+    "tiny": Shape(128, 2, 4, 2, 256, 1000),  # for a CPU, to see that a check runs
 }
 DEVICES = ("cuda", "cpu")
 
 
 class Setting(NamedTuple):
-    """What a check is told."""
+    """What a check is given."""
 
     device: str = "cuda"  # of DEVICES
     shape: str = "0.5b"  # of SHAPES
@@ -97,7 +97,7 @@ FLAGS = {
     "device": "cuda",
     "shape": "0.5b",
     "json": "runs/check_gpu.json",
-    "check": "",  # the one that this process is; empty: the process that runs them
+    "check": "",  # the check that this process is; empty: the process that starts them
 }
 
 
@@ -116,10 +116,10 @@ class Finding(NamedTuple):
 
 
 def run_check(name: str, setting: Setting) -> None:
-    """Prints a JSON line for each finding as soon as it is there."""
+    """Prints each finding as a line of JSON, as soon as it is there."""
     module = importlib.import_module(f"bench.{CHECKS[name].module}")
     begin = time.perf_counter()
-    # as they come: what was found before a crash is not lost
+    # at once, so that what was found before a crash is not lost
     for finding in getattr(module, name)(setting):
         now = time.perf_counter()
         row = finding._asdict() | {"seconds": now - begin}
@@ -132,7 +132,7 @@ def run_check(name: str, setting: Setting) -> None:
 
 def why_not(name: str, gpus: int) -> str:
     """Why a check can't run here; empty if it can."""
-    # looked up, not imported: seconds each, and an import may fail in its own way
+    # looked up, not imported: imports take seconds each, and may fail in other ways
     missing = [p for p in CHECKS[name].needs if importlib.util.find_spec(p) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
@@ -146,7 +146,7 @@ def row_of(check: str, state: str, measured: str, seconds: float = 0.0, **more) 
 
 
 def last_words(text: str) -> str:
-    """What a process said went wrong: its last line of an error, else its last line."""
+    """What a process says went wrong: its last error line, or else its last line."""
     last = "no word"
     last_error = ""
     for line in map(str.strip, text.splitlines()):
@@ -158,7 +158,7 @@ def last_words(text: str) -> str:
 
 
 def rows_of(name: str, setting: Setting, limit: float) -> list[dict]:
-    """What a check finds; a failed row more where it stops or does not end in time."""
+    """The findings of a check, and a failed one if it stops early or does not end in time."""
     command = [sys.executable, "-m", "bench.gpu", f"--check={name}"]
     command += [f"--device={setting.device}", f"--shape={setting.shape}"]
     begin = time.perf_counter()
@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
     if flags["check"]:
         run_check(flags["check"], setting)
         return 0
-    # now, not when all checks are done and their figures lost
+    # now, not after all checks, when their figures would be lost
     check_writable("--json", flags["json"], folder=False)
     why = no_gpu()
     if why and setting.device == "cuda":
@@ -233,8 +233,8 @@ def main(argv: list[str]) -> int:
 
 
 def run_all(names: list[str], setting: Setting, path: Path) -> int:
-    """The exit status: 1 if a check failed. Prints a table, writes it to `path` as JSON."""
-    import torch  # here: a mistyped check is told before it is loaded
+    """Runs the checks, prints a table and writes it to `path` as JSON. Returns the exit status."""
+    import torch  # here, because a mistyped check is reported before it loads
 
     gpus = torch.cuda.device_count()
     where = torch.cuda.get_device_name() if gpus else "a CPU: figures mean nothing"

@@ -11,17 +11,17 @@ from ranks import start_distributed
 
 GAP = 0.03  # nats a token in bfloat16 between sampler and trainer
 PROMPTS = 8
-TOKENS = 48  # of a completion
+TOKENS = 48  # per completion
 
 
 class Case:
-    """An engine and the policy whose weights it should have."""
+    """An engine, and the policy whose weights it should have."""
 
     def __init__(self, setting):
         from transformers import AutoModelForCausalLM
 
         self.device = start_distributed().device
-        shape = SHAPES[setting.shape]._replace(layers=4)  # widths are real, depth adds only time
+        shape = SHAPES[setting.shape]._replace(layers=4)  # real widths; depth only adds time
         folder = model_folder(shape, self.device)
         on_gpu = self.device.type == "cuda"
         values = {
@@ -29,11 +29,11 @@ class Case:
             "dtype": "bfloat16",
             "max_prompt_length": 32,
             "max_completion_length": TOKENS,
-            # a GPU's own share; on a CPU half a GiB of keys and values is plenty here
+            # on a GPU the default share; on a CPU half a GiB of keys and values is plenty here
             "vllm_options": {} if on_gpu else {"kv_cache_memory_bytes": 2**29},
         }
         c = checked_config(values)
-        # the engine first: it measures what is free
+        # the engine first, because it measures what is free
         self.engine = rollout.VllmEngine(str(folder), c, torch.bfloat16, self.device)
         self.engine.sleep()
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(self.device)
@@ -59,7 +59,7 @@ class Case:
 
     @torch.no_grad()
     def gap(self, rollouts: list[dict], temperature: float = 1.0) -> float:
-        """Mean difference of the sampler's log-probs from the policy's."""
+        """Mean difference between the sampler's log-probs and the policy's."""
         self.policy.temperature = temperature
         batch = rollout.to_batch(rollouts, self.device)
         logps, _ = self.policy(batch["ids"], batch["prompt_lengths"], batch["lengths"])  # (N, T)
@@ -85,9 +85,9 @@ def about(engine) -> str:
 
 
 def engine(setting):
-    """Log-probs, seeds, the sync of weights, sleep: all that the trainer relies on."""
+    """Log-probs, seeds, the sync of weights, sleep: everything that the trainer relies on."""
     case = Case(setting)
-    for temperature in (1.0, 0.7):  # vLLM must say those of what it samples from
+    for temperature in (1.0, 0.7):  # vLLM must report those of the distribution it samples from
         gap = case.gap(case.generate(temperature), temperature)
         what = f"log-probs at T {temperature}"
         wanted = f"< {GAP} nats ({about(case.engine)})"
@@ -100,16 +100,16 @@ def engine(setting):
 
 
 def proof_of_sync(case: Case, first: list[dict]) -> Finding:
-    """The sampler follows weights that are moved, and comes back with them."""
+    """The sampler follows weights that change, and follows them back."""
     before = [p.detach().clone() for p in case.policy.parameters()]
     with torch.no_grad():
         for p in case.policy.parameters():
-            # by a third of their own spread: far more than the gap. One number has no spread
+            # by a third of their own spread, far more than the gap. A single number has no spread
             p.add_(torch.randn_like(p) * 0.3 * p.float().std().nan_to_num(0.0))
     stale = case.gap(first)
     case.sync()
     fresh = case.gap(case.generate())
-    # and back: the old tokens come only if every weight was written
+    # and back: the old tokens return only if every weight was written
     with torch.no_grad():
         for p, old in zip(case.policy.parameters(), before, strict=True):
             p.copy_(old)
@@ -121,10 +121,10 @@ def proof_of_sync(case: Case, first: list[dict]) -> Finding:
 
 
 def naps(case: Case, first: list[dict]):
-    """Sleep gives memory back, and the engine wakes as it was."""
+    """Sleep frees memory, and the engine wakes up unchanged."""
     on_gpu = case.device.type == "cuda"
-    # weights stay where they are, as small ones do, then are dropped, as those of large models are:
-    # twice each, for what leaks shows from the second time on
+    # first weights stay where they are, as in small models; then they are dropped, as in large
+    # ones. Twice each, because a leak shows from the second time on
     for i, keeps in enumerate((True, True, False, False)):
         case.engine.keeps_weights = keeps
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0

@@ -1,4 +1,4 @@
-"""Checks of bench.gpu: attention of packed rows, the vocabulary head, waits for the device."""
+"""Checks of bench.gpu: attention of packed rows, the vocabulary head, how often the host waits."""
 
 import warnings
 
@@ -17,14 +17,14 @@ from bench.shapes import (
     wait_for,
 )
 
-# errors allowed in bfloat16, relative, of float32
+# relative errors that are allowed in bfloat16, compared with float32
 VALUES = 0.01
 GRADIENTS = 0.02
-G = 8  # completions of a prompt
+G = 8  # completions per prompt
 
 
 def prepare_stand_in(setting) -> None:
-    """On a CPU the emulation takes varlen_attn's place."""
+    """On a CPU, replaces varlen_attn by the emulation."""
     if setting.device == "cpu":
         packing.varlen_attn = bottom_right_attention
 
@@ -42,7 +42,7 @@ def random_qkv(shape: Shape, queries: int, keys: int, setting) -> list:
 
 
 def against_exact(attend, exact, leaves: list) -> list[float]:
-    """Errors of the output and of each leaf's gradient."""
+    """Relative errors of the output and of each leaf's gradient."""
     out = attend(*leaves)  # (queries, heads, d)
     grad = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, grad)
@@ -60,21 +60,21 @@ def show(errors: list[float]) -> str:
 
 
 def small(errors: list[float]) -> bool:
-    """Of an output and of its gradients."""
+    """Whether the errors of an output and of its gradients are small."""
     return errors[0] < VALUES and max(errors[1:]) < GRADIENTS
 
 
 def alignment(setting):
-    """The causal order of varlen_attn where a segment has more keys than queries: its last query
-    sees all keys. Top-left order would be wrong everywhere behind a shared prompt."""
+    """varlen_attn's causal mask if a segment has more keys than queries: the last query must see
+    all keys. A mask aligned at the top left would be wrong everywhere after a shared prompt."""
     prepare_stand_in(setting)
     options = {"window_size": (-1, 0), "enable_gqa": True}
-    # as many keys, far more, one query, one more: what packed rows have
+    # the cases of packed rows: as many keys as queries, far more, a single query, one key more
     queries = torch.tensor([5, 130, 64, 1, 300])
     keys = torch.tensor([5, 400, 64, 77, 301])
 
     def ends(counts):
-        """Where segments begin, and the last one ends: (segments + 1,) int32."""
+        """Where segments begin, and where the last one ends: (segments + 1,) int32."""
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(setting.device)
 
     plan = (ends(queries), ends(keys), 300, 400)
@@ -87,7 +87,7 @@ def alignment(setting):
 
     for name, shape in SHAPES.items():
         if setting.device == "cpu" and name != "tiny":
-            continue  # a loop in Python: a minute for nothing
+            continue  # a loop in Python would take a minute for nothing
         leaves = random_qkv(shape, int(queries.sum()), int(keys.sum()), setting)
         errors = against_exact(attend, exactly, leaves)
         what = f"heads of {shape.hidden // shape.heads}, more keys than queries"
@@ -96,14 +96,14 @@ def alignment(setting):
 
 
 def packed_on_device(batch: dict, setting, varlen: bool) -> packing.Packed:
-    """A batch packed for one varlen_attn a layer, or for blocks."""
+    """A batch packed for one varlen_attn per layer, or for blocks."""
     rows = packing.on_host(batch["ids"], batch["prompt_lengths"], batch["lengths"])
     packed, _ = packing.pack(*rows, varlen=varlen)
     return packing.with_masks(packing.to_device(packed, torch.device(setting.device)))
 
 
 def attention(setting):
-    """One layer's attention of 8 completions a prompt, both ways."""
+    """One layer's attention over 8 completions per prompt, both ways."""
     prepare_stand_in(setting)
     shape = SHAPES[setting.shape]
     for tokens in (2048, 8192, 16384) if setting.device == "cuda" else (1300,):
@@ -126,7 +126,7 @@ def attention(setting):
 
 def one_attention(packed, leaves: list, exactly, setting) -> Finding:
     """Whether packing.attention is right, and what it costs."""
-    module = torch.nn.Module()  # stands for the layer, of which nothing is read
+    module = torch.nn.Module()  # stands for the layer; nothing of it is read
 
     def attend(*qkv):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)  # (1, heads, M, d): transformers' order
@@ -146,7 +146,7 @@ def one_attention(packed, leaves: list, exactly, setting) -> Finding:
     good = small(errors)
     measured = f"{forward:.2f} + {whole - forward:.2f} ms, {mib:.0f} MiB, {show(errors)}"
     if setting.device == "cuda" and packed.varlen is not None:
-        # right but slow where torch has fallen back to a kernel of its own
+        # right but slow if torch has fallen back to a kernel of its own
         names = kernels_of(both)
         good = good and any("flash" in name for name in names)
         measured += f", {'; '.join(names[:3])}"
@@ -169,9 +169,9 @@ def kernels_of(work) -> list[str]:
 
 
 def head(setting):
-    """log-probs, entropies and gradients at the real vocabulary, softmaxes kept and not."""
+    """Log-probs, entropies and gradients at the real vocabulary, with softmaxes kept and not."""
     if setting.device == "cpu":
-        # the path of a GPU, uncompiled
+        # the path that a GPU takes, uncompiled
         loss.on_gpu = lambda x: True
         loss.compiled = lambda function: function
     shape = SHAPES[setting.shape]
@@ -179,7 +179,7 @@ def head(setting):
     n, chunk = (4096, 1024) if setting.device == "cuda" else (100, 32)  # tokens, tokens at a time
     torch.manual_seed(2)
     hidden = torch.randn(n, shape.hidden, device=setting.device, dtype=torch.bfloat16)
-    # of this size log-probs are neither uniform nor certain
+    # at this scale log-probs are neither uniform nor certain
     weight = torch.randn(V, shape.hidden, device=setting.device) * 0.05
     leaves = (hidden.requires_grad_(), weight.bfloat16().requires_grad_())
     targets = torch.randint(V, (n,), device=setting.device)
@@ -197,7 +197,7 @@ def head(setting):
         milliseconds = seconds_of(work, setting.device) * 1e3
         gib = gib_of(work, setting.device)
         what = f"{n:,} tokens, V {V:,}, {'kept' if kept else 'computed again'}"
-        # values are made in float32, gradients leave in bfloat16
+        # values are computed in float32, gradients are returned in bfloat16
         good = max(errors[:2]) < 1e-3 and max(errors[2:]) < GRADIENTS
         flops = 1e3 * 6 * n * shape.hidden * V / milliseconds  # 2 forward, 4 backward
         measured = f"{milliseconds:.1f} ms, {flops / 1e12:.0f} Tflop/s, {gib:.1f} GiB"
@@ -207,7 +207,7 @@ def head(setting):
 
 
 def exact_head(leaves, targets, ups, temperature: float, chunk: int = 256) -> tuple:
-    """In float64, a few tokens at a time: logps, entropies, gradients of hidden and weight."""
+    """The head in float64, few tokens at a time: logps, entropies, gradients of hidden, weight."""
     hidden, weight = (x.detach().double() for x in leaves)
     weight.requires_grad_()
     weight.grad = torch.zeros_like(weight)  # (V, width), added up over the chunks
@@ -232,16 +232,16 @@ def exact_head(leaves, targets, ups, temperature: float, chunk: int = 256) -> tu
 
 
 def waits_of(work, device) -> int:
-    """How often the host waits for the GPU in `work`. 0 on a CPU."""
+    """How often the host waits for the GPU during `work`; 0 on a CPU."""
     if device != "cuda":
         work()
         return 0
-    work()  # what is compiled or set up at first use
+    work()  # compiles and sets up what is needed at first use
     wait_for(device)
     torch.cuda.set_sync_debug_mode("warn")  # torch then warns at every wait
     try:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")  # else the second one of a line is not heard
+            warnings.simplefilter("always")  # else a line's second warning is not shown
             work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -249,8 +249,8 @@ def waits_of(work, device) -> int:
 
 
 def waits(setting):
-    """Of one micro-batch, forward and backward, with gradient checkpointing: as few, and as many
-    for more layers and more groups."""
+    """The host's waits in a forward and backward of one micro-batch with gradient checkpointing:
+    they must be few, and no more with more layers or groups."""
     from policy import Policy
 
     prepare_stand_in(setting)

@@ -30,17 +30,17 @@ from preflight import memory_estimate, on_device
 from ranks import start_distributed
 
 G = 8
-TOKENS = 8192  # of a micro-batch
-# of the matrix peak that a step must reach. An H200 reached .23 at 0.5B and .32 at 1.5B: the host,
-# which launches 9,500 kernels, is behind (LOG.md, 2026-11-26)
+TOKENS = 8192  # per micro-batch
+# share of the matrix peak that a step must reach. An H200 reached .23 at 0.5B and .32 at 1.5B: it
+# waits for the host, which launches 9,500 kernels (LOG.md, 2026-11-26)
 SHARE = 0.2
-ESTIMATE = 1.3  # how far the peak may be above dry_run's estimate: it leaves small things out
+ESTIMATE = 1.3  # peak / dry_run's estimate may be this much: small things are left out
 
 
 class Case:
-    """A policy of random weights in an engine, a batch for it, and what is done with them."""
+    """A policy of random weights in an engine, a batch for it, and what can be done with them."""
 
-    # layers: fewer than the shape has, where only its widths matter
+    # layers: fewer than the shape has, if only its widths matter
     def __init__(
         self, setting, layers: int | None = None, tokens: int = TOKENS, groups: int = 0, **changes
     ):
@@ -57,13 +57,13 @@ class Case:
             "importance_sampling": "none",
             "beta": 0.0,
             "dtype": "bfloat16",
-            "learning_rate": 1e-4,  # a step must show in bfloat16
+            "learning_rate": 1e-4,  # large enough for a step to show in bfloat16
             "prompts_per_step": self.groups,
             "num_generations": G,
             "max_tokens_per_micro_batch": self.tokens,
         } | changes
         self.c = checked_config(values)
-        self.held = torch.cuda.memory_allocated() if self.gpu else 0  # by others, bytes
+        self.held = torch.cuda.memory_allocated() if self.gpu else 0  # bytes, held by others
         self.engine = train.load_policy(self.c, self.device)
         self.reference = train.load_reference(self.c, self.engine, self.device)
         vocabulary = self.shape.vocabulary
@@ -72,9 +72,9 @@ class Case:
         self.rewards = torch.rand(self.groups, G, generator=torch.Generator().manual_seed(3))
 
     def learn(self, spoiled: bool = False) -> dict:
-        """Gradients of one step. spoiled: NaN instead."""
+        """Computes the gradients of one step; NaN if `spoiled`."""
         self.batch.pop("old_logps", None)  # each time is the first update of its batch
-        # of an experience measure_groups reads these
+        # these are what measure_groups reads of an experience
         collected = SimpleNamespace(
             prompts=[{}] * self.groups, rollouts=[], right=[], rewards=self.rewards
         )
@@ -93,21 +93,21 @@ class Case:
         return metrics
 
     def weights(self) -> torch.Tensor:
-        """All of them, flat, on the CPU."""
+        """All weights, flat, on the CPU."""
         stage = self.c["zero_stage"]
         parts = [x.flatten().float().cpu() for _, x in named_weights(self.engine.module.lm, stage)]
         return torch.cat(parts)
 
     def estimate(self) -> float:
-        """GiB that dry_run would say of torch's memory, without a rollout engine."""
+        """dry_run's estimate of torch's memory in GiB, without a rollout engine."""
         lm = self.engine.module.lm
-        c = self.c | {"rollout_engine": "server"}  # one that holds nothing here
+        c = self.c | {"rollout_engine": "server"}  # an engine that holds no memory here
         parts = memory_estimate(c, lm.config, count_parameters(lm), ranks=1)
         parts.pop("libraries")  # torch does not count them
         return on_device(parts) / GIB
 
     def peak(self, work) -> float:
-        """GiB at the peak of `work`, everything of this case counted."""
+        """GiB at the peak of `work`, counting everything of this case."""
         if not self.gpu:
             work()
             return 0.0
@@ -119,12 +119,12 @@ class Case:
 
 
 def few_layers(setting) -> int:
-    """Enough for a check: widths are real, depth adds only time."""
+    """Few layers, enough for a check: widths are real, depth only adds time."""
     return 4 if setting.device == "cuda" else 2
 
 
 def steps_and_saves(setting, **changes):
-    """A step moves the weights; what is saved loads to the bit and goes on; NaN moves nothing."""
+    """A step moves the weights; a checkpoint loads to the bit and can go on; NaN moves nothing."""
     case = Case(setting, layers=few_layers(setting), **changes)
     start = case.weights()
     metrics = case.step()
@@ -142,7 +142,7 @@ def steps_and_saves(setting, **changes):
     case.step(spoiled=True)
     good = torch.equal(before, case.weights()) and not case.engine.was_step_applied()
     yield Finding("a NaN", good, "weights stay" if good else "weights moved", "weights stay")
-    # softmaxes are kept only where there is room: the estimate leaves them out
+    # softmaxes are kept only if there is room, so the estimate leaves them out
     room = loss.room_for_softmaxes
     loss.room_for_softmaxes = lambda hidden: 0
     peak = case.peak(case.step)
@@ -154,8 +154,8 @@ def steps_and_saves(setting, **changes):
 
 
 def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
-    """Of the engine's own part of a checkpoint, as checkpoint.py saves it. `first`: the weights
-    now."""
+    """Saves and loads the engine's own part of a checkpoint, as checkpoint.py does. `first`: the
+    weights now."""
     case.engine.save_checkpoint(
         str(folder), tag="engine", save_latest=False, client_state=checkpoint.CONVERTIBLE
     )
@@ -165,7 +165,7 @@ def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
     good = torch.equal(case.weights(), first)
     yield Finding("save and load", good, "the same weights" if good else "others", "to the bit")
     case.step()
-    # Adam makes a whole step of the smallest gradient, whose sign a GPU's rounding may change
+    # Adam makes a full step even for the smallest gradient, whose sign a GPU's rounding may change
     error = distance(case.weights() - first, second - first)
     measured = f"differs by {error:.1e} of itself"
     yield Finding("the step after it", error < 0.3, measured, "< 0.3", {"error": error})
@@ -174,7 +174,7 @@ def saves_and_loads(case: Case, folder: Path, first: torch.Tensor):
 
 
 def loads_converted(case: Case, folder: Path, first: torch.Tensor):
-    """The same, by the way that a checkpoint of another number of ranks takes."""
+    """The same, but loaded as a checkpoint of another number of ranks is."""
     checkpoint.load_universal(folder, case.engine, folder)
     same = torch.equal(case.weights(), first)
     case.step()
@@ -208,12 +208,12 @@ def offload(setting):
 
 
 def lora(setting):
-    """Its weights are merged ones, in bfloat16: a step must show in them too."""
+    """With LoRA a step must show in the merged bfloat16 weights too."""
     yield from steps_and_saves(setting, zero_stage=0, lora_rank=32, learning_rate=1e-3)
 
 
 def reference(setting):
-    """A step with the KL to a reference model, wherever that is: the same loss."""
+    """A step with the KL to a reference model has the same loss wherever the reference is."""
     first = None
     for place in ("device", "cpu", "sharded"):
         changes = {"beta": 0.1, "reference_placement": place}
@@ -221,19 +221,19 @@ def reference(setting):
         peak = case.peak(case.learn)
         found = case.learn()["loss"]
         first = found if first is None else first
-        good = abs(found - first) <= 1e-3 * abs(first) + 1e-6  # rounding of other kernels
+        good = abs(found - first) <= 1e-3 * abs(first) + 1e-6  # other kernels round differently
         measured = f"loss {found:.4e}, {peak:.2f} GiB"
         yield Finding(f"on {place}", good, measured, "the same loss", {"gib": peak})
-        # engines hold themselves in circles: the next one would start beside it
+        # an engine is part of reference cycles: without this the next one would start beside it
         del case
         gc.collect()
 
 
 def speed(setting):
-    """Steps of one micro-batch at the whole depth: attention by varlen_attn, then by blocks."""
+    """A step's speed, one micro-batch at full depth: attention by varlen_attn, then by blocks."""
     best = matrix_peak(setting.device)
     for name in ("0.5b", "1.5b") if setting.device == "cuda" else ("tiny",):
-        # the larger one as it would be trained
+        # the larger model as it would be trained
         changes = {"zero_stage": 1, "gradient_checkpointing": name == "1.5b"}
         case = Case(setting._replace(shape=name), tokens=2 * TOKENS, **changes)
         for way in ("varlen", "blocks"):
@@ -243,9 +243,9 @@ def speed(setting):
 
 
 def speed_of(case: Case, name: str, way: str, best: float) -> Finding:
-    """best: operations a second of the largest product."""
+    """The speed of one case. best: the GPU's peak, in operations a second."""
     varlen = way == "varlen" and case.gpu
-    # for the rest of this process, which is the check's own
+    # stays for the rest of this process, which is the check's own
     packing.uses_varlen = lambda lm: varlen
     seconds = seconds_of(case.step, case.device, repeats=5, warm=3)
     optimizer = seconds - seconds_of(case.learn, case.device, repeats=5, warm=1)
@@ -258,6 +258,6 @@ def speed_of(case: Case, name: str, way: str, best: float) -> Finding:
     )
     figures = {"tokens_per_second": tokens / seconds, "share": share, "gib": peak}
     figures |= {"optimizer_seconds": optimizer, "seconds": seconds}
-    good = share >= SHARE or not varlen  # blocks are what older GPUs have: measured, not judged
+    good = share >= SHARE or not varlen  # blocks are for older GPUs: measured, not judged
     wanted = f">= {SHARE:.0%} of the peak" if way == "varlen" else ""
     return Finding(f"{name}, {way}", good, measured, wanted, figures)

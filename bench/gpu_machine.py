@@ -13,15 +13,15 @@ from bench.shapes import copy_peak, distance, matrix_peak
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, empty if there is no such command or it fails."""
-    if shutil.which(command[0]) is None:  # of an empty name too
+    """What a command prints; empty if there is no such command or it fails."""
+    if shutil.which(command[0]) is None:  # also for an empty name
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def driver(setting):
-    """New enough for the CUDA that the wheels bring; with an older one torch sees no GPU."""
+    """The driver must be new enough for the wheels' CUDA; with an older one torch sees no GPU."""
     query = ("--query-gpu=driver_version,name,memory.total", "--format=csv,noheader")
     found = output_of("nvidia-smi", *query).splitlines()
     if not found:
@@ -33,23 +33,23 @@ def driver(setting):
 
 
 def compiler(setting):
-    """Triton compiles its driver helper with it at first use."""
+    """The C compiler, with which Triton compiles its driver helper at first use."""
     version = output_of(find_compiler(), "--version")
     measured = version.split("\n")[0] or "none"
     yield Finding("of C", bool(version), measured, "$CC, or else gcc or clang")
 
 
 def python_h(setting):
-    """What Triton compiles includes it; many images come without."""
+    """Python.h, which Triton's helper includes and many images lack."""
     path = find_header()
     yield Finding("header", path.exists(), str(path), "exists (python3-dev)")
 
 
 def nccl(setting):
-    """One rank alone: that it starts at all."""
+    """Whether NCCL starts at all, with one rank."""
     cuda = setting.device == "cuda"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    store = dist.HashStore()  # in memory: no port is needed, and none can be taken
+    store = dist.HashStore()  # in memory: needs no port
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     x = torch.ones(1000, device=setting.device)
@@ -61,11 +61,11 @@ def nccl(setting):
 
 
 def triton(setting):
-    """One kernel."""
+    """Whether Triton can compile and run a kernel."""
     if setting.device == "cpu":
         yield Finding("one kernel", True, "needs a GPU")
         return
-    # here: it imports triton
+    # imported here, because it imports triton
     from bench.triton_kernel import add
 
     a, b = torch.randn(2, 100_000, device=setting.device)
@@ -74,7 +74,7 @@ def triton(setting):
 
 
 def peaks(setting):
-    """The shares of the other checks are of these."""
+    """The GPU's peak speeds, of which other checks report shares."""
     # measured, not the data sheet's: clocks and power limits differ between machines
     products = matrix_peak(setting.device)
     copies = copy_peak(setting.device)

@@ -1,5 +1,5 @@
-"""What a machine with a GPU must have before gigabytes are downloaded for it; `make env` asks.
-Knows only Python's own library, for nothing is installed yet.
+"""Checks what a machine with a GPU must have, before gigabytes are downloaded for it; `make env`
+runs this. Uses only Python's own library, because nothing is installed yet.
 
     python bench/gpu_needs.py       a sentence for each thing that is missing, and status 2
 """
@@ -15,11 +15,12 @@ DRIVER = 580  # the oldest for CUDA 13.0, which torch 2.13.0 of PyPI is built wi
 
 
 def driver_problem() -> str:
-    """ "" also where there is no GPU: a login node, which shares its environment with others."""
+    """What is wrong with the driver; "" if nothing is, or if there is no GPU, as on a login node,
+    which shares its environment with others."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs is found by who uses it
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs shows when it is used
         return ""
     version = asked.stdout.partition("\n")[0].strip()
     major = version.partition(".")[0]
@@ -33,7 +34,7 @@ def driver_problem() -> str:
 
 def find_compiler() -> str:
     """The C compiler that Triton will call (its runtime/build.py); empty if there is none."""
-    if "CC" in os.environ:  # then Triton tries no other, whatever stands there
+    if "CC" in os.environ:  # then Triton tries no other, whatever it says
         return shutil.which(os.environ["CC"]) or ""
     return shutil.which("gcc") or shutil.which("clang") or ""
 
@@ -52,9 +53,9 @@ def compiler_problem() -> str:
 
 
 def find_header() -> Path:
-    """Python.h where Triton's compiler will look for it, whether it is there or not."""
+    """The path at which Triton's compiler will look for Python.h, whether it exists or not."""
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # of Debian, whose packages do not write there
+    if scheme == "posix_local":  # Debian's; its packages do not write there
         scheme = "posix_prefix"
     return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
 

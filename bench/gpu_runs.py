@@ -14,25 +14,25 @@ from pathlib import Path
 from bench.gpu import Finding, last_words
 from common import ROOT
 
-STEPS = 4  # two before the kill, two behind it
+STEPS = 4  # two before the kill, two after it
 DEADLINE = 200  # seconds, for one process
-LEAVE = 60  # seconds that a rank may take to notice that another has died
+LEAVE = 60  # seconds within which a rank must notice that another has died
 
 
 def command_of(script: str, **settings) -> list[str]:
-    """A script of this project on the smallest task there is."""
+    """The command for a script of this project on its smallest task."""
     flags = [f"--{key}={value}" for key, value in settings.items()]
     return [sys.executable, script, "config/countdown_tiny.py", *flags]
 
 
 def environment(setting) -> dict:
-    """A CPU alone, if that was asked for; never the hub: everything needed is here."""
+    """Hides GPUs if the setting is a CPU. The hub is never asked: everything needed is here."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {}
     return os.environ | {"HF_HUB_OFFLINE": "1"} | hidden
 
 
 def run(command: list[str], setting) -> str:
-    """Its last words if it fails, else nothing."""
+    """Runs a command; returns its last words if it fails, else ""."""
     env = environment(setting)
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE
@@ -41,17 +41,17 @@ def run(command: list[str], setting) -> str:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """What metrics.jsonl says of each training step."""
+    """The lines of metrics.jsonl that are training steps."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
     whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
     rows = [json.loads(line) for line in whole.splitlines()]
-    return [row for row in rows if "loss" in row]  # not of evaluations
+    return [row for row in rows if "loss" in row]  # evaluations have no loss
 
 
 def begin(command: list[str], out, setting) -> subprocess.Popen:
-    """All that it says goes to the file: a full pipe would stop it."""
+    """Starts a process whose output goes to the file: a full pipe would stop it."""
     env = environment(setting)
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
 
@@ -62,7 +62,7 @@ def words_in(out) -> str:
 
 
 def second_checkpoint(process: subprocess.Popen, folder: Path) -> bool:
-    """Waits for it; False if the process ends before, or takes too long."""
+    """Waits for the second checkpoint; False if the process ends before, or takes too long."""
     end = time.monotonic() + DEADLINE
     while not (folder / "step_000002").exists():
         if process.poll() is not None or time.monotonic() > end:
@@ -72,37 +72,37 @@ def second_checkpoint(process: subprocess.Popen, folder: Path) -> bool:
 
 
 def run_and_kill(command: list[str], folder: Path, setting) -> str:
-    """Starts a run and kills it after its second checkpoint; what went wrong, or nothing."""
+    """Starts a run and kills it after its second checkpoint. Returns what went wrong, or ""."""
     with open(folder.with_suffix(".out"), "w+") as out:
         process = begin(command, out, setting)
         try:
             came_so_far = second_checkpoint(process, folder)
         finally:
-            process.kill()  # nothing can be tidied up: as when power fails
+            process.kill()  # nothing can be tidied up, as after a power cut
             process.wait()
         return "" if came_so_far else words_in(out)
 
 
 def train(setting):
-    """A tiny model for Countdown from its warm start on: four steps, killed after two."""
+    """A tiny model for Countdown: a warm start, then four steps, killed after two."""
     yield from from_warm_start(resumed_run, setting)
 
 
 def from_warm_start(work, setting):
-    """What work(folder, setting) finds, with a warmed-up tiny model in folder / "sft"."""
+    """The findings of work(folder, setting), with a warmed-up tiny model in folder / "sft"."""
     base = Path(tempfile.mkdtemp(prefix="bench_gpu_"))
     try:
         wrong = run(command_of("sft.py", model="tiny", output_dir=base / "sft", steps=20), setting)
         yield Finding("sft.py", not wrong, wrong or "runs", "a model")
         if not wrong:
             yield from work(base, setting)
-    finally:  # also when nobody asks for the next finding
+    finally:  # also if nobody asks for the next finding
         shutil.rmtree(base, ignore_errors=True)
 
 
 def settings_of(base: Path, **changes) -> dict:
-    """Of train.py: as short as a run can be that is killed after two checkpoints."""
-    vllm = importlib.util.find_spec("vllm") is not None  # runs do not need it, only speed does
+    """Flags for train.py: as short a run as can be killed after two checkpoints."""
+    vllm = importlib.util.find_spec("vllm") is not None  # not needed for a run, only for speed
     settings = {
         "model": base / "sft",
         "output_dir": base / "run",
@@ -117,7 +117,7 @@ def settings_of(base: Path, **changes) -> dict:
 
 
 def two_ranks(setting):
-    """train.py on two ranks, and how long the other one takes to leave when one is killed."""
+    """train.py on two ranks, and how long one takes to leave after the other is killed."""
     yield from from_warm_start(pair_of_runs, setting)
 
 
@@ -129,7 +129,7 @@ def pair_of_runs(base: Path, setting):
     steps = [row["step"] for row in metrics_of(base / "run")]
     good = not wrong and steps == list(range(1, STEPS + 1))
     yield Finding("train.py", good, wrong or f"steps {steps}", f"steps 1 to {STEPS}")
-    # long enough not to be done before it is killed
+    # long enough that it is not done before it is killed
     changes = {"output_dir": base / "killed", "max_steps": 100_000, "save_steps": 2}
     command = torchrun + command_of("train.py", **settings_of(base, **changes))[1:]
     seconds, said = kill_one_rank(command, base / "killed", setting)
@@ -138,7 +138,7 @@ def pair_of_runs(base: Path, setting):
 
 
 def children_of(pid: int) -> list[int]:
-    """Linux only, as is all of this."""
+    """Process ids of a process's children. Linux only, like all of this."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
@@ -151,12 +151,12 @@ def kill_one_rank(command: list[str], folder: Path, setting) -> tuple[float, str
             if not second_checkpoint(process, folder):
                 return 0.0, words_in(out)
             killed = time.monotonic()
-            os.kill(children_of(process.pid)[-1], signal.SIGKILL)  # the last rank
+            os.kill(children_of(process.pid)[-1], signal.SIGKILL)  # it is the last rank
             process.wait(timeout=DEADLINE)
             seconds = time.monotonic() - killed
         finally:
             if process.poll() is None:
-                # ranks first: without torchrun nobody would end them
+                # ranks first, because without torchrun nobody would end them
                 for pid in [*children_of(process.pid), process.pid]:
                     os.kill(pid, signal.SIGKILL)
             process.wait()
@@ -164,7 +164,7 @@ def kill_one_rank(command: list[str], folder: Path, setting) -> tuple[float, str
 
 
 def resumed_run(base: Path, setting):
-    """A run that is killed and goes on is the run that was asked for."""
+    """A run that is killed and resumed makes every step exactly once."""
     settings = settings_of(base)
     command = command_of("train.py", **settings)
     wrong = run_and_kill(command, base / "run", setting)
@@ -175,7 +175,7 @@ def resumed_run(base: Path, setting):
     wrong = run([*command, "--resume_from_checkpoint=latest"], setting)
     rows = metrics_of(base / "run")
     steps = [row["step"] for row in rows]
-    good = not wrong and steps == list(range(1, STEPS + 1))  # none twice, none left out
+    good = not wrong and steps == list(range(1, STEPS + 1))  # no step twice, none left out
     gap = max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=0.0)
     measured = wrong or f"steps {steps}, log-probs apart by {gap:.1e}"
     yield Finding("train.py, resumed", good, measured, f"steps 1 to {STEPS}")

@@ -1,4 +1,4 @@
-"""The least that a step of ours could cost, beside what it costs: the arm "limits" of
+"""What a step of ours costs beside the least that it could cost: the arm "limits" of
 `python -m bench`."""
 
 import time
@@ -8,9 +8,9 @@ from bench.scenarios import END, LONGEST_PROMPT, parts, prepare, read_rows
 
 
 def limits(scenario: str, beta: float, steps: int) -> tuple:
-    """What a step's two halves cost beside the least that they could: the learning phase beside a
-    bare forward and backward of the same tokens, rollouts beside vLLM's own generate. In turns, in
-    one process; beta is not looked at. There is no first step: 0."""
+    """Times the two halves of a step beside the least that they could cost: the learning phase
+    beside a bare forward and backward of the same tokens, rollouts beside vLLM's own generate. They
+    take turns in one process. beta is ignored. There is no first step, so its time is 0."""
     import torch
 
     import rollout
@@ -18,7 +18,7 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
 
     device = start_distributed().device
     folder = prepare(scenario)
-    # what the engine and the learner read of a config
+    # the keys that the engine and the learner read
     settings = {
         "model": folder,
         "objective": "dr_grpo",
@@ -36,11 +36,11 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
 
     found = []
     for i in range(steps):
-        # the order alternates: what the first leaves in the caches helps neither
+        # the order alternates, so that neither gains by what the first leaves in the caches
         order = (learn, bare, roll, vllm) if i % 2 else (bare, learn, vllm, roll)
         times = {}
         for work in order:
-            sampler.llm.reset_prefix_cache()  # or the second to generate would have its prompts
+            sampler.llm.reset_prefix_cache()  # or the second one would find its prompts there
             begin = time.perf_counter()
             work()
             times[work.__name__] = time.perf_counter() - begin
@@ -52,8 +52,8 @@ def limits(scenario: str, beta: float, steps: int) -> tuple:
 
 
 def rollouts_and_limit(sampler, scenario: str) -> tuple:
-    """(rollouts as train.py asks for them, the same completions from vLLM's own generate), as
-    functions."""
+    """Two functions: rollouts as train.py asks for them, and the same completions from vLLM's own
+    generate."""
     import rollout
     from preflight import load_model_files
 
@@ -63,7 +63,7 @@ def rollouts_and_limit(sampler, scenario: str) -> tuple:
     prompts = []
     for row in read_rows(folder)[: size["P"]]:
         prompts.append(tokenizer(row["prompt"])["input_ids"])
-    # one a prompt, the same for both: they sample the same tokens
+    # one seed per prompt, the same for both, so that they sample the same tokens
     seeds = list(range(size["P"]))
 
     def roll():
@@ -95,8 +95,8 @@ def rollouts_and_limit(sampler, scenario: str) -> tuple:
 
 
 def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
-    """(the learning phase, a bare forward and backward on the same tokens with logits for the
-    completions only, what makes both forget their gradients), as functions."""
+    """Three functions: the learning phase; a bare forward and backward of the same tokens, with
+    logits for the completions only; and one that makes both forget their gradients."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -107,13 +107,13 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
     engine = train.load_policy(config, torch.device("cpu"))
     lm = AutoModelForCausalLM.from_pretrained(prepare(scenario), dtype=torch.float32).train()
     config = config | {"max_tokens_per_micro_batch": tokens_of_ours(scenario, lm)}
-    # (P, G), all different: every row has an advantage, so every row is learned from
+    # (P, G), all different, so that every row has an advantage and is learned from
     rewards = torch.rand(size["P"], size["G"], generator=torch.Generator().manual_seed(0))
     lengths = batch["lengths"].view(size["P"], size["G"])
     measured = learner.GroupMeasures(rewards, rewards, lengths)
     targets = learner.group_targets(measured, 0.0, 0.0, config)
     counts = learner.step_counts(targets, lengths)
-    begins = int(batch["prompt_lengths"][0])  # prompts are of one length
+    begins = int(batch["prompt_lengths"][0])  # all prompts have one length
 
     def learn():
         batch.pop("old_logps", None)  # each time is the first update of its batch
@@ -127,7 +127,7 @@ def learning_and_limit(batch: dict, scenario: str, config: dict) -> tuple:
         torch.nn.functional.cross_entropy(logits, sampled).backward()
 
     def forget():
-        # kept as zeros: no work finds its gradients to be allocated
+        # kept as zeros, so that neither has to allocate its gradients
         engine.optimizer.zero_grad(set_to_none=False)
         lm.zero_grad(set_to_none=False)
 

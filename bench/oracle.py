@@ -1,11 +1,11 @@
-"""Slow and plain versions of what a GPU does with kernels of its own, to compare with."""
+"""Slow and plain versions of what a GPU does with special kernels, to compare with."""
 
 import torch
 from torch import Tensor
 
 
 def bottom_right(Q: int, K: int) -> Tensor:
-    """(Q, K) bool: the last query sees all keys, the one before it all but the last, and so on."""
+    """(Q, K) bool: the last query sees all keys, the one before all but the last, and so on."""
     return torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
 
 
@@ -16,14 +16,14 @@ def bottom_right_attention(query: Tensor, key: Tensor, value: Tensor, *plan, **o
     queries and among keys, (segments + 1,) each, then the longest Q and K. options: scale, and
     window_size and enable_gqa as below."""
     ends_q, ends_k, longest_q, longest_k = plan
-    # the kernel can do other things: nobody has asked this one for them
+    # the kernel has other options; nothing here uses them
     assert options.pop("window_size", (-1, 0)) == (-1, 0), "causal only"
     assert options.pop("enable_gqa", True), "kv heads are repeated here"
     scale = options.pop("scale", None)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     assert not options, f"unknown to this stand-in: {', '.join(options)}"
-    groups = query.shape[1] // key.shape[1]  # query heads that share one of keys
+    groups = query.shape[1] // key.shape[1]  # query heads that share a head of keys
 
     parts = []
     for i in range(len(ends_q) - 1):
@@ -33,7 +33,7 @@ def bottom_right_attention(query: Tensor, key: Tensor, value: Tensor, *plan, **o
         k = key[keys].repeat_interleave(groups, 1).transpose(0, 1)  # (heads, K, d)
         v = value[keys].repeat_interleave(groups, 1).transpose(0, 1)  # (heads, K, d)
         Q, K = q.shape[1], k.shape[1]
-        # the kernel sizes its work by these: wrong ones would read beyond a segment
+        # the kernel relies on these: wrong ones would read beyond a segment
         assert Q <= longest_q and K <= longest_k
         seen = bottom_right(Q, K).to(q.device)
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)  # (heads, Q, K)

@@ -1,4 +1,4 @@
-"""Commands that must end in time, and leave nothing behind."""
+"""Runs commands that must end in time and leave nothing behind."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ from workers import descendants, kill
 def run_for(
     command: list[str], limit: float, env: dict | None = None
 ) -> subprocess.CompletedProcess:
-    """Runs a command for `limit` seconds at most; then it is killed, and its returncode is None.
-    What it has started ends with it, see kill_all(), also when we are told to end meanwhile."""
+    """Runs a command for at most `limit` seconds; then it is killed, and its returncode is None.
+    Whatever it has started ends with it (see kill_all()), also if we are told to end meanwhile."""
     with signals_noted() as heard, text_file() as out, text_file() as err:
         process = subprocess.Popen(
             command,
@@ -24,7 +24,7 @@ def run_for(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            start_new_session=True,  # all that is in it has been started by this command
+            start_new_session=True,  # so all that is in it was started by this command
         )
         try:
             end = time.monotonic() + limit
@@ -38,11 +38,11 @@ def run_for(
 
 @contextmanager
 def signals_noted():
-    """A list of the signals that ask this process to end. They do nothing else meanwhile; the first
-    one is sent again at the end."""
+    """Yields a list that collects the signals that ask this process to end. Meanwhile they do
+    nothing else; the first one is sent again at the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heard = []
-    # a handler that ended us at once would leave behind what has just been started
+    # a handler that ended us at once would leave behind a process that has just started
     listen(lambda number, frame: heard.append(number))
     try:
         yield heard
@@ -54,8 +54,8 @@ def signals_noted():
 
 
 def text_file():
-    """For what a process says. Not a pipe: a full one would stop it, and one that a process left
-    behind holds open has no end."""
+    """A file for a process's output. Not a pipe: a full one would stop the process, and one that a
+    leftover process holds open never ends."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
@@ -65,12 +65,12 @@ def text_in(file) -> str:
 
 
 def kill_all(process: subprocess.Popen) -> None:
-    """Ends a process that leads a session, all that is in the session, and all of its descendants:
-    a run of train.py, say, which holds a GPU's memory."""
-    # Ranks of torchrun are in sessions of their own: looked up first, for only a living parent
-    # leads to them. If it has ended by itself they are not found, and end as it did
+    """Ends a process that leads a session, everything in the session, and all its descendants, such
+    as a run of train.py that holds a GPU's memory."""
+    # Ranks of torchrun are in sessions of their own. They are looked up first, because only a
+    # living parent leads to them. If it has ended by itself, they are not found, and end as it did
     pids = descendants(process.pid)
-    with suppress(ProcessLookupError):  # none is left
+    with suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGKILL)
     for pid in pids:
         kill(pid)

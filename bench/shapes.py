@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu import Shape
 
-PROMPT = 128  # tokens of a prompt
+PROMPT = 128  # tokens per prompt
 GIB = 2**30
 
 
@@ -33,20 +33,20 @@ def random_model(shape: Shape, device, dtype=torch.bfloat16):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    with torch.device(device):  # billions of random numbers: drawn where they are needed
+    with torch.device(device):  # billions of random numbers, drawn where they are needed
         return AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
 
 
 def model_folder(shape: Shape, device) -> Path:
-    """Random weights, saved once: whole or not at all."""
+    """A folder with random weights, saved once, whole or not at all."""
     name = "_".join(map(str, shape))
-    # of this user only: another's folder might not be readable
+    # this user's own, because another's folder might not be readable
     folder = Path(tempfile.gettempdir()) / f"bench_gpu_{os.getuid()}_{name}"
     if (folder / "model.safetensors").exists():
         return folder
-    # beside it: a process that is killed here leaves no half a model under its name
+    # made beside it, so that a process killed here leaves no half model under that name
     part = folder.with_name(folder.name + ".part")
-    for remains in (part, folder):  # of such a one
+    for remains in (part, folder):  # left by such a process
         shutil.rmtree(remains, ignore_errors=True)
     random_model(shape, device).save_pretrained(part)
     os.replace(part, folder)
@@ -54,8 +54,8 @@ def model_folder(shape: Shape, device) -> Path:
 
 
 def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
-    """About `tokens` tokens, prompts once: `groups` prompts with G completions each, lengths of
-    which are between half of the longest and the longest."""
+    """A batch of about `tokens` tokens, counting each prompt once: `groups` prompts with G
+    completions each, whose lengths lie between half of the longest and the longest."""
     rows = groups * G
     longest = int((tokens - groups * PROMPT) / rows / 0.75)  # the mean is 3/4 of the longest
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
     lengths = lengths[torch.randperm(rows, generator=generator)]  # (N,), in no order
     # from 3 on: the first ids may be special tokens
     ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)  # (N, S)
-    ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)  # a prompt a group
+    ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)  # one prompt per group
     batch = {
         "ids": ids,
         "prompt_lengths": torch.full((rows,), PROMPT),
@@ -74,8 +74,8 @@ def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
 
 
 def products(shape: Shape, batch: dict, groups: int) -> float:
-    """Floating-point operations of a forward and backward, 2 and 4 per weight and token, the
-    vocabulary head on completion tokens only; attention left out."""
+    """Floating-point operations of a forward and a backward: 2 and 4 per weight and token. The
+    vocabulary head counts on completion tokens only; attention is left out."""
     completions = int(batch["lengths"].sum())
     tokens = completions + groups * PROMPT
     # queries and output are square, keys and values narrower
@@ -86,13 +86,13 @@ def products(shape: Shape, batch: dict, groups: int) -> float:
 
 
 def wait_for(device) -> None:
-    """Until the device has done all that it was given: kernels run behind the host's back."""
+    """Waits until the device has done all that it was given; kernels run asynchronously."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work, device, repeats: int = 5, warm: int = 2) -> float:
-    """The median of `repeats`, after `warm` that do not count."""
+    """The median seconds of `repeats` calls, after `warm` calls that do not count."""
     times = []  # the first ones compile, allocate and choose kernels
     for _ in range(warm + repeats):
         wait_for(device)
@@ -104,7 +104,7 @@ def seconds_of(work, device, repeats: int = 5, warm: int = 2) -> float:
 
 
 def gib_of(work, device) -> float:
-    """GiB that `work` needs at its peak, beyond what is held before it. 0 on a CPU."""
+    """GiB that `work` needs at its peak, beyond what was held before; 0 on a CPU."""
     if torch.device(device).type != "cuda":
         work()
         return 0.0
@@ -133,7 +133,7 @@ def copy_peak(device) -> float:
 
 
 def distance(found, wanted) -> float:
-    """|found - wanted| / |wanted|; NaN passes for nothing."""
+    """|found - wanted| / |wanted|. NaN is no distance that passes."""
     found = found.detach().double()
     wanted = wanted.detach().double()
     return ((found - wanted).norm() / wanted.norm()).item()

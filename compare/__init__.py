@@ -1,2 +1,2 @@
-"""Which objective? Arms x seeds, their tables, tests and pictures. Nothing in the trainer imports
-this."""
+"""Compares objectives: arms x seeds, with tables, tests and pictures. Nothing in the trainer
+imports this."""

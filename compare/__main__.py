@@ -166,7 +166,7 @@ def evaluation_settings(config: dict) -> list:
     """The settings that must be equal for two arms to be comparable."""
     evaluation = [(key, value) for key, value in config.items() if key.startswith("eval_")]
     evaluation.append(config["max_completion_length"])  # an evaluation's too
-    if config["long_prompts"] != "error":  # what is left out or cut depends on these
+    if config["long_prompts"] != "error":  # what is left out or cut depends on these keys
         evaluation += [(key, config[key]) for key in LENGTH_KEYS]
     # the first reward decides what is correct
     return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]
@@ -189,7 +189,7 @@ def with_known_tau(config: dict) -> dict:
     """The config as train.py writes it into config.json, with maxent_tau=-1 replaced."""
     if config["maxent_tau"] != -1:
         return config
-    from transformers import AutoConfig  # here: it takes seconds, and few arms need it
+    from transformers import AutoConfig  # imported here: takes seconds, and few arms need it
 
     try:
         model_config = AutoConfig.from_pretrained(config["model"], trust_remote_code=False)
@@ -233,7 +233,7 @@ def last_step(run: dict) -> int:
 def check_evaluation(run: dict) -> None:
     """UserError if a finished run was evaluated under another number of seeds than is asked for,
     or if its training ended before last_step(), as with another --patience."""
-    # not latest(), which reads all of a checkpoint; none if somebody has tidied up
+    # not latest(), which reads a whole checkpoint; there is none if somebody has tidied up
     saved = checkpoint.steps_of(run["folder"])
     if saved and checkpoint.number_of(saved[-1]) < last_step(run):
         raise UserError(
@@ -251,8 +251,9 @@ def check_evaluation(run: dict) -> None:
 
 
 def take_own_evaluation(run: dict) -> bool:
-    """Whether train.py has evaluated a finished run's last checkpoint as it is asked for, under one
-    seed: then that becomes its eval.jsonl. evaluate.py would sample the same answers again."""
+    """Whether train.py has already evaluated a finished run's last checkpoint as is asked for
+    here, under one seed. If so, that becomes the run's eval.jsonl, because evaluate.py would sample
+    the same answers."""
     last = checkpoint.steps_of(run["folder"])[-1].name
     evaluation = run["folder"] / "evaluations" / f"{last}.jsonl"
     if run["eval_seeds"] > 1 or not evaluation.exists():
@@ -287,7 +288,7 @@ def start(run: dict, ranks: int, locked) -> subprocess.Popen:
     """Starts a run's next command; its output is appended to the run's log."""
     run["folder"].parent.mkdir(parents=True, exist_ok=True)
     kept = dict(os.environ)
-    kept.pop(CHOSEN_WAITING, None)  # they choose for themselves
+    kept.pop(CHOSEN_WAITING, None)  # runs choose it for themselves
     # beside the run's folder, not in it: overwriting the folder would delete the log
     with open(run["folder"].with_suffix(".log"), "a") as log:
         return subprocess.Popen(
@@ -323,7 +324,7 @@ def end_if_settled(run: dict, before: int, now: int) -> None:
     """Asks a run in training to end if it has settled. before, now: its last steps at the last look
     and at this one."""
     every = run["config"]["eval_steps"]
-    # step N's evaluation is written behind its line: it is there once step N + 1 has one
+    # step N's evaluation is written after its line, so it is there once step N + 1 has a line
     evaluated = (now - 1) // every > (before - 1) // every
     if run["patience"] and evaluated and settled_at(run) is not None:
         (run["folder"] / "stop").touch()
@@ -391,7 +392,7 @@ def main(argv) -> None:
     runs = plan_runs(own, shared)
     output = own["output"]
     if not own["report_only"]:
-        for run in runs:  # before any run starts: the tenth would fail after hours
+        for run in runs:  # before any run starts, because the tenth would fail after hours
             refuse_missing_folder(run["config"]["model"])
         look = "look at what is finished with --report_only=True"
         with hold_folder(output, key="output", cure=look) as locked:

@@ -5,11 +5,12 @@
     python -m compare.frontier runs/compare_countdown_tiny --output=runs/evidence.jsonl
 
 A file has a line {"arm", "seed", "step", "mean@8", "pass@8", "coverage@8", "distinct@8", "seconds"}
-for each evaluation; where right answers can't be told apart or counted, without distinct or
-coverage. seconds: what training had taken until then, without evaluations and checkpoints. The
-command's own flags: --picture (a file to draw), --output (such a file to write), --arms (their
-names with commas between them; otherwise all), --problems (of an evaluation), --k (samples of
-each). A folder knows these two; of a file they are 256 and 8 unless given.
+for each evaluation, without distinct or coverage if right answers can't be told apart or counted.
+"seconds" is the time that training had taken until then, without evaluations and checkpoints.
+
+The command's own flags: --picture (a file to draw), --output (such a file to write), --arms (names
+separated by commas; default all), --problems (of an evaluation), --k (samples of each problem). A
+folder knows the last two; for a file they are 256 and 8 unless given.
 
 Best point of a run: the evaluation with the highest mean@k among those whose pass@k is at least the
 start's minus one standard error. This rule was fixed before the runs. The highest of many noisy
@@ -41,7 +42,7 @@ from compare.results import (
 
 OWN = {"picture": "", "output": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
 METRICS = ("mean", "pass", "coverage", "distinct")
-NEEDED = METRICS[:2]  # the others are shown where all evaluations have them
+NEEDED = METRICS[:2]  # the others are shown if all evaluations have them
 # of training, averaged over the steps since the evaluation before, if a file is written
 AVERAGED = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
 NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
@@ -234,7 +235,7 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
         axis.set(title=f"path through training: {metric}@{k} against mean@{k}", xlabel=f"mean@{k}")
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)
-    # not beside the dots: the ends of good arms lie upon each other
+    # not beside the dots, because the ends of good arms lie upon each other
     dots = [plt.Line2D([], [], color=color, marker="o") for color in colors.values()]
     figure.legend(dots, list(colors), loc="outside right upper", fontsize=8)
     figure.savefig(picture, dpi=110)

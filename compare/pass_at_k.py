@@ -4,15 +4,15 @@
     python -m compare.pass_at_k runs/k64 --output=runs/k64.jsonl
     python -m compare.pass_at_k runs/k64.jsonl
 
-A folder has <arm>/seed_<n>/eval.jsonl, as evaluate.py writes them with --output, for example at the
-end of `python -m compare`: 8 samples under 3 evaluation seeds are 24 of each problem. For more:
+A folder has files <arm>/seed_<n>/eval.jsonl, which evaluate.py writes with --output, for example at
+the end of `python -m compare`: 8 samples under 3 evaluation seeds are 24 of each problem. For more:
 
     python evaluate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200 \\
         --eval_num_generations=64 --output=runs/k64/maxent/seed_1/eval.jsonl
 
-A file has what is needed of them, a line {"arm", "seed", "samples", "problems"} for each run, where
-problems[c] is the number of problems with c right answers among the samples. The command's own
-flags: --output (such a file to write), --picture (a file to draw).
+A file has only what is needed of these: a line {"arm", "seed", "samples", "problems"} for each run,
+where problems[c] is the number of problems with c right answers among the samples. The command's
+own flags: --output (such a file to write), --picture (a file to draw).
 """
 
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ from compare.results import (
 )
 
 OWN = {"output": "", "picture": ""}
-MOST_SAMPLES = 10_000  # of a problem: from some millions on one binomial coefficient takes minutes
+MOST_SAMPLES = 10_000  # per problem; with some millions a single binomial coefficient takes minutes
 
 
 class Counts(NamedTuple):
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
     arm: str
     seed: int
-    samples: int  # of each problem
+    samples: int  # per problem
     problems: dict[int, int]  # number of right answers -> number of problems
 
 

@@ -9,7 +9,7 @@ maxrl = {"objective": "maxrl"}
 maxrl_slow = {"objective": "maxrl", "learning_rate": 2.5e-6}
 # maxent's weights without p, the policy's own share of the group
 maxent_pg = {"objective": "maxent", "maxent_loss": "policy_gradient"}
-# groups whose answers are all right go on being evened out
+# groups whose answers are all right are evened out too
 maxent_right_too = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
 # rows below their group's mean are pushed down at least as hard as by a policy gradient
 maxent_floored = {"objective": "maxent", "maxent_loss": "floored"}

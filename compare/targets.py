@@ -3,10 +3,10 @@
     python -m compare.targets runs/compare_countdown_steered
     python -m compare.targets runs/compare_countdown_steered --last=100
 
-A row is a run, measured over the second half of its steps, or over the last --last of them. It has,
-for entropy and KL, the mean, the target, and the mean distance between value and target (without a
-target the mean only, to compare with); and for tau and beta the last value, and the share of those
-steps that it spent at a bound, where a controller has no effect.
+A row is a run, measured over the second half of its steps, or over the last --last of them. For
+entropy and KL it has the mean, the target, and the mean distance between value and target (without
+a target only the mean, for comparison). For tau and beta it has the last value, and the share of
+those steps at which it was at a bound, where a controller has no effect.
 
 The entropy is that of the weights, or the excess entropy if that is what the target is for. The KL
 is per token, or over a group if a meta-controller steers.

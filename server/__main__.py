@@ -1,14 +1,14 @@
 """Starts a stock vLLM server with the settings that a config needs, for rollout_engine="server".
-This process becomes the server, so a signal that ends this ends the server.
+This process becomes the server, so a signal that ends it ends the server.
 
     python -m server config/countdown_tiny.py --port=8000
     python -m server config/math_maxent.py --port=8000 --host=0.0.0.0 --tp=2
     python -m server config/math_maxent.py --port=8000 -- --max-num-seqs 512
 
-The first line serves this machine only, the second other machines too, with two GPUs per replica
-(--tp). --dp=N: N replicas behind one port. Arguments after -- go to vLLM as they are. The server
-runs in vLLM's development mode, in which anybody who reaches the port can change its weights: open
-it to a private network only.
+The first line serves this machine only; the second serves other machines too, with two GPUs per
+replica (--tp). --dp=N runs N replicas behind one port. Arguments after -- go to vLLM as they are.
+The server runs in vLLM's development mode, in which anybody who reaches the port can change its
+weights, so open it to a private network only.
 """
 
 import json
@@ -20,7 +20,7 @@ from checks import entries, max_sequence_length
 from common import UserError, load_config, own_flags, script
 
 SERVE_ROWS = 128  # completions that `vllm serve` runs at once by default on a CPU
-OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are no keys of the config
+OWN = {"port": 8000, "host": "127.0.0.1", "tp": 1, "dp": 1}  # flags that are not keys of the config
 # vllm_options that command() handles itself; --tp replaces tensor_parallel_size
 SET_HERE = ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes")
 
@@ -28,7 +28,7 @@ SET_HERE = ("tensor_parallel_size", "enforce_eager", "kv_cache_memory_bytes")
 def command(c: dict, own: dict, model_config) -> tuple[list[str], dict]:
     """The server's argv, and what must be added to its environment. c: a resolved config;
     model_config: Hugging Face's."""
-    # imported here, because they take ten seconds: a wrong flag is reported before
+    # imported here, because they take ten seconds and a wrong flag is reported before
     import torch
 
     import rollout
@@ -101,7 +101,7 @@ def environment_additions(on_gpu: bool, eager: bool, tp: int) -> dict[str, str]:
         usual["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if eager:  # enforce_eager still compiles a part of the sampler, see rollout.VllmEngine
             usual["TORCHDYNAMO_DISABLE"] = "1"
-        if tp == 1:  # the model lives in the engine's process: none of its own, a start of 10 s
+        if tp == 1:  # the model lives in the engine's process: saves 10 s at the start
             usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in usual.items():
         if name not in os.environ:

@@ -37,7 +37,7 @@ class DiskTransfer:
     def __init__(self, engine, folder: Path):
         self.engine = engine
         self.folder = folder.resolve()
-        self.made = not self.folder.exists()  # else it is the user's
+        self.made = not self.folder.exists()  # otherwise it is the user's
         engine.on_rank_0(self.remove_leftovers)
 
     def remove_leftovers(self) -> None:

@@ -8,7 +8,8 @@ The first line starts such a server with the settings that a config needs. Every
 prompts, as token ids to /v1/completions, up to CONCURRENCY at a time, spread over the servers.
 After each step the weights go to every server under a new name, which the server remembers (vLLM's
 weight version). An answer counts only if its server still holds the version that was synced last. A
-server that dies is left out, and the others take over its prompts; the next sync tries it again.
+server that dies is left out, and the others take over its prompts; it is tried again at the next
+sync.
 
 Requests carry an X-Request-Id, such as <tag>-s<step>-p<prompt> (all forms: docs/servers.md),
 which the server repeats in the header and the body of its answer. So an answer to somebody else's
@@ -88,8 +89,8 @@ class ServerEngine(Engine):
         server.check(self.longest, self.transfers)
 
     def checked_version(self, server: Server) -> str:
-        """The name of the weights that the server holds. ServerError if these are not what was
-        synced last, as of a server that was started again, and its settings don't fit any more:
+        """The name of the weights that the server holds. If these are not what was synced last, the
+        server may have been started again: ServerError if its settings don't fit any more, because
         its log-probs may be of another distribution."""
         version = server.version()
         if self.version and version != self.version:
@@ -125,8 +126,7 @@ class ServerEngine(Engine):
                 time.sleep(1)
 
     def make_transfer(self, model: str, config: dict, dtype: torch.dtype):
-        """The object that takes the weights to the servers, by its send(named_parameters,
-        version)."""
+        """The object whose send(named_parameters, version) takes the weights to the servers."""
         if self.transfers:
             from server.nccl import NcclTransfer  # imports vLLM
 
@@ -146,8 +146,8 @@ class ServerEngine(Engine):
                 outcome = [(None, error)]
             except ServerError as error:
                 outcome = [(None, RunStopped(str(error)))]
-        # only the errors above are passed on, which can be pickled. Any other ends rank 0 here, and
-        # torchrun the others
+        # only the errors above, which can be pickled, are passed on. Any other error ends rank 0
+        # here, and torchrun then ends the others
         dist.broadcast_object_list(outcome)
         result, error = outcome[0]
         if error:
@@ -159,8 +159,8 @@ class ServerEngine(Engine):
     def generate(
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
-        """The same as in other engines (rollout.py). RolloutsLost on all ranks, if on any of them
-        no server is left or a prompt does not get its completions."""
+        """As in other engines (rollout.py). RolloutsLost on all ranks if on any of them no server
+        is left or a prompt does not get its completions."""
         request = (prompts_ids, n, sampling)
         # another request, such as an evaluation's, leaves self.ahead as it is
         if self.ahead and self.ahead[0] == request:
@@ -171,7 +171,8 @@ class ServerEngine(Engine):
         return all_or_none(work)
 
     def begin(self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done) -> None:
-        """Starts generate() in the background; the same arguments to it collect what came."""
+        """Starts generate() in the background; generate() with the same arguments then returns what
+        came."""
         request = (prompts_ids, n, sampling)
         self.ahead = (request, self.background.submit(self.ask, *request, group_done))
 
@@ -186,7 +187,7 @@ class ServerEngine(Engine):
                 f"max_prompt_length={self.longest_prompt}"
             )
         self.leave_out_changed()
-        # a training step gives names, made of its number and the place of the prompt
+        # a training step gives names, made of its number and the prompt's place in it
         names = sampling.names
         if not names:  # an evaluation: names with the number of syncs
             names = [f"u{self.updates}-r{self.rank}-p{i}" for i in range(len(prompts_ids))]
@@ -254,7 +255,7 @@ class ServerEngine(Engine):
     # --- which servers can be asked
 
     def choose(self, turn: int) -> Server:
-        """The live server for this turn: servers take turns, and each rank starts with another one.
+        """The live server for this turn. Servers take turns; each rank starts with a different one.
         RolloutsLost if none is left."""
         with self.lock:
             if self.live:
@@ -401,7 +402,7 @@ def all_or_none(work) -> list[dict]:
         rollouts = work()
     except RolloutsLost as error:
         lost = str(error)
-    # every rank must know: one that went on alone would hang in the next collective
+    # every rank must know, because one that went on alone would hang in the next collective
     sentences = [None] * dist.get_world_size()
     dist.all_gather_object(sentences, lost)
     for sentence in sentences:

@@ -25,11 +25,11 @@ from common import UserError, quoted
 CONNECT_SECONDS = 10  # for connecting: servers are nearby, so a live one accepts at once
 BODY_SECONDS = 60  # for the bytes of an answer after its headers
 PIECE = 4096  # bytes of a request that are written with one timeout
-LEAST_LOGP = -1e4  # no token that was sampled is less likely
+LEAST_LOGP = -1e4  # no sampled token is less likely than this
 LARGEST_ANSWER = 2**16  # bytes, unless a call says otherwise
 LARGEST_SETTINGS = 2**22  # bytes of a server's list of its settings
-# Sizes of an answer with completions. JSON has for each token its id three times (up to 7 digits,
-# twice as text), its log-prob twice (up to 24 digits), the place where its text begins, the text.
+# Sizes of an answer with completions. For each token its JSON has the id three times (up to 7
+# digits, twice as text), the log-prob twice (up to 24 digits), the text, and where it begins.
 BYTES_PER_TOKEN = 256  # of a completion
 BYTES_PER_PROMPT_TOKEN = 16
 BYTES_PER_COMPLETION = 2**10
@@ -37,7 +37,7 @@ BYTES_AROUND = 2**16
 
 
 def largest_answer(body: dict) -> int:
-    """Bytes that the answer to a request for completions has at most."""
+    """The most bytes that an answer to a request for completions can have."""
     each = BYTES_PER_COMPLETION
     each += BYTES_PER_TOKEN * body["max_tokens"]
     each += BYTES_PER_PROMPT_TOKEN * len(body["prompt"])
@@ -88,7 +88,7 @@ class Stream(httpcore.NetworkStream):
         return self.stream.read(max_bytes, left(timeout))
 
     def write(self, buffer, timeout=None):
-        # in pieces: inside one large write, every wait for a slow reader would get the whole time
+        # in pieces, because in one large write every wait for a slow reader gets the whole time
         for i in range(0, len(buffer), PIECE):
             self.stream.write(buffer[i : i + PIECE], left(timeout))
 
@@ -346,7 +346,7 @@ def check_address(url: str, where: str) -> None:
 
 
 def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
-    """The valid completions in an answer, body["n"] at most, as rollouts without text. Invalid ones
+    """The valid completions in an answer, at most body["n"], as rollouts without text. Invalid ones
     are left out; the engine asks for them again. body: the request."""
     choices = answer.get("choices")
     if not isinstance(choices, list):

@@ -21,8 +21,8 @@ from policy import named_weights
 from ranks import wait_for_gpu
 from server.http import Server, on_each
 
-# Bytes sent at a time, not vLLM's 1 GiB: a server needs room for three such parts in the tenth of
-# its GPU that vLLM leaves beside weights and cache, and 24 or 40 GB have none for 3 GiB
+# Bytes sent at a time, instead of vLLM's 1 GiB. A server needs room for three such parts in the
+# tenth of its GPU that vLLM leaves beside weights and cache; on 24 or 40 GB 3 GiB don't fit there
 PART = 2**28
 
 
@@ -35,7 +35,7 @@ def deadline(seconds: float):
         f"(rollout_timeout); has one of them died?"
     )
     timer = threading.Timer(seconds, leave, (sentence, 1))
-    timer.daemon = True  # else a process that ends for another reason would wait for the timer
+    timer.daemon = True  # otherwise a process that ends for another reason would wait for the timer
     timer.start()
     try:
         yield

@@ -5,18 +5,18 @@
 #
 #   sbatch --gpus-per-node=1 slurm/evaluate.sh runs/math_maxent/step_000100 --seeds=3
 #
-# --key=value changes that config. To have it done after every save, train with
+# --key=value changes that config. To start such a job after every save, train with
 #
 #   --eval_command="sbatch --gpus-per-node=1 slurm/evaluate.sh {checkpoint}"
 #
 # The checkpoint must still be there when the job starts: save_total_limit=0, or keep_every.
 #
-# Leaves runs/math_maxent/evaluations/job_step_000100.json (the summary) and .jsonl (a line per
-# problem). Without job_ it would be the training's own file of that step.
-# One process per GPU of the node, or one without GPUs. A "shallow" checkpoint is made into a model
-# first, in a temporary folder. Rewards of your own ("module:function") and options of vLLM that may
-# import code are taken when you name them, --reward_funcs=..., --vllm_options=..., or say that you
-# trust the config that does, --trust_checkpoint=True.
+# Writes runs/math_maxent/evaluations/job_step_000100.json (the summary) and .jsonl (a line per
+# problem). Without job_ the name would be that of the training's own evaluation of that step.
+# Runs one process per GPU of the node, or one without GPUs. A "shallow" checkpoint is made into a
+# model first, in a temporary folder. Rewards of your own ("module:function") and options of vLLM
+# that may import code are used only if you name them (--reward_funcs=..., --vllm_options=...) or
+# trust the config that names them (--trust_checkpoint=True).
 
 #SBATCH --job-name=evaluate
 #SBATCH --nodes=1
@@ -45,8 +45,8 @@ checkpoint=${checkpoint%/}
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 
-# the config without what is not ours: a server of the training to ask, and code that a stranger has
-# named to run
+# the config without what must not be taken over: the training's servers, and code that a stranger
+# may have named
 python - "$checkpoint" "$temporary/config.json" "${@:2}" << 'END'
 import json, sys
 from pathlib import Path
@@ -61,7 +61,7 @@ config["rollout_server"] = ""
 config["eval_command"] = ""
 harmless = {*ENTRIES["vllm_options"], "enforce_eager", "max_num_seqs", "block_size"}
 code = {
-    # "auto": those that its rows' tasks name
+    # "auto": rewards that its rows' tasks name
     "reward_funcs": [name for name in config["reward_funcs"] if ":" in name or name == "auto"],
     "vllm_options": [name for name in config["vllm_options"] if name not in harmless],
 }
@@ -86,13 +86,13 @@ fi
 gpus=$(gpus_here | wc -l)
 out=$(dirname "$checkpoint")/evaluations/job_$(basename "$checkpoint")
 mkdir -p "$(dirname "$out")"
-# of a job that has died, or a stranger's links, through which nothing is written
+# left by a job that has died, or a stranger's links, through which we must not write
 rm -f "$out.said" "$out.tmp" "$out.jsonl.tmp"
 say "evaluating $checkpoint"
 python -m torch.distributed.run --standalone --nproc_per_node=$((gpus > 1 ? gpus : 1)) \
   evaluate.py "$temporary/config.json" --model="$model" --output="$out.jsonl" "${flags[@]}" \
   | tee "$out.said"
 grep '^{"model"' "$out.said" > "$out.tmp"
-mv "$out.tmp" "$out.json" # whole or not there: others wait for it
+mv "$out.tmp" "$out.json" # whole or not there, because others wait for it
 rm "$out.said"
 say "$out.json"

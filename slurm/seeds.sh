@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The same training with several seeds, a job each, as an array. In the repository's folder:
+# Runs the same training with several seeds, one job each, as an array. In the repository's folder:
 #
 #   sbatch --array=0-4 --gpus-per-node=8 slurm/seeds.sh config/math_maxent.py --key=value
 #
-# Task N runs slurm/train.sh (its --help has the rest) with --seed=N and _seed_N added to
-# output_dir, after a --suffix=... of yours.
+# Task N runs slurm/train.sh (its --help has the rest) with --seed=N, and adds _seed_N to output_dir,
+# after a --suffix=... of yours.
 # At most two at a time: --array=0-4%2.
 
 #SBATCH --job-name=maxent-grpo

@@ -3,40 +3,41 @@
 #
 #   sbatch --gpus-per-node=8 --time=24:00:00 slurm/train.sh config/math_maxent.py --key=value
 #
-# One node, 4 GPUs sample, 4 train; four nodes, every GPU does both; four nodes, the last samples:
+# One node where 4 GPUs sample and 4 train; four nodes where every GPU does both; four nodes where
+# the last one samples:
 #
 #   sbatch --gpus-per-node=8 slurm/train.sh --server-gpus 4 config/math_maxent.py
 #   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh config/math_maxent.py
 #   sbatch --nodes=4 --gpus-per-node=8 slurm/train.sh --server-nodes 1 config/math_maxent.py \
 #     --prompts_per_step=96
 #
-# Account, partition, GPUs and time are sbatch's flags and come before the script's name. After it,
-# in any order: what train.py takes, and
+# Account, partition, GPUs and time are sbatch's flags and come before the script's name. After the
+# name come, in any order, the arguments of train.py, and
 #
-#   --server-gpus K    one node: vLLM serves on its first K GPUs, torchrun trains on the others;
-#                      default 0: vLLM inside the training processes
-#   --server-nodes K   a vLLM server on each of the last K nodes, torchrun trains on the others
+#   --server-gpus K    on one node: vLLM serves on its first K GPUs, torchrun trains on the others;
+#                      default 0: vLLM runs inside the training processes
+#   --server-nodes K   a vLLM server on each of the last K nodes; torchrun trains on the others
 #   --tp N, --dp N     tensor and data parallelism of a server, tp * dp = its GPUs;
 #                      default: tp 1, dp the rest
 #   --vllm-port P      port of the servers; default: a free one
 #   --suffix=TEXT      added to output_dir
 #   --help             these lines
 #
-# A node trains with one process per GPU; without GPUs with --ntasks-per-node of them, or one. Nodes
-# are alike, and share the disk that holds the repository and output_dir. Python is the repository's
-# .venv/bin/python, or where there is none the python that is active. Hugging Face, pip and
-# torch keep their caches in var/cache, unless HF_HOME and the like say otherwise or
-# ~/.cache/huggingface has models already. Where a site gives a job one CPU and little memory unless
-# it asks: sbatch --cpus-per-gpu=8 --mem=0. Secrets (HF_TOKEN, WANDB_API_KEY) come in the
+# A node trains with one process per GPU; without GPUs, with --ntasks-per-node processes, or one.
+# All nodes must be alike, and share the disk that holds the repository and output_dir. Python is
+# the repository's .venv/bin/python, or if there is none, the python that is active. Hugging Face,
+# pip and torch keep their caches in var/cache, unless HF_HOME and the like say otherwise or
+# ~/.cache/huggingface has models already. If your site gives a job one CPU and little memory by
+# default, add sbatch --cpus-per-gpu=8 --mem=0. Secrets (HF_TOKEN, WANDB_API_KEY) are taken from the
 # environment, which sbatch passes on.
 #
 # slurm-JOB.out has what this script says; output_dir/logs/ has trainer_0.log (of the first trainer
 # node), trainer_1.log, ..., and server_0.log, ...
 #
-# Two minutes before its time is over the run saves and ends, and the job is queued again and goes
-# on from there, as it does after a node has failed. sbatch --signal=B:USR1@600 where a step and a
-# save take longer. To end a job for good: touch output_dir/stop (the run saves first), or scancel
-# (it saves if a step and a save fit into Slurm's KillWait, usually 30 s).
+# Two minutes before its time is over, the run saves and ends, and the job is queued again and
+# resumes, as it does after a node has failed. If a step and a save take longer than that, add
+# sbatch --signal=B:USR1@600. To end a job for good: touch output_dir/stop (the run saves first), or
+# scancel (it saves if a step and a save fit into Slurm's KillWait, usually 30 s).
 
 #SBATCH --job-name=maxent-grpo
 #SBATCH --signal=B:USR1@120
@@ -45,8 +46,8 @@
 
 set -euo pipefail
 
-# First of all: a signal only leaves a note for the loops below. USR1: time is nearly over. TERM:
-# cancelled or preempted, and Slurm tells the ranks too
+# First of all, signals only leave a note for the loops below. USR1: time is nearly over. TERM:
+# cancelled or preempted; then Slurm signals the ranks too
 out_of_time=0 cancelled=0
 trap 'out_of_time=1' USR1
 trap 'cancelled=1' TERM
@@ -61,7 +62,7 @@ done
   echo "error: this is for Slurm: sbatch slurm/train.sh ...; --help says more" >&2
   exit 1
 }
-# $0 is Slurm's copy, somewhere else. With --chdir we are there already
+# $0 is Slurm's copy, in another folder. With --chdir we are in the repository already
 [[ -f slurm/common.sh ]] || cd "$SLURM_SUBMIT_DIR"
 [[ -f slurm/common.sh ]] || {
   echo "error: $PWD is not the repository: type sbatch in its folder, or give it --chdir" >&2
@@ -81,13 +82,14 @@ while (($#)); do
       name=${1#--}
       declare "${name//-/_}=$2"
       shift 2 ;;
-    --suffix=*) suffix+=${1#*=}; shift ;;      # one's own, then that of seeds.sh
+    --suffix=*) suffix+=${1#*=}; shift ;;      # the user's own, then that of seeds.sh
     --dry_run | --dry_run=[Tt]rue) dry=1 args+=("$1"); shift ;;
     *) args+=("$1"); shift ;;
   esac
 done
 
-# here: the config is checked with them. auto: ROLLOUT_SERVER, which is set once they are there
+# added here, because the config is checked with them. auto: ROLLOUT_SERVER, which is set once the
+# servers run
 if ((server_gpus || server_nodes)); then
   args+=(--rollout_engine=server --rollout_server=auto)
 fi
@@ -120,7 +122,7 @@ mapfile -t gpus < <(gpus_here)
 
 trainers=("${nodes[@]:0:${#nodes[@]} - server_nodes}")
 servers=("${nodes[@]:${#nodes[@]} - server_nodes}")
-# vLLM takes weights from whoever reaches it: on one node only from there
+# whoever reaches vLLM can change its weights; on one node only processes there can reach it
 trainer_env=() server_env=() host=0.0.0.0
 ranks=${#gpus[@]} serving=${#gpus[@]}      # GPUs of a trainer node and of a server
 if ((server_gpus)); then
@@ -137,17 +139,17 @@ total=$((ranks * ${#trainers[@]}))
   die "a server has $serving GPU(s), but --tp $tp * --dp $dp = $((tp * dp))"
 if ((dry)); then servers=(); fi      # nothing will be sampled
 
-# of an array only this task: the plain number of its last task stands for the whole array
+# this task only of an array: the plain job id of its last task stands for the whole array
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 
 # --- starting and ending processes
 
-# LOG NODES COMMAND...: one process on each of NODES, all CPUs and GPUs its own, output in
-# output_dir/logs/LOG.log. For "on ... &": the shell becomes srun
+# LOG NODES COMMAND...: one process on each of NODES, with all its CPUs and GPUs, output in
+# output_dir/logs/LOG.log. To be used as "on ... &": the shell becomes srun
 on() {
   local n=${2//[^,]/}      # its commas
   n=$((${#n} + 1))
-  # one has ended: the others get two minutes to follow
+  # --wait: when one has ended, the others get two minutes to follow
   # %%: in --output % begins a pattern, such as the %n of trainer_%n
   exec srun --overlap --cpu-bind=none \
     --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --nodelist="$2" \
@@ -166,12 +168,12 @@ direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 direct.open(sys.argv[1] + "/health", timeout=5)' "$1" 2> /dev/null
 }
 
-# one that is half written has another name; -H: the run's folder may be a link
+# a half-written checkpoint has another name; -H: the run's folder may be a link
 newest_checkpoint() { find -H "$run" -maxdepth 1 -regex '.*/step_[0-9]+' | sort | tail -n 1; }
 
 pids=()      # of every srun
 
-leave() {      # ends what still runs, servers above all; called however the script ends
+leave() {      # ends what still runs, above all servers; called however the script ends
   trap '' USR1 TERM
   ((${#pids[@]})) && kill -0 "${pids[@]}" 2> /dev/null || return 0
   scancel --signal=TERM "$job" || true      # every srun's processes, not this script
@@ -185,14 +187,14 @@ trap leave EXIT
 mkdir -p "$run/logs"
 before=$(newest_checkpoint)
 more=()
-find "$run/logs/" -maxdepth 1 -type l -delete      # a stranger's: we write through no link
+find "$run/logs/" -maxdepth 1 -type l -delete      # maybe a stranger's: we write through no link
 own() {      # whether the last launch in the run's folder was this job's
   [[ -f $run/launches.jsonl ]] &&
     tail -n 1 "$run/launches.jsonl" | grep -qF "\"slurm_job\": \"$SLURM_JOB_ID\""
 }
 if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] && own; then
-  # what is there is this job's own. If not, the job was requeued before it began, and train.py
-  # decides what becomes of an older run there
+  # the run in the folder is this job's own. Otherwise the job was requeued before it began, and
+  # train.py decides what becomes of an older run there
   if [[ $before ]]; then
     more+=(--resume_from_checkpoint=latest)
   else
@@ -209,8 +211,8 @@ for i in "${!servers[@]}"; do
   read -r name port <<< "$place"
   if ((vllm_port)); then port=$vllm_port; fi
   if ((server_gpus)); then name=127.0.0.1; fi
-  # the shell stays a moment longer: when it goes Slurm kills what is left, and vLLM's helpers
-  # have shared memory to give back
+  # the shell stays a moment longer: when it ends Slurm kills what is left, and vLLM's helpers
+  # have shared memory to free
   on "server_$i" "${servers[i]}" env "${server_env[@]}" \
     bash -c 'trap : TERM; python -m server "$@"; sleep 3' serve \
     "${args[@]}" --host="$host" --port="$port" --tp="$tp" --dp="$dp" &
@@ -243,7 +245,7 @@ on trainer_%n "$(commas "${trainers[@]}")" env "${trainer_env[@]}" \
 trainer=$!
 pids+=("$trainer")
 while kill -0 "$trainer" 2> /dev/null; do
-  # again and again: one that only begins to start takes the file for an earlier run's
+  # again and again, because a run that is just starting takes the file for an earlier run's
   if ((out_of_time || cancelled)) && [[ -e $run/config.json ]]; then touch "$run/stop"; fi
   for i in "${!urls[@]}"; do
     kill -0 "${pids[i]}" 2> /dev/null || {
