@@ -171,7 +171,7 @@ BAD_FILES = {
     "a config that is a list": (write("config.json", b"[1]"), ["config.json"]),
     "an unknown kind": (change("config.json", model_type="nothing"), ["config.json", "nothing"]),
     "no language model": (change("config.json", model_type="vit"), ["ViTConfig"]),
-    "more than text": (change("config.json", model_type="gemma3"), ["a gemma3 does more than"]),
+    "more than text": (change("config.json", model_type="gemma3"), ["a gemma3 reads more than"]),
     "no vocabulary": (change("config.json", vocab_size=0), ["vocab_size=0"]),
     "a negative vocabulary": (change("config.json", vocab_size=-5), ["vocab_size=-5"]),
     "text for a number": (
