@@ -281,7 +281,7 @@ WRONG = "warning: {}, which does not end a completion"
         (
             "{{ messages[0]['content'] + messages[1]['no'].such }}",
             [0],
-            "the chat template takes no assistant's message: 'dict object' has no attribute 'no'",
+            "the chat template takes no assistant message: 'dict object' has no attribute 'no'",
         ),
     ],
 )
