@@ -482,7 +482,7 @@ def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}", missing)
     assert f"is not a folder; did you mean '{run_folder / 'step_000001'}'?" in message
     message = refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder}")
-    assert f"is the folder of a run, name a checkpoint in it: {run_folder}/step" in message
+    assert f"is the folder of a run: name a checkpoint in it, such as {run_folder}/step" in message
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
     stops = (whole / "step_000002" / "generation_config.json").read_text()
     assert (tmp_path / "step_000002" / "generation_config.json").read_text() == stops
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
 
 
