@@ -506,7 +506,7 @@ def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeyp
     if not refused:
         return ranks.refuse_idle_gpu()
     with pytest.raises(
-        UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can use none"
+        UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can't use it"
     ):
         ranks.refuse_idle_gpu()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
