@@ -413,9 +413,8 @@ def open_dataset(source: dict):
         raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
     if os.path.isfile(name) and not name.endswith(".parquet"):
         raise UserError(
-            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: put a file of "
-            f"another kind that the datasets library reads, such as .csv, into a folder of its "
-            f"own and name the folder"
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another kind that the "
+            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
         )
     is_path = name.startswith(PATHS) and not name.endswith(".parquet")
     if is_path and not os.path.exists(name):  # no need to ask the hub
@@ -453,11 +452,7 @@ def open_dataset(source: dict):
     except Exception as error:
         reason = error.__cause__ or error  # the cause says more than the library's wrapper
         words = quoted(" ".join(str(reason).split()), 300)
-        clear = (
-            "; if its config is left over from a config file, set it to ''"
-            if source["config"]
-            else ""
-        )
+        clear = "; a config left over from a file is cleared by ''" if source["config"] else ""
         raise UserError(
             f"dataset {name!r} (config={source['config']!r}, "
             f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "

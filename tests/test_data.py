@@ -287,7 +287,7 @@ def test_one_task_twice_is_two_sources():
         ({"name": "crossword", "weight": -1.5}, ["weight=-1.5"]),
         ({"name": "crossword", "weight": "2"}, ["weight", "'2'"]),
         ({"name": "crossword", "weight": True}, ["weight", "True"]),
-        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "may never be drawn"]),
+        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "might never be drawn"]),
         ({"name": "crossword", "columns": ["prompt"]}, ["'columns'", "prompt, answer, more"]),
         ({"name": "crossword", "question": "q"}, ["'question'", "prompt, answer, more"]),
         ({"name": "crossword", "more": "level"}, ["more", "list", "'level'"]),
@@ -601,6 +601,6 @@ def test_rows_of_one_id_get_their_numbers(tmp_path, capsys):
     rows = [{"id": "algebra", "prompt": str(i), "answer": "1"} for i in range(3)]
     loaded = load(jsonl(tmp_path, *rows))
     assert [row["id"] for row in loaded] == ["algebra", "algebra#1", "algebra#2"]
-    assert "2 rows have the id of an earlier one" in capsys.readouterr().out
+    assert "2 rows have the id of an earlier row" in capsys.readouterr().out
     rows = [{"id": name, "prompt": "a", "answer": "1"} for name in ("a", "a#2", "a")]
     assert [row["id"] for row in load(jsonl(tmp_path, *rows))] == ["a", "a#2", "a#2#2"]

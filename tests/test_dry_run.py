@@ -103,9 +103,9 @@ def test_a_dry_run_cuts_no_row_into_micro_batches(shown, given):
 
 
 def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):
-    assert "learning: 4096 tokens" in shown()
+    assert "learning: at most 4096 tokens" in shown()
     given(1.32 * 2**30)
-    assert "learning: 1024 tokens" in shown()
+    assert "learning: at most 1024 tokens" in shown()
 
 
 SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]

@@ -67,7 +67,7 @@ BAD_LINES = ["x\n", KEY[:15] + "\n", KEY + "0\n", KEY + " " + KEY, "\n\0\n", "\n
 def test_a_list_that_no_run_wrote_is_refused(text, tmp_path):
     (tmp_path / TRAINED).write_bytes(f"{KEY}\n{text}".encode("latin1"))
     message = refusal(read_trained, tmp_path)
-    check_words(message, str(tmp_path / TRAINED), "not what train.py", "remove it")
+    check_words(message, str(tmp_path / TRAINED), "not a list that train.py", "remove it")
 
 
 def test_a_list_that_is_too_long_or_no_file_is_not_read(tmp_path, monkeypatch):

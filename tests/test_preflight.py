@@ -406,7 +406,7 @@ def test_a_model_with_code_of_its_own_is_refused_and_nobody_is_asked(folder, fil
     for file, fields in files.items():
         change(file, **fields)(folder)
     message = refusal(load_model_files, str(folder))
-    check_words(message, "(auto_map), and models with code of their own are refused")
+    check_words(message, "(auto_map), and such code is never run here")
     assert not asked and not (folder / "ran").exists()
 
 

@@ -189,7 +189,7 @@ def chat(*roles) -> dict:
             "{{ messages[-1]['content'] }}",
             chat("user", "assistant", "user"),
             "",
-            "leaves out 2 of the 3 messages of row '7', whose roles are user, assistant, user: -",
+            "leaves out 2 of the 3 messages of row '7', whose roles are user, assistant, user: set",
         ),
     ],
 )
