@@ -413,7 +413,7 @@ def open_dataset(source: dict):
         raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
     if os.path.isfile(name) and not name.endswith(".parquet"):
         raise UserError(
-            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another kind that the "
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
             f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
         )
     is_path = name.startswith(PATHS) and not name.endswith(".parquet")
