@@ -44,7 +44,7 @@ NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
 TRIAL_FILE = ".writable-"  # prefix of a file that check_writable() creates
 LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we append suffixes
 LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
-# how often a waiting thread of torch looks before it goes to sleep, see choose_waiting()
+# how often a waiting thread of torch checks before it sleeps, see choose_waiting()
 SPINS = 10_000
 # seconds within which a rank may get a copy of a signal: Slurm and systemd can send it to every
 # process of a job, and torchrun passes it on to its ranks
@@ -143,7 +143,7 @@ def set_up_libraries() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # else the C++ code of torch and vLLM prints a warning on each rank, about memory bound to cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # DeepSpeed would warn that there is no GPU. A filter, because it sets its logger's level itself
+    # a filter, because DeepSpeed resets its logger's level. It would warn that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
@@ -330,7 +330,7 @@ def current_name(name: str, source: str) -> str:
     if replacement is None:
         return name
     if " " in replacement:  # a sentence, not a key
-        raise UserError(f"{source}: {name} is no key here: {replacement}")
+        raise UserError(f"{source}: {name} is not a key here: {replacement}")
     return replacement
 
 
@@ -498,8 +498,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Prints which flags are overridden by a later one of the same key. That is no error: scripts
-    append flags to the user's."""
+    """Prints which flags are overridden by a later one of the same key. This is allowed: scripts append
+    flags to the user's."""
     last = {}
     for word in argv:
         name, equals, _ = word.removeprefix("--").partition("=")
@@ -1121,7 +1121,7 @@ WHOLE = "completions are sampled from the whole distribution, which the loss ass
 ENDS = (
     "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
 )
-# the same for keys of TRL and verl, which are in no config.json of a run of ours
+# the same for keys of TRL and verl, which no config.json of ours has
 FOREIGN = {
     "lr": "learning_rate",
     "max_new_tokens": "max_completion_length",
@@ -1137,7 +1137,7 @@ FOREIGN = {
     "vllm_importance_sampling_cap": "importance_sampling_cap",
     "vllm_importance_sampling_clip_max": "importance_sampling_cap",
     "vllm_server_base_url": "rollout_server",
-    # from here on sentences, except for names of verl
+    # from here on mostly sentences
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",

@@ -266,7 +266,7 @@ def column_of(row: dict, name: str):
 
 
 def is_name(value) -> bool:
-    return type(value) in (str, int, float)  # not isinstance: True is no name
+    return type(value) in (str, int, float)  # not isinstance: True is not a name
 
 
 def is_texts(value) -> bool:
@@ -435,7 +435,7 @@ def open_dataset(source: dict):
         )
     try:
         if name.endswith(".parquet"):  # datasets calls its only split "train"
-            # escaped: in the name of a file * and ? are no patterns
+            # escaped: in the name of a file * and ? are not patterns
             files = glob.escape(name) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):

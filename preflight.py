@@ -522,7 +522,7 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
         )
     if unused:  # such as a value head
         say_on_rank_0(
-            f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
+            f"warning: model={model!r}: {len(unused)} weights of its files are not part of the "
             f"model and are left out, such as {unused[0]}"
         )
 

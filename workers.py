@@ -737,7 +737,7 @@ def let_signals() -> None:
 def work(channel: int, keeper: int, output: int) -> None:
     """Runs the worker, in the process that main() has forked for it."""
     os.setsid()  # so that a signal to the worker's own process group does not reach the keeper
-    if signal.getsignal(signal.SIGINT) is ignore:  # a reward may limit its own time
+    if signal.getsignal(signal.SIGINT) is ignore:  # a timer of a reward may call interrupt_main()
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # a worker that hangs would not notice that its socket is closed
     end_with_parent(keeper, signal.SIGKILL)

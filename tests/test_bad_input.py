@@ -74,7 +74,7 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
         (["--vllm_options={seed:"], ["vllm_options='{seed:' is not a Python literal"]),
         (["--temperature={0: 1.0"], ["temperature='{0: 1.0' is not a Python literal"]),
         (["--resume_from_checkpoint=True"], ["write --resume_from_checkpoint=latest"]),
-        (["--stop=</answer>"], ["stop is no key here: a completion ends with a token"]),
+        (["--stop=</answer>"], ["stop is not a key here: a completion ends with a token"]),
         (["--dataset.config=5"], ["dataset 'countdown'", "'5'"]),
         (["--dataset.split=dev"], ["dataset 'countdown'", "'dev'"]),
         (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),

@@ -302,7 +302,7 @@ def test_weights_of_no_part_of_the_model_are_named(folder, capsys):
     with_weights(lambda t: t.update(v_head=torch.zeros(3)))(folder)
     load_model_files(str(folder))
     out = capsys.readouterr().out
-    check_words(out, "1 weights of its files are no part of the model", "v_head")
+    check_words(out, "1 weights of its files are not part of the model", "v_head")
 
 
 @pytest.mark.parametrize("script, own", [(evaluate, {}), (generate, {"output": "out.jsonl"})])
