@@ -498,8 +498,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Prints which flags are overridden by a later one of the same key. This is allowed: scripts append
-    flags to the user's."""
+    """Prints which flags are overridden by a later one of the same key. This is allowed:
+    scripts append flags to the user's."""
     last = {}
     for word in argv:
         name, equals, _ = word.removeprefix("--").partition("=")
