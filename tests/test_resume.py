@@ -276,5 +276,5 @@ def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tmp_path)
     assert checkpoint.resumes_in_place(c) is True
     assert child.status(child.start(find, c, log=tmp_path / "log")) == 2
     words = (tmp_path / "log").read_text()
-    assert "'posix.mkdir' would be code" in words and not trace.exists()
+    assert "'posix.mkdir' would run as code" in words and not trace.exists()
     assert "Traceback" not in words
