@@ -366,7 +366,7 @@ def test_a_checkpoint_of_another_model_is_one_sentence(alone, tiny_model_dir, tm
     model = AutoConfig.from_pretrained(tiny_model_dir)
     checkpoint.check_model(path, model)
     model.num_hidden_layers = 5
-    with pytest.raises(UserError, match=r"with num_hidden_layers=2, and this run's has 5: set --model"):
+    with pytest.raises(UserError, match=r"with num_hidden_layers=2, and this run's has 5: set"):
         checkpoint.check_model(path, model)
     model = AutoConfig.from_pretrained(tiny_model_dir)
     model.tie_word_embeddings = not model.tie_word_embeddings
