@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to continue, in one folder that is either whole or absent.
 
     python checkpoint.py verify RUN/step_000300         says whether it is whole
-    python checkpoint.py export RUN/step_000300 OUT     makes a Hugging Face folder of it
+    python checkpoint.py export RUN/step_000300 OUT     makes it into a Hugging Face folder
 
     output_dir/step_000100/      a Hugging Face model folder: config.json, tokenizer and, unless the
                                  checkpoint is "shallow", model.safetensors; and
@@ -11,20 +11,20 @@
                                  how many steps in a row were skipped or taught nothing,
                                  a hash of the training prompts
         train_config.json        the resolved config
-        trained_prompts.txt      a hash of every prompt that it may have learnt: evaluate.py warns
+        trained_prompts.txt      hashes of all prompts it may have learnt, for evaluate.py's warning
         rng_0.pt ...             random state of every rank
         manifest.json            size and SHA-256 of every file above
 
 A checkpoint is written to step_000100.tmp, flushed to the disk, then renamed. The next prompts and
-their sampling seeds are a function of (seed, step) and of the replay buffer, so they need no
-saving of their own.
+their sampling seeds are a function of (seed, step) and of the replay buffer, so they need not be
+saved.
 
 DeepSpeed's shards are pickles, which can run code when they are loaded. Here they can't, whoever
 made them: inside no_code() torch builds tensors, plain values and three of DeepSpeed's classes, and
 refuses everything else.
 
-Functions that need torch import it themselves: importing it takes ten seconds, and `verify` does
-without.
+Functions that need torch import it themselves: importing it takes ten seconds, and most of what
+this file offers to others needs no torch.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ from common import (
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 from prompts import TRAINED, read_trained, write_trained
 
-# Settings of which a change at a resume is not told: where, how long, and what follows from memory.
+# Settings whose change at a resume is not reported: places, and what follows from memory.
 UNTOLD = (
     "output_dir",
     "overwrite_output_dir",
@@ -77,7 +77,7 @@ UNTOLD = (
 )
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
-# Entries of config.json that are equal for models with weights of the same shapes, used alike.
+# Entries of config.json that must agree for weights to fit a model and be used in the same way.
 SHAPE = (
     "model_type",
     "hidden_size",
@@ -100,20 +100,21 @@ PRIVATE = (
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
 # deleted, an upload's copy, converted shards.
 LEFT = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
-# ds_to_universal wants this in shards that it converts for another number of ranks.
+# ds_to_universal requires this in shards that it converts for another number of ranks.
 CONVERTIBLE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-# In its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is written.
+# Names in its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is
+# written.
 WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
 TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a save will take
-# Seconds that the end of a run waits for an upload: for the one that is under way when the last
-# checkpoint is pushed, then for that. During the first the other ranks wait for rank 0 in a
-# collective, so this must stay below common.DEADLINE.
+# Seconds that the end of a run waits for each of two uploads: the one under way when the last
+# checkpoint is pushed, then that checkpoint's own. During the first the other ranks wait for rank 0
+# in a collective, so this must stay below common.DEADLINE.
 UPLOAD_SECONDS = 3600.0
 
 
-# Steps in a row whose update was skipped, and in which no group's rewards could teach anything.
+# How many steps in a row, up to now, had a skipped update, or only groups of equal rewards.
 NO_STREAKS = {"skipped": 0, "equal": 0}
 
 
@@ -153,8 +154,8 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     this together divide the files among them; ranks=0 reads none."""
     path = Path(path)
     file = path / "manifest.json"
-    if not file.is_file():  # to open a named pipe would wait for ever
-        return f"{path} has no readable manifest.json: it is missing, or no file"
+    if not file.is_file():  # opening a named pipe would wait for ever
+        return f"{path} has no readable manifest.json: it is missing or not a file"
     try:
         manifest = json.loads(file.read_text())
         problem = unlisted(path, manifest)
@@ -173,7 +174,7 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
         ArithmeticError,
         RecursionError,
     ) as error:
-        return f"{path} has no readable manifest.json, or a file of it can't be read: {error}"
+        return f"{path} has no readable manifest.json, or one of its files can't be read: {error}"
     return ""
 
 
@@ -193,7 +194,7 @@ def damage(file: Path, size: int, digest: str) -> str:
     there is a digest to compare them with."""
     if not file.is_file():
         return f"{file} is missing"
-    if file.stat().st_size != size:  # costs nothing, so every rank looks at every file
+    if file.stat().st_size != size:  # cheap, so every rank looks at every file
         return f"{file} has {file.stat().st_size} bytes instead of {size}"
     if digest and file_hash(file) != digest:
         return f"{file} has changed since it was saved"
@@ -202,8 +203,8 @@ def damage(file: Path, size: int, digest: str) -> str:
 
 def verify_together(path) -> str:
     """verify() and code_in(), by all ranks together. Every rank gets the same answer, so that none
-    goes on alone. RunStopped if they look at different checkpoints: a node may list a shared folder
-    as it was a minute ago."""
+    goes on alone. RunStopped if the ranks look at different checkpoints: a node may see a shared
+    folder as it was a minute ago."""
     import torch.distributed as dist
 
     from ranks import gather_objects
@@ -246,7 +247,7 @@ def no_code():
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:
-        # back to the user's: rewards and eval_command inherit our environment, and what they load
+        # restore the user's: rewards and eval_command inherit our environment, and what they load
         # is their own business
         for name, value in before.items():
             os.environ.pop(name)
@@ -256,20 +257,20 @@ def no_code():
 
 def code_in(path, rank: int = 0, ranks: int = 1) -> str:
     """One sentence about the first pickle of a checkpoint that is more than data, else "". Ranks
-    that call this together check a share of the files each. Tensors are mapped, not read."""
+    that call this together each check a share of the files. Tensors are mapped, not read."""
     import torch
 
     for file in sorted(Path(path).rglob("*.pt"))[rank::ranks]:
-        if not file.is_file():  # to open a named pipe would wait for ever
+        if not file.is_file():  # opening a named pipe would wait for ever
             return f"{file} is not a file"
         try:
             with no_code():
                 contents = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # a broken pickle may make torch raise anything
-            return f"{file} is not loaded, it holds more than numbers: {reason(error)}"
+            return f"{file} is not loaded, because it holds more than data: {reason(error)}"
         for text in strings_in(contents):
             if "/" in text or text == "..":  # ds_to_universal names files after such strings
-                return f"{file} is not loaded, it names a path: {text[:80]!r}"
+                return f"{file} is not loaded, because it names a path: {text[:80]!r}"
     return ""
 
 
@@ -278,7 +279,7 @@ def reason(error: Exception) -> str:
     text = str(error).strip()
     match = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", text)
     if match:
-        return f"{match[1]!r} would be code that runs"
+        return f"{match[1]!r} would run as code"
     return f"{type(error).__name__}: {first_line(text)[:200]}"
 
 
@@ -309,9 +310,9 @@ def strings_in(value) -> Iterator[str]:
 
 
 def steps_of(folder) -> list[Path]:
-    """Finished checkpoints, oldest first. Symbolic links are skipped: their targets belong to
-    somebody else, so they are never `latest` and never deleted. resume_from_checkpoint may still
-    name one."""
+    """Finished checkpoints, oldest first. Symbolic links are skipped, because their targets may
+    belong to somebody else: they are never `latest` and never deleted. resume_from_checkpoint may
+    still name one."""
     paths = []
     for path in Path(folder).glob("step_*"):
         is_number = path.name.removeprefix("step_").isdecimal()  # not .tmp, .old, .abandoned
@@ -325,8 +326,8 @@ def number_of(path: Path) -> int:
 
 
 def latest(folder, check=verify, silent: bool = False) -> Path | None:
-    """The newest checkpoint of a run folder that passes `check`, None without one. Prints which
-    ones were passed over, and why, unless `silent`."""
+    """The newest checkpoint of a run folder that passes `check`, None if there is none. Prints
+    which ones were passed over, and why, unless `silent`."""
     links = [path for path in sorted(Path(folder).glob("step_*")) if path.is_symlink()]
     problems = [f"{path} is a symbolic link" for path in links]
     newest = None
@@ -343,18 +344,19 @@ def latest(folder, check=verify, silent: bool = False) -> Path | None:
 
 def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
     """Deletes checkpoints, except the newest `limit` and those of every keep_every-th step. limit=0
-    deletes none; keep_every=0 keeps the newest only."""
+    deletes none; keep_every=0 keeps only the newest."""
     if limit == 0:
         return
     for path in steps_of(folder)[:-limit]:
         if keep_every == 0 or number_of(path) % keep_every:
-            # renamed first: if deleting stops halfway, no half checkpoint is left under its name
+            # renamed first: if deletion stops halfway, no partial checkpoint is left under its name
             discard(path, aside=free_name(path, ".old"))
 
 
 def discard(path: Path, aside: Path | None = None) -> None:
-    """Deletes what a run no longer needs; aside: a name that it gets first. If that fails, because
-    somebody has protected it or NFS keeps files that are open, it is a warning: nothing is lost."""
+    """Deletes what a run no longer needs. aside: a name that it is given first. If this fails (it
+    is write-protected, or NFS keeps files that are open), there is only a warning: nothing is
+    lost."""
     try:
         if aside:
             path = path.rename(aside)
@@ -371,7 +373,7 @@ def tidy(folder: Path) -> None:
     rollout servers, even if another host wrote them or this run has no servers."""
     left = [path for path in folder.glob("*") if LEFT.fullmatch(path.name)]
     weights = folder / "weights"
-    if not weights.is_symlink():  # what it leads to may be another run's, or no run's at all
+    if not weights.is_symlink():  # its target may belong to another run, or to no run at all
         left += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
     for path in left:
         discard(path)
@@ -379,9 +381,9 @@ def tidy(folder: Path) -> None:
 
 def set_aside(folder: Path, step: int, resumed: str = "latest") -> list[Path]:
     """Renames the checkpoints after `step` to step_N.abandoned (.abandoned2, ...), so that "latest"
-    ignores them: a run that resumes from an earlier step abandons that branch. So too that of
-    `step` itself, if the run goes on from another one, such as its step_N.abandoned. Returns the
-    new paths."""
+    ignores them: a run that resumes from an earlier step abandons that branch. The checkpoint of
+    `step` itself is renamed too if the run resumes from another one of that step, such as
+    step_N.abandoned. Returns the new paths."""
     moved = []
     for path in steps_of(folder):
         is_source = resumed == "latest" or path.resolve() == Path(resumed).resolve()
@@ -413,7 +415,7 @@ def take_over(config: dict, step: int, parameters) -> str:
     source = Path(config["resume_from_checkpoint"])
     name = re.fullmatch(r"(step_\d+)\.abandoned\d*", source.name)
     if name and source.resolve().parent == folder.resolve():
-        # its branch is the run's again: "latest" and a job that is queued again are to find it
+        # this branch is the run's again, so "latest" and a requeued job must find it
         path = source.rename(folder / name[1])
         sentences.append(
             f"the run goes on from {source.name}, now {path} again; metrics and evaluations up "
@@ -447,7 +449,7 @@ def forecast(config: dict, parameters) -> str:
 
 
 def checkpoint_bytes(config: dict, parameters) -> int:
-    """Size of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and the
+    """Bytes of a checkpoint: all weights (twice if "full": DeepSpeed's and Hugging Face's), and the
     optimizer's state. parameters: policy.ParameterCounts."""
     from policy import dtype_of
 
@@ -467,7 +469,7 @@ def trial_seconds(folder: Path) -> float:
     start = time.perf_counter()
     try:
         with open(trial, "wb", opener=open_no_link) as file:
-            file.write(os.urandom(TRIAL_BYTES))  # random: a disk that compresses would look fast
+            file.write(os.urandom(TRIAL_BYTES))  # random, else a disk that compresses looks fast
             file.flush()
             os.fsync(file.fileno())  # else only the page cache would be measured
         file_hash(trial)  # a save hashes its files too
@@ -500,11 +502,11 @@ def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str]
 @contextmanager
 def stops_if_unwritten(path: Path, cure: str = ""):
     """RunStopped, with a sentence, if the folder `path` can't be written in this context. cure: the
-    end of the sentence, for what is no checkpoint of a run."""
+    end of that sentence, if `path` is not a checkpoint of a run."""
     try:
         yield
     except Exception as error:
-        # any Exception: torch, safetensors and DeepSpeed each have their own for a full disk
+        # any Exception: for a full disk torch, safetensors and DeepSpeed each raise their own
         if lost_a_rank(error):
             raise  # the disk is not to blame; common.script prints what is
         raise RunStopped(not_written(path, error, cure)) from error
@@ -524,15 +526,18 @@ def how_to_go_on(folder: Path) -> str:
     """The end of a sentence about a run that has ended too early."""
     saved = steps_of(folder)
     if not saved:
-        return "no checkpoint had been saved (save_steps): start again, --overwrite_output_dir=True"
+        return (
+            "no checkpoint had been saved (save_steps): start again with "
+            "--overwrite_output_dir=True"
+        )
     return f"go on from {saved[-1]} with --resume_from_checkpoint=latest"
 
 
 def gone(folder: Path) -> str:
     return (
         f"output_dir={str(folder)!r} is gone or another folder now: it was deleted or renamed "
-        f"while the run wrote to it; what has been saved is wherever that folder is, later steps "
-        f"are lost"
+        f"while the run wrote to it; if it was renamed, it still holds what was saved, and later "
+        f"steps are lost"
     )
 
 
@@ -546,7 +551,7 @@ def write(
     rank = dist.get_rank()
     tmp = path.with_suffix(".tmp")
     if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)  # half a save of the same step
+        shutil.rmtree(tmp, ignore_errors=True)  # an unfinished save of the same step
         # without parents: if output_dir is gone, the save must fail instead of making a new one
         tmp.mkdir()
     dist.barrier()  # nobody writes before rank 0 has made the folder
@@ -595,7 +600,7 @@ def put_in_place(tmp: Path, path: Path) -> None:
     flush(tmp, *tmp.rglob("*"))  # first: the final name promises that everything is on the disk
     old = None
     if os.path.lexists(path):
-        # not .old, which tidy() deletes: if we are killed here, nothing else has this step
+        # not .old, which tidy() deletes: if we are killed here, this is the only save of the step
         old = path.rename(free_name(path, ".abandoned"))
     tmp.rename(path)
     flush(path.parent)  # the rename itself
@@ -617,14 +622,14 @@ def flush(*paths: Path) -> None:
 
 
 def resumes_in_place(c: dict) -> bool:
-    """Whether the run goes on in its checkpoint's own folder: False without a checkpoint, and from
+    """Whether the run goes on in the folder of its checkpoint: False if it has no checkpoint, or
     another run's. Reads no weights. UserError if the checkpoint is missing or not whole, or if
     max_steps leaves nothing to train."""
     path = asked_for(c)
     if path is None:
         return False
     goes_on = path.resolve().parent == Path(c["output_dir"]).resolve()
-    # 0: a finished run may be started again and finds itself done; a new run needs steps to do
+    # 0: a finished run may be started again, to find that it is done; a new run needs steps to do
     check_steps(path, c, least=0 if goes_on else 1)
     return goes_on
 
@@ -657,11 +662,11 @@ def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
 
 
 def taken_for_checkpoint(folder: Path) -> str:
-    """What to name instead of the folder of a run; "" if `folder` is none."""
+    """A sentence that says what to name instead of a run's folder; "" if `folder` is not one."""
     checkpoints = steps_of(folder)
     if not checkpoints:
         return ""
-    return f"this is the folder of a run, name a checkpoint in it: {checkpoints[-1]}"
+    return f"this is the folder of a run: name a checkpoint in it, such as {checkpoints[-1]}"
 
 
 def check_steps(path: Path, c: dict, least: int) -> None:
@@ -693,8 +698,8 @@ def find(config: dict) -> Path | None:
 
 
 def changes(path: Path, config: dict) -> str:
-    """One sentence about the settings that differ from those a checkpoint was made with; "" if none
-    does that matters here."""
+    """One sentence about the settings that differ from those that a checkpoint was made with,
+    except UNTOLD; "" if there are none."""
     before = as_read_back(settings_of(path))
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
     told = []
@@ -712,21 +717,21 @@ def check_resumable(path: Path, config: dict) -> None:
 
 
 def settings_of(path: Path) -> dict:
-    """The config that a checkpoint was made with, under today's keys: one that it is too old to
-    have has its default, one that no longer exists is left out. UserError if a value is of another
-    type."""
+    """The config that a checkpoint was made with, under today's keys: keys newer than the
+    checkpoint have their defaults, keys that no longer exist are left out. UserError if a value has
+    the wrong type."""
     file = path / "train_config.json"
     config = default_config()
     known = {}
     for name, value in read_table(file).items():
-        today = RENAMED.get(name, name)  # or a sentence, which is no key
+        today = RENAMED.get(name, name)  # or a sentence, which is not a key
         if today.partition(".")[0] in config:
             known[today] = value
     return merge(config, known, str(file))
 
 
 def read_table(file: Path) -> dict:
-    """A checkpoint's JSON file. UserError if it is no JSON object."""
+    """The object in one of a checkpoint's JSON files. UserError if it holds none."""
     try:
         table = json.loads(file.read_text())
     except (ValueError, RecursionError):
@@ -737,7 +742,7 @@ def read_table(file: Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """A checkpoint's controller_state.json, for a TrainerState. An older one has no hashes."""
+    """A checkpoint's controller_state.json, for a TrainerState. Older files have no hashes."""
     return {"prompts_hash": "", "answers_hash": ""} | read_table(path / "controller_state.json")
 
 
@@ -778,14 +783,14 @@ def check_fit(path: Path, config: dict) -> None:
     for name, (was, now) in pairs.items():
         if was != now:
             raise UserError(
-                f"{path} was saved with {name}={was!r}, which its optimizer's state depends on; "
-                f"this run has {now!r}: go on with the same, or {new_run_from(path)}"
+                f"{path} was saved with {name}={was!r}, on which its optimizer's state depends, "
+                f"and this run has {now!r}: go on with {was!r}, or {new_run_from(path)}"
             )
 
 
 def check_convertible(path: Path, config: dict) -> None:
     """UserError if ZeRO's shards were saved by another number of ranks and can't be converted:
-    DeepSpeed's universal format has the two moments of an Adam, no more and no less."""
+    DeepSpeed's universal format holds exactly the two moments of Adam."""
     saved, now = ranks_of(path), launched_ranks()
     two_moments = config["optimizer"] == "adamw" and not amsgrad(config)
     if config["zero_stage"] and saved != now and not two_moments:
@@ -812,8 +817,8 @@ def check_state(path: Path, config: dict) -> None:
     if isinstance(held, dict):
         if missing := example["controllers"].keys() - held.keys():
             raise UserError(
-                f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: it "
-                f"is of older code; go on with that, or {new_run_from(path)}"
+                f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: "
+                f"older code wrote it; go on with that code, or {new_run_from(path)}"
             )
         for key, form in example["controllers"].items():
             if not alike(held[key], form):
@@ -829,14 +834,15 @@ def check_state(path: Path, config: dict) -> None:
         raise damaged(file)
     variances = [v for _, _, v in saved["replay"].get("prompts", {}).values()]
     variances += saved["controllers"]["meta"]["v"]
-    if min(variances) < 0:  # stream.py and controllers.py take their roots
+    if min(variances) < 0:  # stream.py and controllers.py take their square roots
         raise damaged(file)
 
 
 def alike(value, example) -> bool:
     """Whether a value that was read from a file has the form of an example: its keys, lengths and
-    types. In the example 1 stands for an int from 1 on, 0.0 for a number but NaN, None for null or
-    a finite float, "" for a text. An int that a float can't hold fits nothing."""
+    types. In the example an int stands for any int that is not smaller, a float for any number but
+    NaN, a text for any text, None for null or a finite float. An int too large for a float fits
+    nothing."""
     if type(value) is int and abs(value) > sys.float_info.max:
         return False
     if isinstance(example, dict):
@@ -855,8 +861,8 @@ def alike(value, example) -> bool:
 
 
 def check_model(path: Path, model_config) -> None:
-    """UserError if a checkpoint's model has another shape than this run's. model_config: that of
-    this run, Hugging Face's. Of other shapes DeepSpeed would say so too, but only after loading
+    """UserError if a checkpoint's model has another shape than this run's. model_config: this
+    run's, in Hugging Face's form. DeepSpeed would report other shapes too, but only after loading
     everything, and tensor by tensor."""
     saved = read_table(path / "config.json")
     for name in SHAPE:
@@ -864,7 +870,7 @@ def check_model(path: Path, model_config) -> None:
         if name in saved and saved[name] != now:
             raise UserError(
                 f"{path} is of a model with {name}={saved[name]!r}, and this run's has {now!r}: "
-                f"name the model that it was trained from, or start without it"
+                f"set --model to the one it was trained from, or start without this checkpoint"
             )
 
 
@@ -873,8 +879,9 @@ def load(path: Path, engine, folder: Path) -> TrainerState:
     rest.
 
     With the number of ranks that saved it, the run continues bit for bit. With another number,
-    ZeRO's shards are converted to DeepSpeed's universal format, and it continues up to rounding.
-    folder: output_dir, where converted shards lie meanwhile; no other run uses it."""
+    ZeRO's shards are converted to DeepSpeed's universal format, and the run continues up to
+    rounding. folder: output_dir, which holds the converted shards meanwhile; no other run uses
+    it."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -889,19 +896,20 @@ def load(path: Path, engine, folder: Path) -> TrainerState:
         raise UserError(
             f"resume_from_checkpoint: DeepSpeed found nothing to load in {path / 'engine'}"
         )
-    # %: if more ranks load than saved, some start with the same random state
+    # %: if there are more ranks than saved it, some start with the same random state
     set_random_state(path / f"rng_{rank % saved_ranks}.pt")
     saved = read_state(path)
     return TrainerState(**{name: saved[name] for name in TrainerState._fields})
 
 
 def set_random_state(file: Path) -> None:
-    """Sets torch's random state to that of a checkpoint. UserError if the file holds no such."""
+    """Sets torch's random state to that of a checkpoint. UserError if the file does not hold
+    one."""
     import torch
 
     try:
         torch.set_rng_state(torch.load(file, weights_only=True))
-    except (FileNotFoundError, TypeError, RuntimeError):  # no tensor of bytes, or of another size
+    except (FileNotFoundError, TypeError, RuntimeError):  # not a tensor of bytes, or a wrong size
         raise damaged(file) from None
 
 
@@ -926,7 +934,7 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
     rank = dist.get_rank()
     converted = folder / CONVERTED
     if rank == 0:
-        if os.path.lexists(converted):  # of a run that was killed, or a link to somewhere else
+        if os.path.lexists(converted):  # a killed run's, or a link to somewhere else
             delete(converted)
         problem = convert_apart(path / "engine", converted / "engine")
         if problem:
@@ -949,8 +957,9 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
 
 def own_step_counts(optimizer) -> None:
     """Gives every parameter of torch's optimizer a step count of its own, on the parameter's
-    device. From converted shards DeepSpeed loads one on the CPU for all of them: on a GPU a fused
-    AdamW refuses it, and under ZeRO 3 every group of parameters would add 1 to it in each step."""
+    device. From converted shards DeepSpeed loads a single one, on the CPU, for all of them: on a
+    GPU a fused AdamW refuses it, and under ZeRO 3 every group of parameters would add 1 to it in
+    each step."""
     import torch
 
     for parameter, state in optimizer.state.items():
@@ -961,7 +970,7 @@ def own_step_counts(optimizer) -> None:
 def convert_apart(shards: Path, out: Path) -> str:
     """Runs convert() in a process of its own, because it forks workers. Returns "" or its error."""
     env = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE"):  # the process is no rank of this run
+    for name in ("RANK", "WORLD_SIZE"):  # the process is not a rank of this run
         env.pop(name, None)
     command = [sys.executable, __file__, "convert", shards, out]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -986,13 +995,13 @@ def convert(shards: str, out: str) -> None:
 
 
 def engine_weights(path: Path) -> dict:
-    """{name: tensor} of the language model, from DeepSpeed's shards. Works for any ZeRO stage and
-    number of ranks that saved them."""
+    """{name: tensor} of the language model, from DeepSpeed's shards of any ZeRO stage and number of
+    ranks."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     file = path / "engine" / "mp_rank_00_model_states.pt"
-    if file.exists():  # below stage 3: rank 0 has it all
+    if file.exists():  # below stage 3 this file of rank 0 holds all weights
         state = torch.load(file, map_location="cpu", weights_only=True)["module"]
     else:
         with no_code():
@@ -1005,7 +1014,7 @@ def engine_weights(path: Path) -> dict:
 
 
 def export(path, out) -> None:
-    """Makes the Hugging Face folder `out` from a checkpoint, also from a "shallow" one. UserError
+    """Makes the Hugging Face folder `out` from a checkpoint, even from a "shallow" one. UserError
     if the checkpoint is not whole or holds code, or if `out` exists already."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -1017,7 +1026,7 @@ def export(path, out) -> None:
     tmp = Path(f"{out}.tmp")
     for folder in (out, tmp):  # never write into somebody's folder
         if folder.exists():
-            raise UserError(f"export: {folder} is there already: name a new folder")
+            raise UserError(f"export: {folder} exists already: name a new folder")
     problem = verify(path) or code_in(path)
     if problem:
         raise UserError(f"export: {problem}")
@@ -1033,14 +1042,17 @@ def export(path, out) -> None:
     dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     trained = read_trained(path)
     if trained is None:
-        print(f"warning: {path} has no list of its training prompts, so evaluations can't warn")
+        print(
+            f"warning: {path} has no list of its training prompts ({TRAINED}), so evaluate.py "
+            f"can't warn when it evaluates on them"
+        )
     saved = engine_weights(path)
     weights = {}
     for name, _ in lm.named_parameters():
         if name not in saved:
             raise UserError(f"export: {path / 'engine'} has no {name}")
         weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
-    # not strict: `weights` has tied weights once, the model expects them under both names
+    # not strict: `weights` holds tied weights once, the model expects them under both names
     lm.load_state_dict(weights, strict=False, assign=True)
     lm.tie_weights()  # assign=True has replaced only one of the two
     weights = dict(model_weights(lm, 0))
@@ -1104,7 +1116,7 @@ class Hub:
         try:
             self.repo = self.api.create_repo(repo, private=True, exist_ok=True).repo_id
         except Exception as error:
-            # huggingface_hub and its HTTP library have many: no token, network, rights, such name
+            # huggingface_hub and its HTTP library raise many kinds: no token, network, rights, ...
             raise UserError(
                 f"push_to_hub={repo!r}: the hub does not let us make or use this repository: "
                 f"{in_one_line(error, 300)}; set HF_TOKEN to a token that may write, or "
@@ -1117,7 +1129,7 @@ class Hub:
         if not holds_model(path):
             return
         if self.upload and not self.upload.future.done() and not last:
-            tell(f"not pushed: {path}, {self.upload.path.name} is still on its way")
+            tell(f"not pushed: {path}, because {self.upload.path.name} is still being uploaded")
             return
         self.finish(stop=False)  # report the upload before this one, and delete its copy
         copy = self.folder / f"push_{path.name}.tmp"
@@ -1156,10 +1168,10 @@ class Hub:
             shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
     def abandon(self) -> bool:
-        """Tells that the upload under way won't arrive; False if none is."""
+        """Reports that the upload under way will be cut off; False if there is none."""
         if not self.upload or self.upload.future.done():
             return False
-        tell(f"not pushed: {self.upload.path}, the run ends before it has arrived")
+        tell(f"not pushed: {self.upload.path}, because the run ends before it is uploaded")
         return True
 
     def leave(self) -> None:

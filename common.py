@@ -27,28 +27,30 @@ from pathlib import Path
 import checks
 
 ROOT = Path(__file__).resolve().parent
-PATHS = ("/", "./", "../")  # what begins so is a path, no name on the hub
-# Timeout of our own collectives (DeepSpeed's have torch's, ten minutes on GPUs). It is longer than
-# anything that one rank may do alone while the others wait: start rollout servers, wait for rewards
-# that hang, hash a large checkpoint, finish an upload (an hour). A rank that dies is noticed
-# without it, at once: by connections, torchrun and ranks.Heartbeat.
+PATHS = ("/", "./", "../")  # a name that begins with one of these is a path, not a hub id
+# Timeout of our own collectives (DeepSpeed's use torch's default, ten minutes on GPUs). It must
+# exceed anything that one rank may do alone while the others wait: start rollout servers, wait for
+# rewards that hang, hash a large checkpoint, finish an upload (an hour). It is not what notices a
+# dead rank: broken connections, torchrun and ranks.Heartbeat do that at once.
 DEADLINE = timedelta(hours=3)
-# characters of a config file, or of one value: a file named by mistake may be endless (/dev/zero)
+# most characters of a config file or of one value: a file named by mistake may have no end
+# (/dev/zero)
 LONGEST_CONFIG = 1_000_000
-# an item in a flag's list: math, tasks.reverse:reward, my-module:Class.score; also a path, which
-# workers.imported() refuses with a better sentence
+# an item in a flag's list: math, tasks.reverse:reward, my-module:Class.score. A path matches too:
+# workers.imported() refuses it with a clearer message
 NAME = re.compile(r"[A-Za-z_./~][\w./~-]*(:[\w.]+)?")
 DEEPEST = 10  # levels of nested lists and dicts
 NESTED = f"is nested deeper than the {DEEPEST} levels that a setting may have"
-TRIAL_FILE = ".writable-"  # beginning of a name, see check_writable()
+TRIAL_FILE = ".writable-"  # prefix of a file that check_writable() creates
 LONGEST_NAME = 240  # bytes of a file name: file systems allow 255, and we append suffixes
 LONGEST_PATH = 3800  # bytes: Linux allows 4095, and we append names inside folders
-# looks that a thread of torch, waiting for another, takes before it sleeps, see choose_waiting()
+# how often a waiting thread of torch checks before it sleeps, see choose_waiting()
 SPINS = 10_000
-# seconds in which a rank may get a signal once more: Slurm and systemd can send it to every process
-# of a job, and torchrun passes it on to its ranks
+# seconds within which a rank may get a copy of a signal: Slurm and systemd can send it to every
+# process of a job, and torchrun passes it on to its ranks
 ECHO = 5.0
-# characters of an error: it may name a column or an id of a stranger's data, of a megabyte
+# most characters of an error message: it may quote a column or id, perhaps a megabyte long, of a
+# stranger's data
 LONGEST_ERROR = 2000
 
 
@@ -57,8 +59,8 @@ class UserError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """A run that must not go on, for a reason that is not a bug of the program: one sentence, exit
-    status 1."""
+    """A run must not go on, for a reason that is not a bug. Scripts print it as one sentence and
+    exit with status 1."""
 
 
 class RewardsFailed(RunStopped):
@@ -73,8 +75,8 @@ class RolloutsLost(RunStopped):
 
 def quoted(value, limit: int = 200) -> str:
     """A value, or text from a server, reward, dataset or model, made fit for an error message: the
-    repr() of at most `limit` of its characters. So no text can control the terminal or pass for a
-    line of ours."""
+    repr() of at most `limit` of its characters. So no text can control the terminal or look like
+    one of our own lines."""
     if isinstance(value, (str, Exception)):
         text = str(value)
         return repr(text[:limit]) + ("..." if len(text) > limit else "")
@@ -91,7 +93,7 @@ def memory_text(size: float) -> str:
 
 def in_one_line(text, limit: int = 0) -> str:
     """Text from a library, or a sentence of ours that may quote a stranger, as one line without
-    control characters; cut at `limit` characters, 0: not cut."""
+    control characters, cut to `limit` characters (0: not cut)."""
     words = " ".join(str(text).splitlines())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
     return line[: limit - 3] + "..." if 0 < limit < len(line) else line
@@ -131,25 +133,25 @@ def reader_has_gone() -> bool:
 
 
 def set_up_libraries() -> None:
-    """Settings that libraries read from the environment. They keep messages that are no errors out
-    of the terminal, and a GPU's memory in one piece. Call this before libraries are imported."""
-    # micro-batches differ in shape from step to step: blocks of fixed sizes would lie about unused
+    """Sets what libraries read from the environment, to keep harmless messages out of the terminal
+    and a GPU's memory from fragmenting. Call this before libraries are imported."""
+    # micro-batches differ in shape from step to step, and would leave blocks of fixed sizes unused
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # NCCL in CUDA graphs, as in an engine on several GPUs, would register memory that such blocks
-    # map in pieces, and may read where it must not
+    # in CUDA graphs (of an engine on several GPUs) NCCL would register the memory of such blocks,
+    # which is mapped in pieces, and might read outside it
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    # torch's and vLLM's C++: each rank would print a warning about memory bound to the cores
+    # else the C++ code of torch and vLLM prints a warning on each rank, about memory bound to cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # a filter, because DeepSpeed sets the level itself. It would warn that there is no GPU
+    # a filter, because DeepSpeed resets its logger's level. It would warn that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def script(work, *arguments):
-    """Runs a script, work(*arguments), or work(command line) without arguments, and returns its
-    result. Errors meant for the user end the process with one sentence and no traceback."""
+    """Runs a script and returns its result: work(*arguments), or work(sys.argv[1:]) if no arguments
+    are given. Errors meant for the user end the process with one sentence and no traceback."""
     set_up_libraries()
-    # what a model or a dataset writes may not fit into a terminal's encoding; stderr is so already
+    # a terminal's encoding may lack characters of a model or dataset; stderr escapes them already
     sys.stdout.reconfigure(errors="backslashreplace")
     # before any import: libraries swallow KeyboardInterrupt while they load
     listen(end_now)  # train.py replaces this once it is ready to save when asked to stop
@@ -169,17 +171,17 @@ def script(work, *arguments):
     except (UserError, RunStopped) as error:
         leave(str(error), 2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
-        if not reader_has_gone():  # of another pipe: unexpected
+        if not reader_has_gone():  # another pipe broke, which is unexpected
             raise
-        write_stderr("error: whoever read the output (| head?) has gone")
-        os._exit(1)  # at its end Python would fail to flush, and say so
+        write_stderr("error: the program that read the output (| head?) has ended")
+        os._exit(1)  # a normal exit would try to flush, fail, and print that
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # no full disk, no quota, no limit of a file: unexpected, so the user sees the traceback
+            # not a full disk, a quota or a file size limit: unexpected, so the traceback is shown
             raise
         leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
-        if out_of_memory(error):  # in a step train.py says more: this is while a model loads
+        if out_of_memory(error):  # while a model loads; for a step train.py has its own message
             leave(
                 f"memory ran out: {in_one_line(error, 300)}; train.py with --dry_run estimates "
                 f"what a run takes",
@@ -188,7 +190,7 @@ def script(work, *arguments):
         if not lost_a_rank(error):
             raise
         leave(
-            "another rank has died or left (its own words are above or below): "
+            "another rank has died or left (its own message is above or below): "
             f"{str(error).splitlines()[0]}",
             1,
         )
@@ -203,7 +205,7 @@ def read_config_file(path) -> dict:
     try:
         # utf-8-sig: some editors begin a file with a byte order mark
         with open(path, encoding="utf-8-sig") as file:
-            # one character more than allowed: so parse() sees that the file is too long
+            # one character more than allowed, so that parse() sees when the file is too long
             text = file.read(LONGEST_CONFIG + 1)
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
@@ -323,25 +325,25 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
 
 def current_name(name: str, source: str) -> str:
-    """The key, or key.entry, that a name means today. UserError if there is none any more."""
+    """The key, or key.entry, that a name means today. UserError if it no longer has one."""
     replacement = RENAMED.get(name)
     if replacement is None:
         return name
     if " " in replacement:  # a sentence, not a key
-        raise UserError(f"{source}: {name} is no key here: {replacement}")
+        raise UserError(f"{source}: {name} is not a key here: {replacement}")
     return replacement
 
 
 def did_you_mean(name: str, known) -> str:
-    """The end of a sentence about a name that is none of those known; "" if none is like it."""
+    """The end of an error about an unknown name: the known one most like it; "" if none is."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def coerce_key(key: str, value, before, where: str):
-    """`value` in the type of the key. before: its default, or what a file or flag has set before,
-    which is of that type too. Keys of checks.STEPS may be {step: value} as well, and "dataset" may
-    be a list of sources: these two take either, whatever stood there before."""
+    """`value` in the type of the key. before: its default, or what a file or flag set earlier,
+    which has that type too. Keys of checks.STEPS may also be {step: value}, and "dataset" a list of
+    sources, whichever form `before` has."""
     default = before
     if key in checks.STEPS:
         default = checks.values_of(before)[0]
@@ -360,11 +362,11 @@ def coerce_key(key: str, value, before, where: str):
 
 
 def refuse_usual_mistakes(key: str, value, default, where: str) -> None:
-    """UserError with a cure of its own, where the one about types would not help."""
+    """UserError that says how to correct a usual mistake, where one about types would not help."""
     if type(value) is str and value[:1] in ("[", "{") and type(default) is not str:
         raise UserError(
-            f"{where}={quoted(value)} is no Python literal: it needs quotes around names and "
-            f"texts, every bracket closed, and '...' around the whole in a shell"
+            f"{where}={quoted(value)} is not a Python literal: put quotes around names and texts, "
+            f"close every bracket, and in a shell put '...' around the whole value"
         )
     if value is True and key == "resume_from_checkpoint":
         raise UserError(f"{where}: write --{key}=latest, or name a step_* folder")
@@ -381,8 +383,8 @@ def coerce_source(source, where: str) -> dict:
 
 
 def coerce_entries(key: str, value: dict, where: str) -> dict:
-    """`value` of a key that is a dict, its known entries in the type of their default. UserError
-    for an unknown entry, unless a library reads the dict (checks.OPEN)."""
+    """`value`, a dict, with its known entries in the types of their defaults. UserError for an
+    unknown entry, unless a library reads the dict (checks.OPEN)."""
     known = checks.ENTRIES[key]
     coerced = dict(value)
     for entry, content in value.items():
@@ -398,8 +400,8 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
 
 
 def coerce_points(value: dict, default, where: str) -> dict:
-    """{step: value} with int steps, and values in the type of `default`. Steps may be text: JSON,
-    such as a run's config.json, makes text of them."""
+    """{step: value} with int steps, and values in the type of `default`. Steps may be text, which
+    is what JSON (a run's config.json) makes of them."""
     check_literal(value, where)
     points = {}
     for step, number in value.items():
@@ -420,7 +422,7 @@ def coerce(value, default, where: str):
     not a number."""
     kind = type(default)
     check_literal(value, where)
-    # Python has no literal for infinity, so files and flags have text
+    # Python has no literal for infinity, so files and flags write it as text
     if kind is float and isinstance(value, str) and value in ("inf", "Infinity"):
         return math.inf
     if kind is float and type(value) is int:
@@ -442,7 +444,7 @@ def coerce(value, default, where: str):
 
 
 def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value. Strings need no quotes, in lists neither; true and false
+    """{key: value} of one --key=value. Strings need no quotes, not even in lists; true and false
     need no capital letter. A flag without a value is True."""
     name, equals, text = argument[2:].partition("=")
     if not equals:
@@ -451,8 +453,9 @@ def read_flag(argument: str, defaults: dict) -> dict:
     default = defaults.get(key)
     if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
-    # of an unknown key too, which merge() refuses, and of one that takes text: --push_to_hub=False
-    # does not mean a repository of that name. Where there are choices, they are what to answer with
+    # also for an unknown key, which merge() refuses, and for one that takes text:
+    # --push_to_hub=False does not mean a repository "False". Not for a key with choices, so that
+    # the error lists them
     if text.lower() in ("true", "false") and key not in checks.CHOICES:
         return {name: text.lower() == "true"}
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
@@ -467,7 +470,7 @@ def read_flag(argument: str, defaults: dict) -> dict:
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
-        if isinstance(default, list):  # --reward_funcs=a,b, and [a]: a shell strips quotes of ['a']
+        if isinstance(default, list):  # --reward_funcs=a,b or [a]: a shell takes the quotes off 'a'
             words = text.removeprefix("[").removesuffix("]").split(",")
             words = [word.strip() for word in words]
             if all(map(NAME.fullmatch, words)):
@@ -495,8 +498,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
 
 
 def tell_repeats(argv) -> None:
-    """Prints which flags are overridden by a later one of the same key. That is no error: scripts
-    append flags to the user's."""
+    """Prints which flags are overridden by a later one of the same key. This is allowed:
+    scripts append flags to the user's."""
     last = {}
     for word in argv:
         name, equals, _ = word.removeprefix("--").partition("=")
@@ -525,8 +528,8 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
 
 
 def unread(argv, instead: dict) -> str:
-    """A warning, in lines, about flags that are for training runs and change nothing in this
-    script; "" without any. instead: an entry of checks.INSTEAD."""
+    """One line of warning for each flag that is for training runs and changes nothing in this
+    script; "" if there is none. instead: an entry of checks.INSTEAD."""
     lines = []
     for word in argv:
         name = word.removeprefix("--").partition("=")[0]
@@ -540,8 +543,9 @@ def unread(argv, instead: dict) -> str:
 
 
 def only_source(words: list[str], takes: str) -> Path:
-    """The single file or folder among the words that own_flags() leaves. UserError, beginning with
-    `takes` (what the command takes), if these are not exactly one path; or if nothing is there."""
+    """The path that must be the only word left by own_flags(). UserError if nothing is at that
+    path, or if there is not exactly one; its message then begins with `takes`, which says what the
+    command takes."""
     if len(words) != 1 or words[0].startswith("-"):
         raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
     source = Path(words[0])
@@ -637,7 +641,7 @@ def check_lengths(path: Path, where: str) -> None:
     """UserError if a path, or a name in it, is too long for a file system."""
     longest = max(len(os.fsencode(name)) for name in path.parts)  # bytes: a letter may take 4
     if longest > LONGEST_NAME:
-        raise UserError(f"{where}: a name of {longest} bytes is in it, {LONGEST_NAME} are the most")
+        raise UserError(f"{where}: it holds a name of {longest} bytes, more than {LONGEST_NAME}")
     if len(os.fsencode(path)) > LONGEST_PATH:
         raise UserError(f"{where}: a path may have {LONGEST_PATH} bytes at most")
 
@@ -663,20 +667,20 @@ def check_writable(key: str, path, folder: bool) -> None:
     if not is_folder and not os.path.isfile(existing):
         raise UserError(f"{where}: {str(existing)!r} is a folder or a device, not a file")
     if not is_folder and not os.access(existing, os.W_OK):  # a file that would be overwritten
-        raise UserError(f"{where}: it is there and protected against writing")
+        raise UserError(f"{where}: it exists and is write-protected")
     place = existing if is_folder else existing.parent
-    try:  # only a trial tells, if we are root, on a read-only disk or in /proc
-        # a name that journal.is_empty() knows: where the file system has no files without a name
+    try:  # only a trial tells: as root, on a read-only disk or in /proc, permissions do not
+        # a prefix that journal.is_empty() knows: where the file system has no files without a name
         # (NFS), another rank may see this one
         tempfile.TemporaryFile(dir=place, prefix=TRIAL_FILE).close()
     except OSError as error:
         raise UserError(
-            f"{where}: nothing can be made in {str(place)!r}: {error.strerror}"
+            f"{where}: no file can be created in {str(place)!r}: {error.strerror}"
         ) from None
 
 
 def as_read_back(settings: dict) -> dict:
-    """The settings as they come back from a .json file, for comparison with one: tuples become
+    """The settings as a .json file gives them back, for comparison with those of one: tuples become
     lists, and the steps of a schedule become text."""
     return json.loads(json.dumps(settings))
 
@@ -709,27 +713,26 @@ def read_settings(path: Path) -> dict:
         beside = path.parent / "train_config.json"  # the other config.json there is the model's
         saved = f"; the settings of this checkpoint are {beside}" if beside.exists() else ""
         raise UserError(
-            f"{str(path)!r} is somebody else's: it holds no settings that this program wrote. A "
-            f"config of your own is a .py file of `key = value` lines; an --output needs another "
-            f"name{saved}"
+            f"{str(path)!r} holds no settings that this program wrote. A config of your own must "
+            f"be a .py file of `key = value` lines; an --output needs another name{saved}"
         )
     return settings
 
 
 def refuse_missing_folder(model: str) -> None:
-    """UserError if `model` is clearly a path, not a hub id, and there is no such folder: the hub
-    need not be asked."""
+    """UserError if `model` is clearly a path, not a hub id, and there is no such folder, so that
+    the hub is not asked for it."""
     if not model.startswith((*PATHS, "runs/")) or os.path.isdir(model):
         return
     hint = ""
     if model.startswith("runs/"):
-        hint = "; it comes from sft.py or train.py, the first lines of a shipped config say how"
+        hint = "; sft.py or train.py makes it, as the first lines of a shipped config show"
     raise UserError(f"model={model!r} is not a folder{near_path(model) or hint}")
 
 
 def near_path(path: str) -> str:
-    """ "; did you mean ...?" with what lies beside a path that is missing; "" if nothing is like
-    it."""
+    """ "; did you mean ...?" with the name beside a missing path that is most like it; "" if none
+    is."""
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
         return ""
@@ -760,8 +763,8 @@ def say_on_rank_0(text: str, file=None) -> None:
 
 
 def progress(**settings):
-    """A tqdm progress bar; if stderr is not a terminal, a line every half a minute instead."""
-    # here: it would be most of this file's import time, in which Ctrl-C is not handled yet
+    """A tqdm progress bar; if stderr is not a terminal, a line every half minute instead."""
+    # here: it would be most of this file's import time, during which Ctrl-C is not handled yet
     from tqdm import tqdm
 
     line = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} "
@@ -822,7 +825,7 @@ def core_limits(membership: Path, root: Path) -> list[float]:
     group_folders()."""
     limits = []
     for folder in group_folders(membership, root, "cpu"):
-        # microseconds of processor time, and of time: in one file of version 2, in two of version 1
+        # processor time and the period it is for, in microseconds: one file in version 2, else two
         names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join(text_of(folder / name) for name in names).split()
         # "max" and -1 mean no limit; a quota without its period, or the reverse, says nothing
@@ -859,12 +862,14 @@ def text_of(file: Path) -> str:
 
 
 def choose_waiting(environment) -> str:
-    """Has threads of torch wait for each other in a loop for a moment where cores are free, and
-    sleep at once where other processes use them: a loop takes a core from the very thread that it
-    waits for. In os.environ, before torch loads; what the user has set stays.
+    """Chooses how threads of torch wait for each other: in a loop for a moment if cores are free;
+    asleep at once if other processes use them, because a loop would take the core from the very
+    thread that it waits for. `environment` is os.environ, before torch loads; what the user has set
+    stays.
 
-    A tiny model's step on two cores took .5 to 1.3 s with the loop and 1.0 to 2.0 without, and
-    beside one busy process 2.4 to 4.5 and 1.0 to 2.2. Returns the variable that it sets, or ""."""
+    A tiny model's step on two cores took .5 to 1.3 s with the loop and 1.0 to 2.0 s without it;
+    beside one busy process, 2.4 to 4.5 s with it and 1.0 to 2.2 s without. Returns the name of the
+    variable that it sets, or ""."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return ""
     cores = usable_cores()
@@ -881,9 +886,9 @@ def choose_waiting(environment) -> str:
 
 
 def running_elsewhere(looks: int = 5) -> int:
-    """How many threads on this machine, this one aside, run or wait for a core, at the least of
-    some looks 10 ms apart: what wakes for a moment is not in all of them. As many as there are
-    cores where the system does not tell."""
+    """How many other threads on this machine run or wait for a core: the least of `looks` counts,
+    10 ms apart, so that threads that wake only for a moment are left out. The number of cores, if
+    the system does not tell."""
     least = os.cpu_count()
     for look in range(looks):
         if look:
@@ -895,7 +900,7 @@ def running_elsewhere(looks: int = 5) -> int:
     return least
 
 
-# the variable that is our choice, not the user's: commands that we start choose for themselves
+# the variable that we set, not the user: commands that we start must choose for themselves
 CHOSEN_WAITING = choose_waiting(os.environ)
 
 
@@ -910,7 +915,7 @@ def listen(hear) -> None:
     """Installs hear(number, frame) as the handler of every signal in SIGNALS. A signal that was
     ignored when we started stays ignored: nohup ignores SIGHUP, so that a closed terminal does not
     end us."""
-    # SIGUSR1: Slurm sends it to a batch script before its time is over
+    # SIGUSR1: Slurm sends it to a batch script before its time is up
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, hear)
@@ -976,7 +981,7 @@ class Stop:
     def __init__(self, folder, rank: int):
         self.file = Path(folder) / "stop" if rank == 0 else None  # rank 0 looks for all ranks
         self.heard = 0  # number of the signal; 0: none yet
-        self.echo_until = 0.0  # a signal before this time is the first one again
+        self.echo_until = 0.0  # a signal before this time is a copy of the first
         listen(self.hear)
         outlive_terminal()
 
@@ -995,10 +1000,10 @@ class Stop:
                     f"second signal ends it at once, unsaved"
                 )
         elif time.monotonic() < self.echo_until:
-            self.echo_until = 0.0  # there is one copy, not two
+            self.echo_until = 0.0  # there is only one copy
         else:
             # asked twice, so end now. There is nothing to tidy up: a checkpoint gets its name only
-            # when it is whole
+            # when it is complete
             os._exit(128 + number)
 
     def asked(self) -> bool:
@@ -1046,7 +1051,7 @@ def follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)  # seconds
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one sentence per machine
-        write_stderr(f"error: torchrun (process {parent}) is gone, and its ranks leave with it")
+        write_stderr(f"error: torchrun (process {parent}) is gone, so its ranks end too")
     os._exit(1)
 
 
@@ -1095,8 +1100,8 @@ REPLACED = {
     "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
     "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",
     "vllm_enforce_eager": "--vllm_options.enforce_eager=False compiles the model, True does not",
-    "adam_beta1": "--optimizer_options.betas='[0.9, 0.999]' has both",
-    "adam_beta2": "--optimizer_options.betas='[0.9, 0.999]' has both",
+    "adam_beta1": "--optimizer_options.betas='[0.9, 0.999]' sets both",
+    "adam_beta2": "--optimizer_options.betas='[0.9, 0.999]' sets both",
     "dry_run": "it is a flag of train.py: --dry_run",
     "eval_seeds": "it is a flag of evaluate.py: --seeds=3",
     "eval_output": "it is a flag of evaluate.py: --output=eval.jsonl",
@@ -1116,7 +1121,7 @@ WHOLE = "completions are sampled from the whole distribution, which the loss ass
 ENDS = (
     "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
 )
-# the same for keys of TRL and verl, which no run of ours has in its config.json
+# the same for keys of TRL and verl, which no config.json of ours has
 FOREIGN = {
     "lr": "learning_rate",
     "max_new_tokens": "max_completion_length",
@@ -1132,7 +1137,7 @@ FOREIGN = {
     "vllm_importance_sampling_cap": "importance_sampling_cap",
     "vllm_importance_sampling_clip_max": "importance_sampling_cap",
     "vllm_server_base_url": "rollout_server",
-    # sentences from here on, but for verl's names
+    # from here on mostly sentences
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
@@ -1151,10 +1156,10 @@ FOREIGN = {
     "use_bias_correction_kl": "--kl_loss_type=k2 has the gradient of True (with ratios per token) "
     "at one update a batch, k3 that of False",
     "use_adaptive_entropy": "--maxent_target_weight_entropy steers the entropy of the weights",
-    "entropy_target": "--maxent_target_weight_entropy is one for the weights of a group",
+    "entropy_target": "--maxent_target_weight_entropy is a target for the weights of a group",
     "entropy_coef": "a bonus per token is --objective=token_entropy with --token_entropy_coef, a "
     "sum over N * L where TRL has a mean over tokens",
-    "adam_epsilon": "--optimizer_options.eps=1e-8 has it",
+    "adam_epsilon": "--optimizer_options.eps=1e-8 sets it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
     "resume": "resume_from_checkpoint",
@@ -1164,12 +1169,12 @@ FOREIGN = {
     "disable_dropout": "nothing is dropped while a model trains",
     "load_in_4bit": "weights are --dtype=bfloat16 or float32",
     "trust_remote_code": "a model's own code is not run",
-    "model_init_kwargs": "a model has --model and --dtype",
+    "model_init_kwargs": "of a model, --model and --dtype can be set",
     "deepspeed": "--zero_stage=0 to 3; train.py:deepspeed_config has the rest",
     "fp16": "the type of the model is --dtype=bfloat16 or float32",
-    "attn_implementation": "packed rows have an attention of their own, see packing.py",
+    "attn_implementation": "packed rows need an attention of their own, see packing.py",
     "vllm_importance_sampling_clip_min": "ratios have no lower bound here",
-    "vllm_importance_sampling_correction": "--importance_sampling=none is False",
+    "vllm_importance_sampling_correction": "--importance_sampling=none turns it off",
     "vllm_max_model_length": "it is max_prompt_length + max_completion_length",
     "top_entropy_quantile": "all tokens count",
     "shuffle_dataset": "rows come in shuffled passes, by --seed",

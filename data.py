@@ -28,15 +28,15 @@ from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
-BLOCK = 1000  # in every block of so many prompts each source of a mixture has its share
+BLOCK = 1000  # in every block of this many prompts each source of a mixture has its share
 
 
 # --- the rows of a source
 
 
 def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
-    """All rows of a source, at least one. Rows without prompt or answer are left out with a printed
-    count. UserError, naming it, for what can't be found or read.
+    """All rows of a source, at least one. Rows without prompt or answer are left out, and their
+    number is printed. UserError, naming the source, for what can't be found or read.
 
     seed: for tasks that draw their rows at random. also: optional further columns of a dataset;
     those in source["more"] are required. From a .jsonl file all columns are read."""
@@ -55,7 +55,7 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
         raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
         rows = usable_rows(raw_rows, source, [*source["more"], *also])
     for row in rows:
-        row.pop("uncut_prompt", None)  # the trainer's own, see prompts.with_uncut()
+        row.pop("uncut_prompt", None)  # the trainer's own column, see prompts.with_uncut()
     return rows
 
 
@@ -88,15 +88,15 @@ def task_rows(source: dict, seed: int) -> list[dict]:
         if all(column not in row for row in made):
             raise UserError(
                 f'{name!r}: no row has the column {column!r} ("more", which a task does not need: '
-                f"a reward gets all of a row)"
+                f"a reward gets the whole row)"
             )
     make_ids_unique(made, name)
     return made
 
 
 def describe_error(error: Exception, file: str) -> str:
-    """Kind and words of an error, and the line of this file of ours in which it came up, if it did:
-    where Python can't read the file, the words say where."""
+    """The type and message of an error, and the line of `file` that raised it, if one did: where
+    Python can't parse the file, the message itself says where."""
     words = f"{type(error).__name__}: {quoted(' '.join(str(error).split()))}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == str(ROOT / file):
@@ -105,7 +105,7 @@ def describe_error(error: Exception, file: str) -> str:
 
 
 def check_task_row(row, where: str) -> None:
-    """UserError, beginning with `where`, if a row that a task has made is not one."""
+    """UserError, beginning with `where`, if what a task made is not a row."""
     if not isinstance(row, dict):
         raise UserError(f"{where} must be a dict, not {quoted(row)}")
     for key in ("id", "task", "prompt", "answer"):
@@ -122,11 +122,13 @@ def check_task_row(row, where: str) -> None:
     try:
         pickle.dumps(row)  # as it goes to a reward
         json.dumps(row["answer"], default=str)  # as generate.py writes it
-        # as a run logs it; no tokenizer takes half a surrogate pair
+        # as a run logs it; half a surrogate pair, which no tokenizer takes, fails here too
         json.dumps(row["prompt"], ensure_ascii=False).encode()
         json.dumps(row.get("solutions"), ensure_ascii=False, default=str).encode()
-    except Exception as error:  # a lambda, a lock, a key that is a tuple: each raises another kind
-        raise UserError(f"{where} can not leave this process: {quoted(str(error))}") from None
+    except Exception as error:  # a lambda, a lock, a key that is a tuple: each raises its own kind
+        raise UserError(
+            f"{where} can't be sent to a reward or written to a file: {quoted(str(error))}"
+        ) from None
 
 
 def check_single(source: dict) -> None:
@@ -136,12 +138,12 @@ def check_single(source: dict) -> None:
     if source["split"] not in ("train", "test"):
         raise UserError(
             f"dataset {source['name']!r} has no splits, so split={source['split']!r} can't be "
-            "taken of it: make files of the parts"
+            "taken from it: put each split into a file of its own"
         )
 
 
 def inner_columns(row: dict, *columns: str) -> list[str]:
-    """What a row has instead of "outer.inner": the columns in its "outer"."""
+    """For an error about a missing "outer.inner": the columns that the row's "outer" does have."""
     found = []
     for column in columns:
         outer, dot, _ = column.partition(".")
@@ -151,17 +153,17 @@ def inner_columns(row: dict, *columns: str) -> list[str]:
 
 
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
-    """Turns rows as their source has them into this program's rows; those without prompt or answer
-    are left out. found: {place: raw row}; more: names of further columns."""
+    """Turns a source's rows into this program's rows; those without prompt or answer are left out.
+    found: {place: raw row}; more: names of further columns."""
     for column in source["more"]:
-        # a dataset's columns were looked up when it was read; a .jsonl file has none but its rows'
+        # read_dataset() has looked up a dataset's columns; a .jsonl file has only those of its rows
         if found and all(column_of(raw, column) is None for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
-        # 0 and False are answers, NaN (which is not itself) is none
+        # 0 and False are answers, NaN (which does not equal itself) is not
         if prompt in (None, "") or answer in (None, "") or answer != answer:
             continue
         if fault := prompt_fault(prompt):
@@ -171,12 +173,12 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row = dict(raw)  # rewards get the other columns
         for column in more:
             value = column_of(raw, column)
-            # one that the config asks for is there in every row, as None where it has no value
+            # a column that the config asks for is in every row, as None where it has no value
             if "." in column and (column in source["more"] or value is not None):
                 row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
-        # of messages role and content alone: other entries may be of types that JSON lacks
+        # only role and content of messages: other entries may be of types that JSON lacks
         row["prompt"] = prompt if isinstance(prompt, str) else messages_of({"prompt": prompt}, "")
         row["answer"] = answer
         row.pop("completion", None)  # rewards have an argument of that name
@@ -209,8 +211,8 @@ def id_of(row: dict, number: int) -> str:
 
 
 def make_ids_unique(rows: list[dict], name: str) -> None:
-    """Adds the row's number to an id that an earlier row has: an evaluation takes rows of one id
-    for one problem."""
+    """Appends a row's number to its id if an earlier row has the same: an evaluation takes rows
+    with one id for one problem."""
     seen = set()
     repeated = 0
     for i, row in enumerate(rows):
@@ -221,7 +223,8 @@ def make_ids_unique(rows: list[dict], name: str) -> None:
         seen.add(row["id"])
     if repeated:
         say_on_rank_0(
-            f"{name}: {repeated} rows have the id of an earlier one; theirs get their number"
+            f"{name}: {repeated} rows have the id of an earlier row; '#' and the row's number are "
+            f"appended to it"
         )
 
 
@@ -244,13 +247,13 @@ def check_depth(row: dict, where: str) -> None:
     """UserError, beginning with `where`, if a row is nested too deep for pickle."""
     if is_deeper(row, DEEPEST_ROW):
         raise UserError(
-            f"{where}: a column is nested deeper than {DEEPEST_ROW} levels, which can not be sent "
-            "to a reward"
+            f"{where}: a column is nested deeper than {DEEPEST_ROW} levels, so the row can't be "
+            "sent to a reward"
         )
 
 
 def column_of(row: dict, name: str):
-    """The value of a row's column, None if it has none. "reward_model.ground_truth" is the entry
+    """The value of a row's column, None if there is none. "reward_model.ground_truth" is the entry
     ground_truth of the column reward_model, unless a column is called exactly that."""
     if name in row:
         return row[name]
@@ -263,7 +266,7 @@ def column_of(row: dict, name: str):
 
 
 def is_name(value) -> bool:
-    return type(value) in (str, int, float)  # not isinstance: True is no name
+    return type(value) in (str, int, float)  # not isinstance: True is not a name
 
 
 def is_texts(value) -> bool:
@@ -276,7 +279,7 @@ def is_count(value) -> bool:
 
 
 # field -> (check of its value if a row has it, the check in words). Not "task" and "solutions",
-# which mean something else in many datasets: a task that is no text is none, see own_task(), and
+# which mean something else in many datasets: own_task() ignores a task that is not text, and
 # sft.py checks solutions.
 FIELDS = {
     "id": (is_name, "text or a number"),
@@ -307,7 +310,7 @@ def read_jsonl(path: str) -> dict[str, dict]:
     rows = {}
     number = 0
     try:
-        # bytes: text is decoded in blocks, so an error could not be told to its line
+        # bytes: text is decoded in blocks, so it would be unknown which line has an error
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 # utf-8-sig: Windows puts a byte order mark at the beginning
@@ -332,8 +335,8 @@ def read_row(line: str, where: str) -> dict:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start]
-        raise UserError(f"{where}: {bad!r} is not a character but half of one") from None
-    except (ValueError, RecursionError) as error:  # thousands of digits or brackets too
+        raise UserError(f"{where}: {bad!r} is half a character (a lone surrogate)") from None
+    except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise UserError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {line[:40]!r}")
@@ -361,7 +364,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     for column in [source["prompt"], source["answer"], *source["more"]]:
         whole = whole_column(dataset.features, column)
         if whole is None:
-            # Features are dicts within dicts, as rows are
+            # Features are nested dicts, as rows are
             columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
             raise UserError(
                 f"dataset {name!r} has no column {column!r}; its columns are {', '.join(columns)}"
@@ -410,17 +413,17 @@ def open_dataset(source: dict):
         raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
     if os.path.isfile(name) and not name.endswith(".parquet"):
         raise UserError(
-            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "
-            f"datasets library reads, such as .csv, goes into a folder of its own: name the folder"
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
+            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
         )
     is_path = name.startswith(PATHS) and not name.endswith(".parquet")
-    if is_path and not os.path.exists(name):  # the hub need not be asked
+    if is_path and not os.path.exists(name):  # no need to ask the hub
         raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
     readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
     if name in readers and not os.path.isdir(name):
         raise UserError(
-            f"dataset {name!r} is a kind of file that the datasets library reads, which would take "
-            f"all of them in this folder: name a folder with your own"
+            f"dataset {name!r} is the name of a file format, for which the datasets library would "
+            f"read all such files in the current folder: name a folder with your files"
         )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (name.endswith(".parquet") or os.path.isdir(name)):
@@ -432,7 +435,7 @@ def open_dataset(source: dict):
         )
     try:
         if name.endswith(".parquet"):  # datasets calls its only split "train"
-            # of a file's own name no sign is a pattern
+            # escaped: in the name of a file * and ? are not patterns
             files = glob.escape(name) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):
@@ -443,15 +446,13 @@ def open_dataset(source: dict):
     except ConnectionError as error:
         raise UserError(
             f"dataset {name!r} {unknown}the Hugging Face hub can't be reached (no network, or "
-            f"HF_HUB_OFFLINE is set) and has left no copy of it in the cache: {quoted(error)}"
+            f"HF_HUB_OFFLINE is set), nor is there a copy in the cache: {quoted(error)}"
         ) from None
     # datasets, huggingface_hub, its HTTP library and pyarrow raise dozens of kinds
     except Exception as error:
         reason = error.__cause__ or error  # the cause says more than the library's wrapper
         words = quoted(" ".join(str(reason).split()), 300)
-        clear = (
-            "; its config may be left from a config file: set it to ''" if source["config"] else ""
-        )
+        clear = "; a config left over from a file is cleared by ''" if source["config"] else ""
         raise UserError(
             f"dataset {name!r} (config={source['config']!r}, "
             f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "
@@ -465,14 +466,14 @@ def is_saved_to_disk(folder: Path) -> bool:
 
 
 def has_no_splits(path: Path) -> bool:
-    """Whether rows of this name are a file, or what save_to_disk wrote of a single split."""
+    """Whether this is a file, or a folder that save_to_disk wrote with a single split."""
     return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
 
 
 def use_cache_without_hub(endpoint: str) -> bool:
     """Whether the hub can't be reached. If so, this tells huggingface_hub to use its cache only:
-    otherwise it would retry for half a minute. Behind a proxy nothing is tried here: the library
-    decides. UserError if `endpoint`, which HF_ENDPOINT sets, is no address."""
+    otherwise it would retry for half a minute. Behind a proxy this tries nothing and leaves it to
+    the library. UserError if `endpoint`, which HF_ENDPOINT sets, is not an address."""
     hub = huggingface_hub.constants
     proxies = {"http", "https", "all"} & set(getproxies())
     if hub.HF_HUB_OFFLINE or proxies:
@@ -483,7 +484,7 @@ def use_cache_without_hub(endpoint: str) -> bool:
             raise ValueError("it must begin with https:// or http://")
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname, port), timeout=10).close()
-    except ValueError as error:  # a port that is no number, a host like a..b
+    except ValueError as error:  # such as a port that is not a number, or a host like a..b
         raise UserError(f"HF_ENDPOINT={quoted(endpoint)} is not an address: {error}") from None
     except OSError as error:
         say_on_rank_0(f"{endpoint} can't be reached ({error}): only its cache is used")
@@ -495,8 +496,8 @@ def use_cache_without_hub(endpoint: str) -> bool:
 
 
 def training_pools(c: dict, tokenizer) -> tuple[list[list[dict]], list[float]]:
-    """The pool, its encoded rows, and the weight of every source of the training data; stream.py
-    draws from them."""
+    """The pool (the encoded rows) and the weight of every source of the training data; stream.py
+    draws from the pools."""
     loaded, weights = load_mixture(c)
     return [encode_prompts(rows, tokenizer, c, seeds=True) for rows in loaded], weights
 
@@ -508,18 +509,18 @@ def load_mixture(c: dict) -> tuple[list[list[dict]], list[float]]:
     for source in sources(c):
         loaded.append(load_rows(source, c["seed"]))
         weights.append(source["weight"])
-    # stream.py rounds a source's share of BLOCK prompts, here to 0
+    # stream.py rounds a source's share of BLOCK prompts, and could round this one to 0
     least = min(weights)
     if least * BLOCK < sum(weights):
         raise UserError(
-            f"dataset: source {weights.index(least)}: weight={least} is less than one in {BLOCK} "
-            f"of all weights together: it may never be drawn"
+            f"dataset: source {weights.index(least)}: weight={least} is less than 1/{BLOCK} of "
+            f"the sum of all weights, so its rows might never be drawn"
         )
     return loaded, weights
 
 
 def easy_rows(c: dict, tokenizer) -> list[dict]:
-    """The encoded rows of the easy pool; an empty list without one."""
+    """The encoded rows of the easy pool; an empty list if there is no such pool."""
     source = entries(c, "easy_dataset")
     if not source["name"]:
         return []
@@ -544,11 +545,12 @@ def more_columns(c: dict) -> list[str]:
 
 
 def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict) -> list:
-    """Leaves out the training rows whose prompts are evaluation prompts, because scores on these
-    would measure memory. Prints their number. With allow_leakage it leaves out none and warns.
+    """Leaves out the training rows whose prompts are also evaluation prompts, because scores on
+    these would measure memory, and prints their number. With allow_leakage it leaves out none and
+    warns.
 
-    pools: the rows of every source, then, if they are trained on, those of the easy pool.
-    UserError if nothing is left of one."""
+    pools: the rows of every source, then, if there is an easy pool, its rows. UserError if a pool
+    would have no rows left."""
 
     def keys(row: dict) -> set[str]:
         return {prompt_key(whole, c["system_prompt"]) for whole in with_uncut(row)}
@@ -572,9 +574,9 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
         if rows and not rest:
             raise UserError(
                 f"{sentence}, and without them nothing is left of {source['name']!r}: set a "
-                f"smaller eval_max_prompts ({c['eval_max_prompts']}), eval_dataset.name to other "
-                f"rows (without it those of dataset.name are evaluated too), --eval_steps=0 "
-                f"without an eval_dataset for none, or --allow_leakage=True"
+                f"smaller eval_max_prompts ({c['eval_max_prompts']}), set eval_dataset.name to "
+                f"other rows (by default rows of dataset.name are evaluated), evaluate nothing "
+                f"(--eval_steps=0 and no eval_dataset), or set --allow_leakage=True"
             )
     say_on_rank_0(f"{sentence} and are left out of training")
     return left

@@ -57,9 +57,9 @@ OF_TORCHRUN = {
 
 def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
-    problem, of which each rank samples a share; distinct and num_modes are None if the task has no
-    modes. Sampling seeds depend on the problem and `seed` only, so that evaluations of different
-    models are paired. All ranks together."""
+    problem; distinct and num_modes are None if the task has no modes. Sampling seeds depend only on
+    the problem's place and `seed`, so that evaluations of different models are paired. All ranks
+    call this together, and each samples a share of the problems."""
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
@@ -86,14 +86,14 @@ def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) 
 
 def summarize(records: list[dict], k: int) -> dict:
     """{"eval/mean@k", "eval/pass@1", "eval/pass@k", "eval/distinct@k", "eval/coverage@k"}: means
-    over the records; distinct over the problems whose task tells answers apart, coverage over those
-    whose number of correct answers is known. "eval/reward_failures" is the number of answers on
-    which a reward failed, if there are any; they count as wrong."""
+    over the records; distinct over problems whose task tells right answers apart, coverage over
+    those with a known number of right answers. "eval/reward_failures", if there are any, is the
+    number of answers on which a reward failed; they count as wrong."""
     mean = fmean(record["correct"] / k for record in records)
     metrics = {
         f"eval/mean@{k}": mean,
         f"eval/pass@{k}": fmean(record["correct"] > 0 for record in records),
-        "eval/pass@1": mean,  # the share of right samples is the unbiased estimate of it too
+        "eval/pass@1": mean,  # the share of right samples is also its unbiased estimate
     }
     distinct = [record["distinct"] for record in records if record["distinct"] is not None]
     if distinct:
@@ -104,7 +104,7 @@ def summarize(records: list[dict], k: int) -> dict:
         shares = [record["distinct"] / record["num_modes"] for record in countable]
         metrics[f"eval/coverage@{k}"] = fmean(shares)
     failures = sum(record["failures"] for record in records)
-    if failures:  # only then, so that the key draws attention
+    if failures:  # only then, so that the key is noticed
         metrics["eval/reward_failures"] = failures
     return metrics
 
@@ -119,12 +119,12 @@ def evaluate(sampler, inputs, c: dict, world: World) -> list[dict]:
 
 
 def start_command(command: str, checkpoint: Path) -> None:
-    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started the run
-    prints a warning and goes on."""
+    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started, the
+    run prints a warning and goes on."""
     words = []
     for word in shlex.split(command):  # checks.py has made sure that it can be split
         words.append(word.replace("{checkpoint}", str(checkpoint)))
-    # without torchrun's variables: the command is no rank of this run
+    # without torchrun's variables: the command is not a rank of this run
     left_out = {*OF_TORCHRUN, CHOSEN_WAITING}
     kept = {}
     for name, value in os.environ.items():
@@ -146,14 +146,14 @@ def print_row(name: str, cells: list[str]) -> None:
 
 
 def print_evaluations(first: dict, last: dict) -> None:
-    """A table of two lines of metrics.jsonl and what has changed between them. A run with one
-    evaluation gives it twice, and it is shown once."""
+    """Prints a table of two lines of metrics.jsonl and the change between them. `first` and `last`
+    are the same line if there was one evaluation; it is shown once."""
     one = first is last
     print()
     heads = [f"step {first['step']}", f"step {last['step']}", "change"]
     print_row("held-out problems", heads[:1] if one else heads)
     for key, value in first.items():
-        # reward_failures may be in one of them only; null: not finite
+        # reward_failures may be in only one of them; null stands for NaN or infinity
         if not key.startswith("eval/") or value is None or last.get(key) is None:
             continue
         cells = [f"{value:.3f}", f"{last[key]:.3f}", f"{last[key] - value:+.3f}"]
@@ -168,7 +168,7 @@ def report(folder: Path) -> None:
     if evals:
         print_evaluations(evals[0], evals[-1])
     print(f"\nmetrics: {folder / 'metrics.jsonl'}")
-    if lines:  # somebody may have deleted them
+    if lines:  # the file may have been deleted
         draw_curves(lines, folder / "curves.png")
         print(f"curves:  {folder / 'curves.png'}")
 
@@ -184,7 +184,7 @@ PANELS = {  # panels of curves.png: title -> metrics; "eval/mean@" stands for an
 
 
 def panels_of(lines: list[dict]) -> dict:
-    """{title: {metric: (steps, values)}} of the panels for which a run has data."""
+    """{title: {metric: (steps, values)}} for the panels for which a run has data."""
     curves = {}  # metric -> [(step, value)]; a metric may be missing in some lines
     for line in lines:
         for name, value in line.items():
@@ -199,8 +199,8 @@ def panels_of(lines: list[dict]) -> dict:
 
 
 def running_mean(values) -> list[float]:
-    """The exponential moving average with decay 0.9, each a weighted mean of the values so far (as
-    with Adam's bias correction, the first is the first value itself)."""
+    """The exponential moving average with decay 0.9. Each is a weighted mean of the values so far
+    (like Adam's with bias correction, so the first is the first value itself)."""
     total = weight = 0.0
     means = []
     for value in values:
@@ -236,7 +236,7 @@ def draw_curves(lines: list[dict], path: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """UserError if --output would replace a file that is no evaluation."""
+    """UserError if --output would replace a file that is not an evaluation."""
     if not path.exists() or not path.stat().st_size:
         return
     try:
@@ -244,10 +244,10 @@ def check_output(path: Path) -> None:
             record = json.loads(file.readline())
         if {"id", "samples", "correct"} <= record.keys():
             return
-    except (ValueError, RecursionError, AttributeError):  # no text, no JSON, no object
+    except (ValueError, RecursionError, AttributeError):  # not text, not JSON, not an object
         pass
     raise UserError(
-        f"--output={str(path)!r} is there and no evaluation: name another file or remove it"
+        f"--output={str(path)!r} exists and is not an evaluation: name another file or remove it"
     )
 
 
@@ -281,7 +281,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-        # `python -m compare` takes a run with this file for done
+        # `python -m compare` counts a run with this file as done
         unfinished.rename(output)
     leave_together(exam.sampler)
 

@@ -1,16 +1,16 @@
 """Writes a model's completions of every training prompt, with log-probs and rewards, to a .jsonl
-file, to distil from or to look at. It takes every row that it is given: evaluation prompts too,
-where they are among the training rows.
+file, to distil from or to look at. It leaves no row out, not even evaluation prompts among the
+training rows.
 
     python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200 \\
         --output=out.jsonl
     torchrun --standalone --nproc_per_node 8 generate.py config/math_maxent.py --output=out.jsonl
 
-Ranks divide the prompts among them; --max_prompts=100 takes the first hundred only. The file has
+Ranks divide the prompts among them; --max_prompts=100 takes only the first hundred. The file has
 num_generations lines per prompt, with prompts in the order of the dataset: {"id", "task", "prompt",
 "answer", "sample", "completion", "reward", "rewards": {name: value}, "finish_reason", "prompt_ids",
 "completion_ids", "logprobs"}. A value in "rewards" is null if that function failed or does not
-apply; "reward" is null if any function failed. An interrupted run is continued by the same command.
+apply; "reward" is null if any function failed. The same command continues an interrupted run.
 OUT.config.json holds the settings that the lines were made with.
 """
 
@@ -63,8 +63,8 @@ FREE = (
 
 
 def check_settings(path: Path, config: dict) -> dict:
-    """All settings but those of FREE, as OUT.config.json has them. UserError if `path` was made
-    with others or by older weights, or one of the two files is another program's."""
+    """All settings except FREE, in the form of OUT.config.json. UserError if `path` was made with
+    other settings or by older weights, or if one of the two files is another program's."""
     beside = Path(f"{path}.config.json")
     settings = as_read_back({key: value for key, value in config.items() if key not in FREE})
     # lexists: a broken link must not be overwritten either
@@ -73,10 +73,10 @@ def check_settings(path: Path, config: dict) -> dict:
         return settings
     if saved is None:
         raise UserError(
-            f"--output={str(path)!r} is there, but not {beside.name}, which says how its lines "
-            "were made: name another file or remove it"
+            f"--output={str(path)!r} exists, but {beside.name}, which would say how its lines "
+            "were made, does not: name another file or remove it"
         )
-    # keys that are newer than the file had their defaults
+    # keys newer than the file had their defaults
     made_with = as_read_back(default_config() | saved)
     for key in settings:
         if made_with.get(key) != settings[key]:
@@ -85,20 +85,20 @@ def check_settings(path: Path, config: dict) -> dict:
                 f"{settings[key]!r}: name another file or remove it"
             )
     begun = beside.stat().st_mtime  # it is written once, before the first line
-    for weights in Path(config["model"]).glob("*.safetensors"):  # none, if it is a name on the hub
+    for weights in Path(config["model"]).glob("*.safetensors"):  # none if the model is a hub id
         if weights.stat().st_mtime > begun:
             raise UserError(
-                f"{weights} is newer than the first lines of --output={str(path)!r}, which other "
-                f"weights may have written: name another file or remove it (if they are the same: "
-                f"touch -r {weights} {beside})"
+                f"{weights} is newer than the first lines of --output={str(path)!r}, so other "
+                f"weights may have written these: name another file or remove it (if the weights "
+                f"are the same: touch -r {weights} {beside})"
             )
     return settings
 
 
 def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
-    """The number of prompts of which the file holds all completions. Cuts off what follows them: a
+    """The number of prompts of which the file holds all completions. Cuts off what follows them, a
     part of a group or of a line. Makes the file, and its settings, if there is none. UserError,
-    before it is touched, if its lines were made with other settings, or of other rows."""
+    before the file is touched, if its lines were made with other settings or from other rows."""
     settings = check_settings(path, config)
     G = config["num_generations"]
     if not path.exists():
@@ -107,33 +107,33 @@ def finished_prompts(path: Path, rows: list[dict], config: dict) -> int:
         write_whole(Path(f"{path}.config.json"), json.dumps(settings, indent=1))
         path.touch()
     with open(path, "rb") as file:
-        # lengths in bytes, for truncate; only the last line can lack its end
+        # lengths in bytes, for truncate; only the last line can be incomplete
         lengths = [len(line) for line in file if line.endswith(b"\n")]
     check_rows(path, rows[: math.ceil(len(lengths) / G)], G)
     whole = len(lengths) // G * G
-    # a prompt that lacks lines is sampled again
+    # a prompt whose group is incomplete is sampled again
     os.truncate(path, sum(lengths[:whole]))
     return whole // G
 
 
-SAMPLED = ("id", "prompt", "answer", "prompt_ids")  # of a row, which its lines repeat
+SAMPLED = ("id", "prompt", "answer", "prompt_ids")  # entries of a row that its lines repeat
 
 
 def check_rows(path: Path, rows: list[dict], G: int) -> None:
     """UserError unless these rows are those of the file's first groups of G lines."""
-    with open(path, "rb") as file:  # bytes: of a stranger's file, which may not be UTF-8
-        firsts = islice(file, 0, None, G)  # of each group
+    with open(path, "rb") as file:  # bytes, because a stranger's file may not be UTF-8
+        firsts = islice(file, 0, None, G)  # the first line of each group
         for i, (row, text) in enumerate(zip(rows, firsts)):
             try:
                 line = json.loads(text)
                 made_of = [line[key] for key in SAMPLED]
-            except (ValueError, KeyError, TypeError, RecursionError):  # somebody changed the file
+            except (ValueError, KeyError, TypeError, RecursionError):  # the file was changed
                 made_of = [text]
             asked_for = json.dumps([row[key] for key in SAMPLED], default=str)
             if json.dumps(made_of, default=str) != asked_for:  # as text: NaN is not NaN
                 raise UserError(
-                    f"--output={str(path)!r} was made of other rows: its prompt {i + 1} is "
-                    f"{quoted(made_of[0])}, and that of the dataset {quoted(row['id'])}, or has "
+                    f"--output={str(path)!r} was made from other rows: its prompt {i + 1} is "
+                    f"{quoted(made_of[0])}, and that of the dataset is {quoted(row['id'])}, or has "
                     f"another text, answer or chat template (which may write the date): name "
                     f"another file or remove it"
                 )
@@ -179,7 +179,7 @@ def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[st
     rollouts, values, failed = scoring.sample_and_measure(exam, rows, G, sampling, c)
     if failed:
         tell(
-            f"warning: {len(failed)} reward(s) failed, their lines have null; the first: "
+            f"warning: {len(failed)} reward(s) failed and are null in the file; the first: "
             f"{scoring.describe_failure(failed[0])}"
         )
     totals, _ = scoring.combine(values, exam.functions)  # (p, G)
@@ -199,8 +199,8 @@ def main(c: dict, own: dict = FLAGS["generate"]) -> None:
         raise UserError("--output is empty: name a .jsonl file to write to")
     path = Path(own["output"])
     check_writable("--output", path, folder=False)
-    # no second process may write lines there. The lock's folder goes when this one ends, unless it
-    # is killed
+    # no second process may write lines there. The folder of the lock is removed when this process
+    # ends, unless it is killed
     rank = launched_rank()
     with hold_folder(f"{path}.lock", rank, key="output"):
         write(c, own, path)
@@ -220,11 +220,11 @@ def write(c: dict, own: dict, path: Path) -> None:
     world = start_distributed()
     hashes = {"hash of the prompts": prompts_hash(rows), "hash of the answers": answers_hash(rows)}
     check_alike(c | own | hashes)
-    # only rank 0 opens the file, which it may cut; the others learn the number from it
+    # only rank 0 opens the file, which it may cut; it tells the others the number
     shared = [finished_prompts(path, rows, c) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     (done,) = shared  # may exceed len(rows): --max_prompts may have been larger before
-    # a file that is whole needs no engine
+    # a complete file needs no engine
     sampler = rollout.start_sampler(c, world.device) if done < len(rows) else None
     exam = scoring.Exam(sampler, files.tokenizer, files.stop_ids, rows, functions)
     P = c["prompts_per_step"]
@@ -247,7 +247,7 @@ def write(c: dict, own: dict, path: Path) -> None:
 
 def write_batch(path: Path, shares: list[dict]) -> int:
     """Appends a batch's lines, from all ranks, in the order of the dataset. Returns the number of
-    prompts. If the process dies halfway, finished_prompts() cuts off the rest the next time."""
+    prompts. If the process dies halfway, finished_prompts() cuts off the fragment next time."""
     lines = {}
     for share in shares:
         lines |= share

@@ -1,4 +1,4 @@
-"""What a run writes about itself into its folder: config, launches, metrics; and how long its
+"""What a run writes about itself into its folder: config, launches, metrics, and how long its
 phases take.
 
     with hold_folder(config["output_dir"], rank):
@@ -34,9 +34,9 @@ LOCK = ".lock"  # this file is in the folder while a run holds it
 # Shards in DeepSpeed's universal format: checkpoint.load_universal() makes and deletes them before
 # the run has written anything.
 CONVERTED = "universal.tmp"
-# Files that don't make a folder count as used. logs: a batch script makes it before the run starts
+# Files that don't make a folder count as used. A batch script makes "logs" before the run starts
 NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
-# What a run writes before its first step, beside an empty metrics.jsonl. Files named .tmp are left
+# What a run writes before its first step, besides an empty metrics.jsonl. Files named .tmp are left
 # only by a run that was killed
 TRIAL_SAVE = "trial.tmp"
 OF_A_START = (
@@ -49,7 +49,7 @@ OF_A_START = (
     "weights",  # for servers
     TRIAL_SAVE,
 )
-# What a run that goes on writes to by its name: a symbolic link would lead it out of its folder
+# What a resumed run writes to by name: a symbolic link there would lead it out of its folder
 NO_LINKS = (
     "curves.png",
     "evaluations",
@@ -78,8 +78,8 @@ def versions(*packages: str) -> dict:
 
 
 def run_header(ranks: int) -> dict:
-    """What another person needs to repeat this run: command, commit, versions, machine. By
-    "slurm_job" slurm/train.sh knows a run of its own again."""
+    """What another person needs to repeat this run: command, commit, versions, machine.
+    slurm/train.sh recognises a run of its own by "slurm_job"."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -97,13 +97,13 @@ def run_header(ranks: int) -> dict:
 
 def git_commit() -> str:
     """The commit of this program, with "-dirty" if its tracked files differ from it (a new file,
-    such as your own task, does not show); "" without git."""
+    such as your own task, does not count); "" without git."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
-    except subprocess.TimeoutExpired:  # it reads every tracked file, from a slow disk maybe
+    except subprocess.TimeoutExpired:  # it reads every tracked file, perhaps from a slow disk
         return f"unknown: git gave no answer in {GIT_SECONDS} seconds"
     return done.stdout.strip()
 
@@ -115,13 +115,13 @@ def git_commit() -> str:
 def hold_folder(folder, rank: int = 0, key: str = "output_dir", cure: str = ""):
     """Makes `folder` and locks it for as long as the context lasts, so that no second run writes
     there. UserError, naming the holder, if another run has locked it. Rank 0 locks for all ranks.
-    key: the flag that the folder comes from; cure: what to do if it is held, "" to choose another.
+    key: the flag that names the folder; cure: what to do if it is locked, "" for choosing another.
 
     The lock is an flock on a file in the folder. The system releases it when this process ends,
     however it ends. Processes that we start don't inherit it, unless they are handed the file. On
-    NFS the server keeps the lock, so other nodes see it; after a node crashes it lasts until the
-    node's lease is over, a minute or two. On a file system without locks (Lustre mounted without
-    `flock`) there is a warning instead."""
+    NFS the server keeps the lock, so other nodes see it; if a node crashes, the lock lasts until
+    the node's lease is over, a minute or two. On a file system without locks (Lustre mounted
+    without `flock`) there is a warning instead."""
     folder = Path(folder)
     check_writable(key, folder, folder=True)
     if rank:  # all ranks share the folder, and rank 0 locks it
@@ -132,7 +132,7 @@ def hold_folder(folder, rank: int = 0, key: str = "output_dir", cure: str = ""):
     try:
         yield lock
     finally:
-        # if the folder was replaced meanwhile, the file of that name is another run's lock
+        # if the folder was replaced meanwhile, the file with that name is another run's lock
         if is_at(folder / LOCK, lock):
             (folder / LOCK).unlink()
         lock.close()
@@ -142,9 +142,9 @@ def hold_folder(folder, rank: int = 0, key: str = "output_dir", cure: str = ""):
 
 
 def take_lock(folder: Path, cure: str):
-    """The open and locked lock file, with our process id and host in it."""
+    """The lock file, open and locked, with our process id and host in it."""
     # A holder deletes the file when it leaves. If it does so between our open() and our flock(), we
-    # have locked a deleted file and must try again. Ten times in a row is no accident.
+    # have locked a deleted file and must try again. Ten times in a row is not chance.
     for _ in range(10):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -157,23 +157,23 @@ def take_lock(folder: Path, cure: str):
         if not try_lock(lock):
             raise UserError(f"{str(folder)!r} is in use by {holder(lock)}: end it, or {cure}")
         if is_at(folder / LOCK, lock):
-            lock.truncate(0)  # a holder that was killed has left its name
+            lock.truncate(0)  # a holder that was killed left its name in it
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
             # else a forked process, such as a reward's worker, would keep holding it
             os.register_at_fork(after_in_child=lock.close)
             return lock
         lock.close()
-    raise UserError(f"{str(folder)!r}: others make and remove this folder all the time; {cure}")
+    raise UserError(f"{str(folder)!r}: other processes keep making and removing it; {cure}")
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """An opener of files alone: the folder may be a stranger's, and a symbolic link in it could
-    lead to any file of ours, a pipe let us wait for ever."""
+    """An opener for open() that takes regular files only: the folder may be a stranger's, where a
+    symbolic link could lead to any file of ours and a pipe could make us wait for ever."""
     number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.ENXIO, "it is no file", path)
+        raise OSError(errno.ENXIO, "it is not a regular file", path)
     return number
 
 
@@ -183,22 +183,23 @@ def open_own(path: Path, mode: str, buffering: int = -1):
     try:
         return open(path, mode, buffering, opener=open_no_link)
     except OSError as error:
-        # ENXIO: also of a pipe that nobody reads
+        # ENXIO: raised for a pipe that nobody reads, too
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
         raise no_file(path) from None
 
 
 def no_file(path: Path) -> UserError:
-    kind = "a symbolic link" if path.is_symlink() else "no file"
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
     return UserError(
-        f"{str(path)!r} is {kind}, and a run writes to files of its own only: remove it, or choose "
-        f"another folder"
+        f"{str(path)!r} is {kind}, and a run writes only to regular files of its own: remove it, "
+        f"or choose another folder"
     )
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that a kill leaves whole or absent. A link of its name is replaced."""
+    """Writes a file so that it is whole or absent even if the process is killed. A link with its
+    name is replaced."""
     part = path.with_suffix(".tmp")
     with open_own(part, "w") as file:
         file.write(text)
@@ -228,7 +229,7 @@ def holder(lock) -> str:
     lock.seek(0)
     # the file may be a stranger's: show only what looks like a line of ours
     named = re.match(r"process \d+ on [\w.-]+", lock.read(300))
-    return f"{named[0]}, or by what that has started" if named else "another process"
+    return f"{named[0]}, or by a process that it started" if named else "another process"
 
 
 def is_at(path: Path, file) -> bool:
@@ -240,7 +241,7 @@ def is_at(path: Path, file) -> bool:
 
 
 def holds_others(folder: Path, known) -> bool:
-    """Whether a folder holds anything but files of these names, and of those that come and go."""
+    """Whether a folder holds anything but the `known` names and files that come and go."""
     for path in folder.iterdir():
         # .nfs: what NFS calls a deleted file that is still open, such as another rank's trial
         if path.name not in known and not path.name.startswith((TRIAL_FILE, ".nfs")):
@@ -254,7 +255,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def was_only_started(folder: Path) -> bool:
-    """Whether all that a folder holds is of a run that ended before its first step."""
+    """Whether a folder holds only what a run left that ended before its first step."""
     left = [*NOT_OF_A_RUN, *OF_A_START]
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and not metrics.stat().st_size:
@@ -282,7 +283,7 @@ def check_run_folder(config: dict, resuming: bool) -> None:
         )
     if not config["overwrite_output_dir"]:
         resume = "continue it with --resume_from_checkpoint=latest, "
-        # not step_000100.tmp, which a kill has left, or step_000100.abandoned2
+        # not step_000100.tmp, which a killed run left, or step_000100.abandoned2
         if not any(path.name[5:].isdecimal() for path in folder.glob("step_*")):
             resume = ""
         raise UserError(
@@ -317,15 +318,15 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
         of_the_end = path.name in ("stop", "done")
         if path.name not in kept and (of_the_end or not resuming):
             delete(path)
-    # first: by this file a start that broke off is known
+    # first, because was_only_started() recognises a start that broke off by this file
     with open_own(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line
         file.write(json.dumps(header) + "\n")
     write_whole(folder / "config.json", json.dumps(config, indent=1))
 
 
 def asked_to_stop(folder: Path) -> bool:
-    """Whether the file "stop" was made after this run wrote its lock. Starting takes minutes of
-    loading, so a user may want to stop it by now; an older file was meant for an earlier run."""
+    """Whether the file "stop" was made after this run wrote its lock. Loading takes minutes, so the
+    user may have asked to stop meanwhile; an older file was meant for an earlier run."""
     try:
         return (folder / "stop").stat().st_mtime_ns > (folder / LOCK).stat().st_mtime_ns
     except FileNotFoundError:
@@ -333,7 +334,7 @@ def asked_to_stop(folder: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Deletes a file, a folder with all that is in it, or a link but not its target."""
+    """Deletes a file, a folder with all its contents, or a link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -358,7 +359,7 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("a line of metrics is an object with a step")
             rows.append(row)
-        except (ValueError, RecursionError):  # no JSON, no UTF-8, no step
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, or without a step
             if line.endswith(b"\n"):  # else it is the last line, cut while it was written
                 broken.append(str(number))
     return rows, ", ".join(broken)
@@ -376,29 +377,31 @@ def has_evaluation(folder: Path, step: int) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Removes from a file of lines with a "step" those after `step`, and half a line."""
+    """Removes from a file, whose lines have a "step", the lines after `step` and unreadable
+    ones."""
     rows, broken = read_metrics(path)
     if broken:
-        print(f"warning: {path}: what can't be read is left out: line {broken}", flush=True)
+        print(f"warning: {path}: unreadable lines are left out: {broken}", flush=True)
     kept = [row for row in rows if row["step"] <= step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Removes what a run that died, or went another way, wrote into its folder after `step`."""
+    """Removes what an earlier run, which died or was abandoned, wrote into this folder after
+    `step`."""
     for path in (folder / "metrics.jsonl", *folder.glob("reward_failures.rank_*.jsonl")):
         rewind_lines(path, step)
     for path in (*folder.glob("rollouts/*"), *folder.glob("evaluations/*")):
-        # job_: of slurm/evaluate.sh; what it says of step_N.abandoned stays, as that does
+        # job_: written by slurm/evaluate.sh; the file about step_N.abandoned stays, as that stays
         name = re.fullmatch(r"(job_)?step_(\d+)(\.rank_\d+)?\.jsonl?", path.name)
         if name and int(name[2]) > step:
             path.unlink()
 
 
 def check_wandb(config: dict) -> None:
-    """UserError, naming the cure, if nobody is logged in at Weights & Biases, or it has no such
-    option. start_wandb() would say so too, but once weights have loaded and an earlier run's folder
-    is deleted."""
+    """UserError, naming the cure, if nobody is logged in at Weights & Biases, or if an option is
+    unknown to it. start_wandb() would say so too, but only after weights are loaded and an earlier
+    run's folder is deleted."""
     import wandb
 
     options = entries(config, "wandb_options")
@@ -433,7 +436,7 @@ def wandb_errors(options: dict):
 
     try:
         yield
-    # TypeError: an unknown option; ValueError: a value of another kind, by pydantic
+    # TypeError: an unknown option; ValueError: a value of a wrong type, from pydantic
     except (wandb.errors.Error, TypeError, ValueError) as error:
         cure = "log in, or use --wandb_options.mode=offline"
         if options["mode"] == "offline" or isinstance(error, (TypeError, ValueError)):
@@ -447,7 +450,7 @@ def wandb_id(folder: Path) -> str:
     """The run's id at Weights & Biases, drawn at its first start and kept in its folder, so that a
     resumed run continues there too."""
     path = folder / "wandb_id"
-    if not path.exists() or path.stat().st_size == 0:  # 0: a disk was full
+    if not path.exists() or path.stat().st_size == 0:  # 0: the disk was full
         with open_own(path, "w") as file:
             file.write(secrets.token_hex(4))  # 8 hexadecimal digits
     with open_own(path, "r") as file:  # what it holds goes to Weights & Biases
@@ -469,15 +472,15 @@ class MetricsLog:
         self.wandb = start_wandb(folder, config) if config["report_to"] == "wandb" else None
 
     def write(self, step: int, metrics: dict) -> None:
-        """Adds a line. UserError for a metric that is no number, one of the user's own."""
+        """Adds a line. UserError for a metric (of the user's own) that is not a number."""
         if "step" in metrics:
             raise UserError("a metric can't be called 'step': every line has that already")
         row = {"step": step}
         for name, value in metrics.items():
             if not isinstance(value, (int, float)):
                 raise UserError(
-                    f"the metric {name!r} of step {step} is {quoted(value)}, no number; "
-                    f"x.mean().item() makes one of a tensor"
+                    f"the metric {name!r} of step {step} is {quoted(value)}, not a number; "
+                    f"x.mean().item() turns a tensor into one"
                 )
             # NaN and infinity are not JSON: null, so that any reader can parse the file
             row[name] = value if math.isfinite(value) else None
@@ -505,25 +508,25 @@ class MetricsLog:
         self.tell_wandb(lambda run: run.finish())
 
     def tell_wandb(self, act) -> None:
-        """Calls act(run) if there is a run at Weights & Biases. An error there is only a warning
-        and ends its use: it holds a mere copy of the metrics, and training goes on without it."""
+        """Calls act(run) if there is a run at Weights & Biases. An error only prints a warning and
+        ends its use: it holds just a copy of the metrics, and training goes on without it."""
         if not self.wandb:
             return
         try:
             act(self.wandb)
         except Exception as error:  # any library that wandb uses may raise its own
             print(
-                f"warning: Weights & Biases is gone ({type(error).__name__}: {quoted(error)}); "
-                f"metrics.jsonl goes on alone",
+                f"warning: Weights & Biases failed ({type(error).__name__}: {quoted(error)}); "
+                f"from now on metrics go to metrics.jsonl only",
                 flush=True,
             )
             self.wandb = None  # warn once, not at every step
 
 
 class Timer:
-    """Seconds per phase of a step: `with timer("rollout"): ...`, then timer.take(). A phase inside
-    another counts for itself only. If there is a progress bar, it names the phase that is under
-    way, so that a long one is not taken for a hang."""
+    """Seconds per phase of a step: `with timer("rollout"): ...`, then timer.take(). The time of a
+    phase inside another counts for the inner one only. If there is a progress bar, it names the
+    current phase, so that a long one is not taken for a hang."""
 
     def __init__(self):
         self.seconds = {}  # {phase: seconds so far}
@@ -546,7 +549,7 @@ class Timer:
     def add(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase. Code may measure a phase itself and add it here; inside a `with
         timer(...)` that time is then not counted for the outer phase."""
-        # get: a phase may occur more than once in a step
+        # a phase may occur more than once in a step
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def take(self, tokens: int = 0) -> dict:

@@ -102,7 +102,7 @@ LIBRARIES = int(0.85 * GIB)
 CUDA_LIBRARIES = 2 * GIB
 IN_CPU_MEMORY = " (in CPU memory)"
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in values
-# share of a rank's memory that an estimate may fill; estimates leave things out
+# largest share of a rank's memory that an estimate may fill, because estimates leave things out
 MEMORY_SHARE = 0.8
 SAMPLE = 4096  # values read from every tensor: enough to notice weights that are all NaN
 # ways to take less memory, the cheapest first
@@ -177,16 +177,16 @@ def load_part(model: str, part: str, auto_class, **options):
     try:
         # False: otherwise transformers asks whether to run the code that a model may bring
         return auto_class.from_pretrained(model, trust_remote_code=False, **options)
-    except Exception as error:  # parsers of strangers' files raise dozens of kinds
+    except Exception as error:  # on a stranger's file parsers raise dozens of kinds
         raise unusable(model, part, error) from None
 
 
 def load_tokenizer(model: str):
-    """The model's tokenizer. Where the class that tokenizer_config.json names does not fit
-    tokenizer.json (DeepSeek's R1 distillations), transformers 5 builds one that drops all white
-    space: then tokenizer.json as it is."""
+    """The model's tokenizer. If the class that tokenizer_config.json names does not fit
+    tokenizer.json (as in DeepSeek's R1 distillations), transformers 5 builds one that drops all
+    white space; then tokenizer.json is used as it is."""
     # False: if there is a tekken.json, transformers would load Mistral's own tokenizer, which has
-    # no chat template and another interface
+    # no chat template and a different interface
     tokenizer = load_part(model, "the tokenizer", AutoTokenizer, mistral_format=False)
     if keeps_spaces(tokenizer):
         return tokenizer
@@ -194,14 +194,15 @@ def load_tokenizer(model: str):
     if not keeps_spaces(plain):
         raise unusable(model, "the tokenizer", "it drops the white space between words")
     say_on_rank_0(
-        f"model={model!r}: as a {type(tokenizer).__name__}, which its tokenizer_config.json asks "
-        f"for, its tokenizer would drop all white space: tokenizer.json is taken as it is"
+        f"model={model!r}: its tokenizer would drop all white space if loaded as the "
+        f"{type(tokenizer).__name__} that tokenizer_config.json names, so tokenizer.json is used "
+        f"as it is"
     )
     return plain
 
 
 def keeps_spaces(tokenizer) -> bool:
-    """Whether white space makes a difference to the token ids."""
+    """Whether the token ids depend on white space."""
     try:
         ids, glued = tokenizer(["a b\nc", "abc"], add_special_tokens=False)["input_ids"]
     except Exception:  # check_tokenizer() says what is wrong
@@ -218,8 +219,8 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
         reason = error
     elif "trust_remote_code" in str(error):  # transformers' own advice
         reason = (
-            "it needs Python code that the model brings along (auto_map), and models with code of "
-            "their own are refused: take one that transformers has the code of"
+            "it needs Python code that comes with the model (auto_map), and such code is never run "
+            "here: take a model whose code is part of transformers"
         )
     else:
         reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
@@ -228,7 +229,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
 
 def check_savable(model: str, files: ModelFiles) -> None:
     """UserError if weights are quantised, or if transformers can't write what it has read: a run
-    would find that out when it saves for the first time, which may be its end."""
+    would find that out only when it first saves, perhaps at its end."""
     if kind := quantised(files.config):
         raise unusable(model, "config.json", kind)
     parts = {"config.json": files.config, "the tokenizer": files.tokenizer}
@@ -236,11 +237,11 @@ def check_savable(model: str, files: ModelFiles) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 part.save_pretrained(folder)
-        except Exception as error:  # whatever a stranger's file may bring about
+        except Exception as error:  # a stranger's file may cause any
             raise UserError(
                 f"model={model!r}: {name} was read but can't be saved, so there would be no "
                 f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)} (tried in the "
-                f"folder of temporary files, TMPDIR)"
+                f"temporary folder, TMPDIR)"
             ) from None
 
 
@@ -248,19 +249,20 @@ def check_savable(model: str, files: ModelFiles) -> None:
 
 
 def refuse_adapters(model: str) -> None:
-    """UserError if adapters lie in the model's folder, alone or beside weights: transformers would
-    load them on top, vLLM would not, and a run would train something else than it samples from."""
+    """UserError if there are adapters in the model's folder, alone or beside weights: transformers
+    would load them on top, vLLM would not, and a run would train another model than it samples
+    from."""
     name = "adapter_config.json"
     try:
         found = is_there(model, name)
-    except OSError:  # such as a name that no model can have: what loads config.json says so
+    except OSError:  # such as a name that no model can have: loading config.json will report it
         return
     if found:
         raise unusable(
             model,
             name,
-            "it has adapters: merge them into their model by peft's merge_and_unload() and name "
-            "what that saves, or, if the weights beside them are the merged ones, take them away",
+            "it has adapters: merge them into their model with peft's merge_and_unload(), save "
+            "that and name it, or, if the weights beside them are merged already, remove them",
         )
 
 
@@ -270,15 +272,15 @@ def refuse_other_kinds(model: str, config) -> None:
         raise unusable(
             model,
             "config.json",
-            f"a {config.model_type} does more than read text, and only models that do not are "
-            "trained here",
+            f"a {config.model_type} reads more than text, and only models that read nothing else "
+            "can be trained here",
         )
     if not getattr(config, "num_attention_heads", None):  # such as Mamba
         raise unusable(
             model,
             "config.json",
             f"a {config.model_type} has no attention heads (num_attention_heads), and models "
-            "without are not supported here",
+            "without attention are not supported here",
         )
 
 
@@ -291,14 +293,14 @@ def vocabulary_of(model: str, config) -> int:
 
 def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
     """UserError if a tokenizer's vocabulary is empty (as when its files are missing) or larger than
-    the model's. Special tokens may lie beyond the model's: Gemma has one for images."""
+    the model's. Special tokens may lie beyond it: Gemma has one for images."""
     try:
         # all letters, digits and signs of ASCII: any vocabulary has some of them
         ids = tokenizer(string.printable, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # tokenizers, written in Rust, raises kinds of its own
+    except Exception as error:  # the tokenizers library, written in Rust, raises kinds of its own
         raise unusable(model, "the tokenizer", error) from None
     if not ids:
-        sentence = "it makes no token of any letter or digit: is tokenizer.json missing?"
+        sentence = "it has no token for any letter or digit: is tokenizer.json missing?"
         raise unusable(model, "the tokenizer", sentence)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     ordinary = {i: token for token, i in tokenizer.get_vocab().items() if i not in special}
@@ -306,7 +308,8 @@ def check_tokenizer(model: str, tokenizer, vocab_size: int) -> None:
     if last >= vocab_size:
         raise UserError(
             f"model={model!r}: its tokenizer has more tokens than its model: {ordinary[last]!r} is "
-            f"number {last}, but config.json has vocab_size={vocab_size}: one of them is another's"
+            f"number {last}, but config.json has vocab_size={vocab_size}: one of the two files "
+            f"belongs to another model"
         )
 
 
@@ -324,8 +327,8 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
     if "strftime_now" in str(tokenizer.chat_template):
         say_on_rank_0(
             f"warning: model={model!r}: its chat template writes the date into prompts, so a run "
-            f"that is resumed on another day goes on with others; if the template reads one, fix "
-            f"it, such as --chat_template_kwargs.date_string='26 Jul 2024'"
+            f"that is resumed on another day gets other prompts; if the template reads a date "
+            f"from a variable, set it, as in --chat_template_kwargs.date_string='26 Jul 2024'"
         )
     # tokens that the template or the tokenizer adds to every prompt
     plain = {"system_prompt": "", "chat_template_kwargs": {}}
@@ -335,13 +338,14 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
 
 
 def refuse_closed_prompts(model: str, tokenizer, stop_ids: list[int]) -> None:
-    """UserError if the tokenizer of a base model writes the end of a text behind every prompt."""
+    """UserError if the tokenizer of a base model appends a token that ends a text to every
+    prompt."""
     last = tokenise(["1"], tokenizer)[0][-1:]
     if not tokenizer.chat_template and last and last[0] in stop_ids:
         raise UserError(
             f"model={model!r}: its tokenizer ends every prompt with {tokenizer.decode(last)!r}, "
-            f"behind which there is nothing to complete: take that out of the post_processor in "
-            f"tokenizer.json, or give it a --chat_template"
+            f"after which there is nothing to complete: remove that from the post_processor in "
+            f"tokenizer.json, or give the model a --chat_template"
         )
 
 
@@ -357,8 +361,8 @@ def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
         if type(i) is not int or not 0 <= i < vocab_size:
             raise UserError(
                 f"model={model!r}: the end-of-sequence token {i!r} of its tokenizer or of "
-                f"generation_config.json must be a number from 0 to {vocab_size - 1}, "
-                f"a token of its model; no completion would ever end with it"
+                f"generation_config.json must be a number from 0 to {vocab_size - 1}: "
+                f"the model has no other token, so no completion would ever end"
             )
         stop_ids.append(i)
     if not stop_ids:
@@ -414,20 +418,20 @@ def has_pickles(folder: Path) -> bool:
 
 
 def quantised(config) -> str:
-    """A sentence if the model's weights are quantised, "" else."""
+    """A sentence if the model's weights are quantised, else ""."""
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return ""
     method = settings.get("quant_method", "") if isinstance(settings, dict) else ""
     return (
-        f"its weights are quantised ({method or 'quantization_config'}), and such can't be "
-        f"trained: name the model that they were made from"
+        f"its weights are quantised ({method or 'quantization_config'}), and quantised weights "
+        f"can't be trained: name the model that they were made from"
     )
 
 
 def check_weights(model: str, kind: str) -> None:
-    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN. kind: of
-    quantised()."""
+    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN. kind:
+    the result of quantised()."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
@@ -451,7 +455,7 @@ def check_weights(model: str, kind: str) -> None:
             trust_remote_code=False,
         )
     except Exception as error:  # as in load_part
-        # of quantised ones transformers' advice is a package that would not help
+        # for quantised weights transformers advises a package that would not help
         reason = damaged_file(folder) or kind or error
         raise unusable(model, "its weights", reason) from None
     refuse_other_weights(model, lm, report)
@@ -461,9 +465,9 @@ def check_weights(model: str, kind: str) -> None:
 
 
 def refuse_unsupported(model: str, config) -> None:
-    """UserError if the model has more on its logits than a vocabulary head, or no body to tell from
-    it, or if its files hold buffers, tensors that are no parameters, such as the routing bias of
-    DeepSeek-V3: checkpoints and the rollout engine get parameters only."""
+    """UserError if the model's vocabulary head is more than a matrix, if the rest of the model
+    can't be told from it, or if its files hold buffers: tensors that are not parameters, such as
+    the routing bias of DeepSeek-V3. Checkpoints and the rollout engine get parameters only."""
     lm = empty_model(model, config)
     check_body(lm)
     if not has_plain_head(lm):
@@ -471,8 +475,8 @@ def refuse_unsupported(model: str, config) -> None:
     buffers = dict(lm.named_buffers()).keys() & lm.state_dict().keys()
     if buffers:
         raise UserError(
-            f"model={model!r}: {len(buffers)} of its tensors are kept beside its parameters, such "
-            f"as {min(buffers)}: checkpoints would lack them, so it can't be trained here"
+            f"model={model!r}: {len(buffers)} of its tensors are buffers, not parameters, such as "
+            f"{min(buffers)}: checkpoints would lack them, so it can't be trained here"
         )
 
 
@@ -518,7 +522,7 @@ def refuse_other_weights(model: str, lm, report: dict) -> None:
         )
     if unused:  # such as a value head
         say_on_rank_0(
-            f"warning: model={model!r}: {len(unused)} weights of its files are no part of the "
+            f"warning: model={model!r}: {len(unused)} weights of its files are not part of the "
             f"model and are left out, such as {unused[0]}"
         )
 
@@ -550,17 +554,19 @@ def refuse_nan(model: str, path: Path) -> None:
 
 
 def check_context(model_config, c: dict) -> None:
-    """UserError if the model has fewer positions than the longest row needs, or turns them by the
-    longest of a batch. Those that YaRN and others stretch are left to vLLM."""
+    """UserError if the model has fewer positions than the longest row needs, or if its rotary
+    angles depend on the longest row of a batch. Positions stretched by YaRN and the like are left
+    to vLLM to check."""
     limit = getattr(model_config, "max_position_embeddings", None)
     rope = getattr(model_config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or limit
     by_longest = rope.get("rope_type") in ("longrope", "dynamic")
     if by_longest and original and max_sequence_length(c) > original:
         raise UserError(
-            f"model={c['model']!r} turns positions by the longest row of a batch "
-            f"({rope['rope_type']!r}) beyond {original} tokens, so log-probs would depend on what "
-            f"is computed together: keep max_prompt_length + max_completion_length within that"
+            f"model={c['model']!r}: beyond {original} tokens its rotary positions "
+            f"({rope['rope_type']!r}) depend on the longest row of a batch, so a row's log-probs "
+            f"would depend on the others: keep max_prompt_length + max_completion_length within "
+            f"that"
         )
     stretched = rope.get("rope_type", "default") != "default"
     # limit None: the model has no limit
@@ -593,8 +599,8 @@ class Inputs(NamedTuple):
 
 
 def try_formula(c: dict) -> None:
-    """UserError if the objective's formula of advantages is missing, or does not give an advantage
-    for each row of a group that is equal and of one that is not."""
+    """UserError if the objective's formula of advantages is missing, or does not give every row a
+    finite advantage, both in a group of equal rewards and in one of unequal rewards."""
     name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
         return
@@ -632,7 +638,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     check_tensor_parallel(c, ranks)
     # "auto" stands for what a job's launcher sets, and a dry run on a login node has none
     if c["rollout_engine"] == "server" and c["rollout_server"] != "auto":
-        from server.http import addresses  # here: only who asks for servers imports server/
+        from server.http import addresses  # here: only runs with servers import server/
 
         addresses(c["rollout_server"])
     # model and tokenizer
@@ -783,9 +789,9 @@ def tokens_at_once(c: dict, ranks: int) -> int:
 
 
 def fitting_tokens(c: dict, model_config, parameters, ranks: int) -> int:
-    """What max_tokens_per_micro_batch=0 stands for: the largest power of two within the bounds
-    above for which the memory estimate is at most MEMORY_SHARE of a rank's memory. model_config:
-    Hugging Face's; parameters: policy.ParameterCounts."""
+    """What max_tokens_per_micro_batch=0 stands for: the largest power of two between FEWEST_TOKENS
+    and the upper bounds for which the memory estimate is at most MEMORY_SHARE of a rank's memory.
+    model_config: Hugging Face's; parameters: policy.ParameterCounts."""
     tokens = MOST_TOKENS
     if not torch.cuda.is_available():
         while tokens * model_config.hidden_size > MOST_VALUES_ON_CPU:
@@ -819,11 +825,11 @@ def show_memory(c: dict, model_config, parameters, ranks: int) -> None:
     tokens = c["max_tokens_per_micro_batch"] or fitting_tokens(c, model_config, parameters, ranks)
     c = c | {"max_tokens_per_micro_batch": tokens}
     longest = max_sequence_length(c)
-    # max: rows are not cut, so a micro-batch holds one row at least
+    # max: rows are not cut, so a micro-batch holds at least one row
     micro_batches = math.ceil(completions_per_rank(c, ranks) / max(1, tokens // longest))
     print(
-        f"learning: {max(tokens, longest)} tokens in a micro-batch at most; {micro_batches} of "
-        f"them if every row had all {longest} tokens and no prompt was shared"
+        f"learning: at most {max(tokens, longest)} tokens in a micro-batch; {micro_batches} "
+        f"micro-batches if every row had all {longest} tokens and no prompt was shared"
     )
     dtype = dtype_of(c)
     name = str(dtype).removeprefix("torch.")
@@ -888,8 +894,8 @@ def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
 
 def head_bytes(model_config, tokens: int, trains: bool) -> int:
     """Bytes that loss.token_logps takes: float32 tensors (chunk, vocabulary), the gradient of the
-    head if that trains, and on a CPU the softmaxes that it keeps for the backward. On a GPU it
-    keeps as many as there is room for, so they are not counted."""
+    head if the head trains, and on a CPU the softmaxes that are kept for the backward. On a GPU as
+    many are kept as there is room for, so they are not counted."""
     V = model_config.vocab_size
     gradient = 4 * V * model_config.hidden_size if trains else 0
     if torch.cuda.is_available():
@@ -906,7 +912,7 @@ def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
         shares = c["zero_stage"] < 3 and not c["lora_rank"]
         return {"rollout engine's weights": 0 if shares else weights}
     share = entries(c, "vllm_options")["tensor_parallel_size"]
-    if torch.cuda.is_available():  # its cache is free while it sleeps
+    if torch.cuda.is_available():  # a sleeping engine has freed its cache
         size = weights / share
         sleeps = entries(c, "vllm_options")["enable_sleep_mode"]
         goes = sleeps and not stays_on_gpu(size, device_memory())

@@ -35,8 +35,8 @@ def prompt_fault(prompt) -> str:
     if not isinstance(prompt, list):
         kind = type(prompt).__name__
         return (
-            f"must be text or a list of chat messages, not a {kind}: name a column that holds the "
-            f"question alone; the chat template is put around it here"
+            f"must be text or a list of chat messages, not a {kind}: name a column that holds only "
+            f"the question, to which the chat template is then applied"
         )
     if not 0 < len(prompt) <= MOST_MESSAGES:
         return f"is a list of {len(prompt)} messages; it must hold 1 to {MOST_MESSAGES}"
@@ -58,9 +58,9 @@ def message_fault(i: int, message) -> str:
         return f'must be {{"role": ..., "content": ...}}, not {quoted(message)}'
     role = message["role"]
     if role not in ROLES:
-        return f"has the role {quoted(role)}; there are {', '.join(ROLES)}"
+        return f"has the role {quoted(role)}; the roles are {', '.join(ROLES)}"
     if role == "system" and i > 0:
-        return "is the system's, which only the first may be"
+        return "is a system message, which only the first may be"
     if not isinstance(message["content"], str):
         return f"must have a text as its content, not {quoted(message['content'])}"
     return ""
@@ -92,7 +92,7 @@ def with_prompt(row: dict, text: str) -> dict:
 
 
 def prompt_identity(row: dict, system_prompt: str = "") -> str:
-    """A text that is equal for equal prompts: the whole conversation, or the user's text alone if
+    """A text that is equal for equal prompts: the whole conversation, or only the user's text if
     there is nothing else."""
     messages = messages_of(row, system_prompt)
     if len(messages) == 1:
@@ -102,24 +102,24 @@ def prompt_identity(row: dict, system_prompt: str = "") -> str:
 
 
 def prompt_key(row: dict, system_prompt: str = "") -> str:
-    """A hash that is equal for prompts that differ in white space only, not in case: to a model
-    that makes another prompt. The replay buffer recognises prompts by it."""
+    """A hash that ignores white space but not case, because a change of case gives the model
+    another prompt. The replay buffer recognises prompts by it."""
     words = prompt_identity(row, system_prompt).split()
     # surrogatepass: a row of somebody's task may hold half a surrogate pair, which is not UTF-8
     return hashlib.sha256(" ".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def with_uncut(row: dict) -> list[dict]:
-    """The row and, if encode_prompts() has cut its prompt, one with the whole: a cut prompt is
-    still that of its problem."""
+    """The row and, if encode_prompts() has cut its prompt, the same row with the whole prompt: the
+    problem is the same."""
     if "uncut_prompt" not in row:
         return [row]
     return [row, row | {"prompt": row["uncut_prompt"]}]
 
 
 def prompts_hash(rows: list[dict]) -> str:
-    """A hash of the rows' prompts, as the model gets them, and their order: a resumed run sees by
-    it that its data are others, and ranks that they differ."""
+    """A hash of the rows' prompts, as the model gets them, and of their order. It shows a resumed
+    run that its data have changed, and ranks that theirs differ."""
     whole = hashlib.sha256()
     for row in rows:
         whole.update(array("q", [*row["prompt_ids"], -1]).tobytes())  # -1 ends each
@@ -127,8 +127,8 @@ def prompts_hash(rows: list[dict]) -> str:
 
 
 def answers_hash(rows: list[dict]) -> str:
-    """The same of all that rewards read of the rows: two nodes' copies of a data set may differ in
-    it alone, or a corrected key lie between two launches."""
+    """The same for all that rewards read of the rows: two nodes' copies of a dataset may differ in
+    this alone, or an answer may be corrected between two launches."""
     whole = hashlib.sha256()
     for row in rows:
         read = {key: value for key, value in row.items() if key not in ADDED}
@@ -137,8 +137,9 @@ def answers_hash(rows: list[dict]) -> str:
 
 
 def stable_text(value) -> str:
-    """A value as a text that is the same in every process. Containers are sorted: what was made of
-    a set has another order in each. Of an object that might print its address, only the type."""
+    """A value as a text that is the same in every process. Containers are sorted, because what was
+    made from a set has another order in each process. An object that might print its address is
+    only its type."""
     if hasattr(value, "tolist"):  # numpy's
         value = value.tolist()
     if isinstance(value, dict):
@@ -156,8 +157,8 @@ def stable_text(value) -> str:
 # --- which prompts a model may have learnt
 
 TRAINED = "trained_prompts.txt"  # in a model's folder: prompt_keys(), one a line
-MOST_KEYS = 2**24  # in a list: a longer one is none of ours
-OURS = ("train_config.json", "sft.json")  # one of them lies in every folder of a model of ours
+MOST_KEYS = 2**24  # in a list: we write none that is longer
+OURS = ("train_config.json", "sft.json")  # every folder with a model of ours has one of them
 
 
 def prompt_keys(rows: list[dict]) -> set[str]:
@@ -174,16 +175,17 @@ def prompt_keys(rows: list[dict]) -> set[str]:
 
 
 def write_trained(folder: Path, keys: set[str] | None) -> None:
-    """Writes the list. None: an unknown part is missing, and a list would pass for the whole."""
+    """Writes the list. None, for unknown keys, writes nothing: an incomplete list would pass for a
+    complete one."""
     if keys is not None:
         (folder / TRAINED).write_text("".join(f"{key}\n" for key in sorted(keys)))
 
 
 def read_trained(folder) -> set[str] | None:
-    """The keys of all prompts that the model in this folder could be trained on, by the run that
-    saved it and by those before. Empty if it is somebody else's; None, unknown, if it is
-    ours and there is no list: an earlier version made it, or somebody removed it. UserError if the
-    list is none."""
+    """The keys of all prompts that the model in this folder may have been trained on, by the run
+    that saved it and by earlier ones. Empty if the model is somebody else's. None (unknown) if it
+    is ours but has no list: an earlier version made it, or somebody removed the list. UserError if
+    the file is not such a list."""
     path = Path(folder) / TRAINED
     if not path.is_file():
         return None if any((Path(folder) / name).exists() for name in OURS) else set()
@@ -197,10 +199,10 @@ def read_trained(folder) -> set[str] | None:
                 if not re.fullmatch(b"[0-9a-f]{16}\n", line):
                     break
                 keys.add(line[:16].decode())
-        why = "it is not what train.py and sft.py write"
+        why = "it is not a list that train.py or sft.py wrote"
     except OSError as error:
         why = error.strerror
-    raise UserError(f"{path} can't be read ({why}): remove it to go on without")
+    raise UserError(f"{path} can't be read ({why}): remove it to go on without it")
 
 
 def with_trained(keys: set[str] | None, folder) -> set[str] | None:
@@ -211,20 +213,20 @@ def with_trained(keys: set[str] | None, folder) -> set[str] | None:
 
 def leakage_warning(rows: list[dict], model) -> str:
     """A warning if `model`, a folder, may have learnt from some of the evaluation rows; "" if it
-    has not, or if it is a model of somebody else's, of which nothing is known."""
+    has not, or if it is somebody else's model, of which nothing is known."""
     trained = read_trained(model) if rows else set()
     if trained is None:
         return (
-            f"warning: {model}, or what it began with, was trained by a version that kept no list "
-            f"of its prompts: whether it has learnt the answers to some of these {len(rows)} is "
-            f"unknown"
+            f"warning: {model}, or the model it began with, has no list of its training prompts "
+            f"({TRAINED}): whether it has learnt the answers to some of these {len(rows)} "
+            f"evaluation prompts is unknown"
         )
     count = sum(not trained.isdisjoint(prompt_keys([row])) for row in rows)
     if not count:
         return ""
     return (
-        f"warning: {count} of these {len(rows)} evaluation prompts are among those that {model} "
-        f"was trained on ({TRAINED}): it may have learnt their answers"
+        f"warning: {count} of these {len(rows)} evaluation prompts are training prompts of {model} "
+        f"({TRAINED}): it may have learnt their answers"
     )
 
 
@@ -232,9 +234,9 @@ def leakage_warning(rows: list[dict], model) -> str:
 
 
 def render_prompt(row: dict, tokenizer, c: dict) -> str:
-    """The prompt's text as the model sees it: the chat template with the assistant's turn opened,
-    or the bare text for a base model. Of c, only system_prompt and chat_template_kwargs are
-    read."""
+    """The prompt's text as the model sees it: the chat template up to the beginning of the
+    assistant's turn, or the bare text for a base model. Of c, only system_prompt and
+    chat_template_kwargs are read."""
     messages = messages_of(row, c["system_prompt"])
     if not tokenizer.chat_template:
         return bare_text(row, messages)
@@ -252,7 +254,8 @@ def render_prompt(row: dict, tokenizer, c: dict) -> str:
 
 
 def bare_text(row: dict, messages: list[dict]) -> str:
-    """The prompt for a base model, which knows no roles: system prompt and question, joined."""
+    """The prompt for a base model, which knows no roles: the system prompt and the question,
+    joined."""
     turns = [message for message in messages if message["role"] != "system"]
     if len(turns) > 1:
         raise UserError(
@@ -263,14 +266,14 @@ def bare_text(row: dict, messages: list[dict]) -> str:
 
 
 def check_template_kwargs(tokenizer, kwargs: dict) -> None:
-    """UserError for an entry of chat_template_kwargs that the template does not read: it would
-    ignore it silently."""
+    """UserError for an entry of chat_template_kwargs that the template does not read, and so would
+    silently ignore."""
     for name in kwargs:
         if not tokenizer.chat_template:
             raise UserError(
                 f"chat_template_kwargs: {name!r} is for a chat template, and the model has none"
             )
-        # read means: the name occurs anywhere in the template as a word
+        # "reads" means that the name occurs as a word anywhere in the template
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             raise UserError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
@@ -297,7 +300,7 @@ def set_chat_template(tokenizer, template: str) -> None:
 
 def check_chat_template(tokenizer, what: str) -> None:
     """UserError, beginning with `what`, if the template fails or leaves out the user's message."""
-    user = [{"role": "user", "content": "\0"}]  # NUL: no template writes it by itself
+    user = [{"role": "user", "content": "\0"}]  # NUL: no template contains it
     try:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, so it may raise anything
@@ -311,8 +314,8 @@ def check_chat_template(tokenizer, what: str) -> None:
 
 
 def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
-    """UserError if the chat template leaves out a message, such as the system prompt or an earlier
-    turn: it would do so silently. Tried once for each order of roles that rows have."""
+    """UserError if the chat template silently leaves out a message, such as the system prompt or an
+    earlier turn. Tried once for each sequence of roles that rows have."""
     if not tokenizer.chat_template:
         return
     tried = {("user",)}  # by check_chat_template()
@@ -330,7 +333,7 @@ def check_turns(rows: list[dict], tokenizer, c: dict) -> None:
                 f"the chat template leaves out {len(marked) - written} of the {len(marked)} "
                 f"messages of row {quoted(row['id'])}, whose roles are {', '.join(roles)}"
                 + (" (the first is system_prompt)" if has_system_prompt else "")
-                + ": --chat_template gives the model another one"
+                + ": set another template with --chat_template"
             )
 
 
@@ -343,7 +346,7 @@ def closing_token(tokenizer) -> tuple[int | None, str]:
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception as error:  # a template is a program
-        return None, f"the chat template takes no assistant's message: {in_one_line(error, 300)}"
+        return None, f"the chat template takes no assistant message: {in_one_line(error, 300)}"
     _, marker, rest = text.rpartition("\0")
     if not marker:
         return None, "the chat template leaves the assistant's message out"
@@ -370,14 +373,14 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 
 
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
-    """The token ids of texts. A chat template writes special tokens itself; for a base model the
-    tokenizer adds them."""
+    """The token ids of each text. A chat template writes special tokens itself; for a base model
+    the tokenizer adds them."""
     return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
 def check_known(ids: list[int], tokenizer, vocab_size: int, what: str) -> None:
     """UserError if token ids lie beyond a model's vocabulary: a tokenizer may have special tokens
-    that its model lacks, and any text may name one. what: such as "row 'a': its prompt"."""
+    that its model lacks, and any text may contain one. what: such as "row 'a': its prompt"."""
     last = max(ids, default=0)
     if last >= vocab_size:
         raise UserError(
@@ -387,10 +390,10 @@ def check_known(ids: list[int], tokenizer, vocab_size: int, what: str) -> None:
 
 
 def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) -> list[dict]:
-    """New rows with "prompt_ids". What happens to a prompt over max_prompt_length tokens depends on
-    long_prompts. "error": UserError. "drop": it is left out. "truncate": it loses the beginning of
-    the user's message, never the system prompt or the assistant's header. The numbers of dropped
-    and truncated prompts are printed.
+    """New rows with "prompt_ids". What happens to a prompt longer than max_prompt_length tokens
+    depends on long_prompts. "error": UserError. "drop": it is left out. "truncate": the beginning
+    of the user's message is cut, never the system prompt or the assistant's header. The numbers of
+    dropped and truncated prompts are printed.
 
     seeds: the prompts with an InfoSeed seed in them must fit as well."""
     check_template_kwargs(tokenizer, c["chat_template_kwargs"])
@@ -440,7 +443,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.config = c
         self.limit = c["max_prompt_length"]
-        # with 0 seeds InfoSeed is off
+        # 0 seeds: InfoSeed is off
         self.seeds = seeds and c["info_seed_num_seeds"] > 0
 
     def render(self, row: dict) -> str:
@@ -467,10 +470,10 @@ class Encoder:
     @cached_property
     def seed_room(self) -> int:
         """An upper bound for the tokens that a seed adds to a prompt: twice the number measured on
-        one prompt, and 64, because other text is split into other tokens."""
+        one prompt, plus 64, because other text is split into other tokens."""
         row = with_prompt({"id": ""}, "1")  # any prompt will do
         (ids,) = tokenise([self.render(row)], self.tokenizer)
-        # too high a bound costs some renderings, too low a one would let a long prompt pass
+        # too high a bound costs some renderings; too low a bound would let a long prompt pass
         return 2 * (self.longest_seeded(row) - len(ids)) + 64
 
     def sentence(self, rows: list[dict], sizes: list[int]) -> str:
@@ -481,8 +484,8 @@ class Encoder:
         worst = rows[sizes.index(most)]
         seeded = " with its seed" if self.seeds else ""
         return (
-            f"max_prompt_length={self.limit}: {len(too_long)} of {len(rows)} prompts are longer, "
-            f"row {worst['id']!r} has {most} tokens{seeded}"
+            f"max_prompt_length={self.limit}: {len(too_long)} of {len(rows)} prompts are longer; "
+            f"the longest, row {worst['id']!r}, has {most} tokens{seeded}"
         )
 
     def cut_left(self, row: dict) -> dict | None:
@@ -492,7 +495,7 @@ class Encoder:
         keep = min(len(message), self.limit)
         while keep > 0:
             text = self.tokenizer.decode(message[len(message) - keep :])
-            # lstrip: a character that is cut in two leaves a replacement character
+            # lstrip: a character that was cut in two leaves a replacement character
             shorter = with_prompt(row, text.lstrip("\ufffd"))
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
@@ -501,7 +504,7 @@ class Encoder:
                     return None
                 # uncut_prompt: see with_uncut()
                 return {**shorter, "prompt_ids": ids, "uncut_prompt": row["prompt"]}
-            # rounds, because the shorter text may be split into other tokens within the template
+            # a loop, because the shorter text may be split into other tokens within the template
             keep -= max(1, excess)
         return None
 

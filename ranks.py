@@ -5,11 +5,11 @@ over NCCL on GPUs. A single process is a world of size 1.
     metrics = mean_over_ranks(metrics)      # this rank's metrics -> the run's
     leave_together(sampler)
 
-An error that one rank raises alone would leave the others waiting in the next collective. So what
-all ranks know (gathered rewards, reduced sums) is judged by all alike, and what one rank knows is
-shared first: by any_rank() and gather_objects(), for servers by all_or_none() and on_rank_0() of
-server/engine.py. For everything else (a full disk, a crash, a lost machine) there is the Heartbeat:
-the other ranks leave within a minute.
+An error that one rank raises alone would leave the others waiting in the next collective. So every
+rank judges what all ranks know (gathered rewards, reduced sums) in the same way, and what only one
+rank knows is shared first: by any_rank() and gather_objects(), for servers by all_or_none() and
+on_rank_0() of server/engine.py. For everything else (a full disk, a crash, a lost machine) there is
+the Heartbeat: the other ranks leave within a minute.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from common import (
 
 MEETING_SECONDS = 45  # how long ranks started by hand wait for each other
 HELLO_SECONDS = 10  # for the one line that a rank sends as soon as it is connected
-# Beats (one a second) without a sign of life after which a rank counts as dead. Low enough that the
-# others leave within a minute; high enough for any call that blocks Python on a living rank.
+# How many beats (one a second) without a sign of life make a rank count as dead. Low enough that
+# the others leave within a minute; high enough for any call that blocks Python on a living rank.
 SILENCE = 45
 # Beats between the end of one rank and the end of the others, so that they can print an error of
 # their own first.
@@ -54,8 +54,8 @@ if not torch.cuda.is_available():
 
 
 def refuse_idle_gpu() -> None:
-    """UserError if there is a GPU, or one is asked for, that this torch can't use. Otherwise the
-    run would silently use the CPU and take weeks."""
+    """UserError if there is a GPU, or the environment asks for one, but this torch can't use it.
+    Otherwise the run would silently use the CPU and take weeks."""
     if torch.cuda.is_available():
         return
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -67,24 +67,24 @@ def refuse_idle_gpu() -> None:
         wanted = asked not in ("", "-1", "NoDevFiles")  # some versions of Slurm set NoDevFiles
     if wanted:
         raise UserError(
-            f"{why}, but torch {torch.__version__} can use none: a build for CPUs (run `make env` "
-            f"on a machine with a GPU), a driver that is too old, or a GPU that this job was not "
-            f"given; to run on the CPU set CUDA_VISIBLE_DEVICES to nothing"
+            f"{why}, but torch {torch.__version__} can't use it: torch is built for CPUs (run "
+            f"`make env` on a machine with a GPU), the driver is too old, or this job was not "
+            f"given the GPU; to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
         )
 
 
 def refuse_too_many_ranks() -> None:
-    """UserError if this machine has GPUs, and fewer than ranks."""
+    """UserError if this machine has GPUs, but fewer than ranks."""
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and int(os.environ["LOCAL_RANK"]) >= gpus:
         raise UserError(
-            f"there are more ranks on this machine than its {gpus} GPU(s): launch "
+            f"there are more ranks on this machine than its {gpus} GPU(s): launch with "
             f"--nproc_per_node={gpus}"
         )
 
 
 def check_environment() -> None:
-    """UserError if RANK is set but the variables that belong to it are missing or wrong, as may
+    """UserError if RANK is set but the variables that belong with it are missing or wrong, as may
     happen when ranks are started by hand."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]  # "-1" too
@@ -101,7 +101,7 @@ def check_environment() -> None:
 
 def meet():
     """Waits until all ranks have started. Returns the TCPStore where they met, None for one rank.
-    After MEETING_SECONDS raises a RunStopped that names the missing ranks.
+    RunStopped, naming the missing ranks, after MEETING_SECONDS.
 
     Only needed for ranks started by hand: torchrun itself notices when a rank dies and ends the
     others."""
@@ -130,11 +130,11 @@ def meet():
         while missing := [str(i) for i in range(world) if not store.check([f"here/{i}"])]:
             if time.monotonic() > end:
                 raise RunStopped(
-                    f"{place}, and after {MEETING_SECONDS} s missing are: {', '.join(missing)}"
+                    f"{place}; missing after {MEETING_SECONDS} s: {', '.join(missing)}"
                 )
             time.sleep(0.2)  # seconds
     except dist.DistError as error:
-        raise RunStopped(f"{place}, and lost rank 0: {str(error).splitlines()[0]}") from None
+        raise RunStopped(f"{place}, but lost rank 0: {str(error).splitlines()[0]}") from None
     return store
 
 
@@ -148,7 +148,7 @@ def wait_for_port(host: str, port: int, end: float, place: str) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise RunStopped(
-                    f"{place}, and after {MEETING_SECONDS} s rank 0 is not there ({error})"
+                    f"{place}, but after {MEETING_SECONDS} s rank 0 is not there ({error})"
                 ) from None
         time.sleep(0.2)
 
@@ -161,16 +161,16 @@ class World(NamedTuple):
     device: torch.device
 
     def share(self, count: int) -> range:
-        """Which of a step's `count` prompts, or groups, are this rank's: of all ranks equally many,
-        in rank order."""
+        """Which of a step's `count` prompts, or groups, are this rank's: every rank has the same
+        number, in rank order."""
         local = count // self.size
         return range(self.rank * local, (self.rank + 1) * local)
 
 
 def start_distributed(silence: int = SILENCE) -> World:
     """Starts the process group and, with several ranks, the heartbeat. A process started without
-    torchrun becomes a world of size 1. silence: beats (seconds) without a sign of life after which
-    a rank counts as dead."""
+    torchrun becomes a world of size 1. silence: how many beats (seconds) without a sign of life
+    make a rank count as dead."""
     if "RANK" not in os.environ:  # started without torchrun
         be_alone()
     refuse_idle_gpu()
@@ -182,16 +182,16 @@ def start_distributed(silence: int = SILENCE) -> World:
         backend = "nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # else all ranks would use GPU 0
-        # barriers use this device too, as torch would say at every start
+        # barriers use this device too, which torch would otherwise report at every start
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     else:
         backend = "gloo"
         device = torch.device("cpu")
     if "OMP_NUM_THREADS" not in os.environ:
-        # torch counts the machine's cores, of which a container may have a share
+        # torch counts the machine's cores, of which a container may have only a share
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     deepspeed.utils.logger.setLevel("ERROR")
-    # one bar per rank, for files that load in no time
+    # there would be a bar per rank, for files that load in no time
     transformers.utils.logging.disable_progress_bar()
     deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
     del store
@@ -223,8 +223,8 @@ def leave_together(sampler=None) -> None:
 
 
 # --- Dead ranks. If one rank dies under NCCL, the others wait in a collective, where Python handles
-# --- no signals, until somebody kills them without an error message. The heartbeat, a thread on
-# --- every rank, notices the death and ends them with a sentence.
+# --- no signals, until somebody kills them, and nothing says why. The heartbeat, a thread on every
+# --- rank, notices the death and ends them with a sentence.
 
 
 hearts = []  # this process's Heartbeat, from start_distributed to leave_together
@@ -238,7 +238,7 @@ class Peer:
         self.rank = rank
         self.connection = connection
         self.place = place  # host and process id
-        self.silent = 0  # our beats since it was last heard
+        self.silent = 0  # beats of ours since it was last heard
         self.ended = False  # the connection is closed: its process is gone
         self.words = b""  # the beginning of a line whose end has not come yet
         connection.setblocking(False)
@@ -301,7 +301,7 @@ class Heartbeat:
         return ""
 
     def beat(self) -> str:
-        """Sends a beat to all peers. Returns a sentence about a dead one among them, else ""."""
+        """Sends a beat to all peers. Returns a sentence if one of them is dead, else ""."""
         for peer in self.peers:
             peer.send(b"")
             peer.silent += 1
@@ -322,14 +322,15 @@ class Heartbeat:
         for peer in self.peers:
             peer.send(verdict.encode())
         write_stderr(
-            f"error: {verdict}; this rank leaves too (its own words, if any, are above or below)"
+            f"error: {verdict}; this rank leaves too (the other's own message, if any, is above or "
+            f"below)"
         )
         self.see_off()
         os._exit(1)
 
     def see_off(self) -> None:
-        """Waits up to GRACE seconds for the peers to end. So rank 0 leaves last: if it ended first,
-        that would break the others' collective, and they would blame rank 0."""
+        """Waits up to GRACE seconds for the peers to end, so that rank 0 leaves last: if it ended
+        first, that would break the others' collective, and they would blame rank 0."""
         end = time.monotonic() + GRACE
         # > 1: the rank that the verdict is about may hang and never end
         while sum(not peer.ended for peer in self.peers) > 1 and time.monotonic() < end:
@@ -366,8 +367,8 @@ def connect_ranks() -> list[Peer]:
         connection.sendall(f"{secret} {dist.get_rank()} {place}\n".encode())
     except OSError as error:
         raise RunStopped(
-            f"rank {dist.get_rank()} can't reach rank 0 at {host}:{port}, by which ranks notice "
-            f"that one has died ({error})"
+            f"rank {dist.get_rank()} can't reach rank 0 at {host}:{port}, the connection by which "
+            f"ranks notice that one has died ({error})"
         ) from None
     return [Peer(0, connection, place_of_0)]
 
@@ -391,8 +392,9 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
             connection, _ = listener.accept()
         except OSError as error:
             raise RunStopped(
-                f"rank 0 was not reached by {sorted(missing)} at port {listener.getsockname()[1]} "
-                f"of its host, by which ranks notice that one has died ({error})"
+                f"ranks {sorted(missing)} have not reached rank 0 at port "
+                f"{listener.getsockname()[1]} of its host, the connection by which ranks notice "
+                f"that one has died ({error})"
             ) from None
         hello = read_hello(connection, min(end, time.monotonic() + HELLO_SECONDS))
         said, _, rest = hello.decode(errors="replace").strip().partition(" ")
@@ -406,13 +408,13 @@ def wait_for_peers(listener: socket.socket, secret: str) -> list[Peer]:
 
 
 def read_hello(connection: socket.socket, end: float) -> bytes:
-    """The line that a rank sends as soon as it is connected; of a stranger what it has sent before
-    the moment `end`, 500 bytes at most."""
+    """The line that a rank sends as soon as it is connected; from a stranger, whatever it sends
+    before the moment `end`, 500 bytes at most."""
     hello = b""
     with contextlib.suppress(OSError):  # a stranger may send nothing, or hang up
         while len(hello) < 500 and not hello.endswith(b"\n"):
             connection.settimeout(left(end))
-            received = connection.recv(1)  # what follows the line is for Peer
+            received = connection.recv(1)  # byte by byte: what follows the line is for Peer
             if not received:
                 break
             hello += received
@@ -432,14 +434,14 @@ def left(end: float) -> float:
 
 
 def wait_for_gpu() -> None:
-    """Waits until this rank's GPU, if there is one, has finished all its work, on every stream."""
+    """Waits until this rank's GPU, if it has one, has finished all its work, on every stream."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wait_for_ranks(timer) -> None:
-    """Waits until all ranks are here, and counts that time as "time/wait". Call it where ranks meet
-    after work of their own: the metric then shows how long a rank waits for slower ones."""
+    """Waits until all ranks are here, and counts that time as "time/wait". It is called where ranks
+    meet after work of their own, so the metric shows how long a rank waits for slower ones."""
     wait_for_gpu()  # work left on this rank's own GPU must not count as waiting
     with timer("wait"):
         dist.barrier()
@@ -472,7 +474,7 @@ def any_rank(flag: bool) -> bool:
 
 def gather_rows(tensor):
     """(n, ...) of each rank -> (ranks * n, ...) in rank order, as float32 on the CPU; n is the same
-    on all. Values per prompt or completion are few, so every rank works on all of them."""
+    on all ranks. For values per prompt or completion: they are few, so every rank works on all."""
     local = tensor.float().to(collective_device()).contiguous()  # (n, ...)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]  # all_gather fills them
     dist.all_gather(parts, local)
@@ -487,13 +489,13 @@ def gather_objects(value) -> list:
 
 
 def check_alike(told: dict) -> None:
-    """RunStopped, on all ranks alike, if a rank was started otherwise than rank 0, or with other
+    """RunStopped, on all ranks alike, if a rank differs from rank 0 in how it was started or in its
     versions of packages. Such ranks would train different things, or wait for each other in
-    different collectives. told: {what: value}, without NaN. All ranks together."""
+    different collectives. told: {what: value}, without NaN. All ranks call this together."""
     packages = {m.__name__: m.__version__ for m in (torch, transformers, deepspeed)}
     first, *others = gather_objects(told | packages)
     for rank, other in enumerate(others, start=1):
-        for what in first | other:  # with other code a rank has other keys
+        for what in first | other:  # a rank with other code has other keys
             here, there = first.get(what), other.get(what)
             if here != there:
                 raise RunStopped(

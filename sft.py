@@ -1,5 +1,5 @@
-"""Supervised warm start: trains a causal LM on demonstrations until it answers well enough for RL.
-Demonstrations are drawn from the "solutions" of the dataset's rows.
+"""Supervised warm start: trains a causal LM on demonstrations, so that RL begins with some right
+answers. Demonstrations are drawn from the "solutions" of the dataset's rows.
 
     torchrun --standalone --nproc_per_node 2 sft.py config/countdown_tiny.py --model=tiny \\
         --output_dir=runs/countdown_sft --steps=800 --batch_size=128 --learning_rate=2e-3
@@ -9,7 +9,7 @@ model="tiny" builds, without any download, a character-level tokenizer with a ch
 Qwen2 of 0.8M parameters with random weights. Any Hugging Face model works as well. The result
 is a Hugging Face folder. The weights of a mixture are ignored: all of its problems are drawn with
 the same probability. Keys that say how RL trains (dtype, optimizer, zero_stage, ...) are ignored
-too: it is AdamW in float32, a whole --batch_size in one forward.
+too: sft.py uses AdamW in float32 and a single forward pass for a rank's share of --batch_size.
 """
 
 from checks import FLAGS, INSTEAD, holds_out_rows, max_sequence_length
@@ -41,7 +41,7 @@ from preflight import check_context, check_savable, eval_rows_of, load_checked_f
 from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
-# Of the demonstrations whose prompt holds a seed, the share whose solution depends on the seed.
+# Share of the demonstrations with a seed in the prompt whose solution depends on that seed.
 # With 0.3 or 0 InfoSeed found nothing to amplify: LOG.md, 2026-11-21, "InfoSeed on Countdown"
 SEEDED = 0.6
 # printable ASCII, space to tilde, and the newline
@@ -58,8 +58,8 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     """A tokenizer with one token for each printable ASCII character and the newline, and special
     tokens for the turns of a chat. Other characters are dropped.
 
-    It is a Qwen2Tokenizer without merges, because for a Qwen2 model AutoTokenizer loads that class
-    whatever was saved: another class would come back as a tokenizer that loses every space."""
+    It is a Qwen2Tokenizer without merges, because AutoTokenizer loads that class for a Qwen2 model,
+    whatever was saved: a tokenizer of another class would lose every space when loaded."""
     special = ["<|end|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>"]
     # Qwen2's byte-level BPE writes a space as U+0120 and a newline as U+010A
     byte_level = [
@@ -112,7 +112,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
 
     A demonstration is {"prompt_ids", "completion_ids", "logprobs"}, EOS included. The seeded
     prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
-    Solutions of no token or over max_completion_length are left out, with a printed count."""
+    Solutions without a token or longer than max_completion_length are left out, and their number is
+    printed."""
     for row in rows:
         if row.get("solutions") is not None and not data.is_texts(row["solutions"]):
             raise UserError(
@@ -122,8 +123,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError(
-            'dataset: none of its rows has "solutions", a list of texts to learn from: a line of a '
-            'file with it is {"prompt": "1 + 1?", "answer": 2, "solutions": ["It is 2."]}'
+            'dataset: none of its rows has "solutions", a list of texts to learn from: in a .jsonl '
+            'file a line would be {"prompt": "1 + 1?", "answer": 2, "solutions": ["It is 2."]}'
         )
     limit = c["max_completion_length"]
     # one call for all texts is faster; next(encoded) below takes them in the same order
@@ -134,7 +135,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         for _ in row.get("solutions") or []:
             ids = [*next(encoded), tokenizer.eos_token_id]
             if 1 < len(ids) <= limit:
-                # logprobs: to_batch() wants the entry; a demonstration was not sampled
+                # logprobs: to_batch() needs the entry, which is empty: nothing was sampled
                 demo = {"prompt_ids": row["prompt_ids"], "completion_ids": ids, "logprobs": []}
                 group.append(demo)
         taken += len(group)
@@ -151,7 +152,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
 
 
 def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
-    """UserError if one has a token that the model does not know. groups: of demonstrations()."""
+    """UserError if a demonstration has a token that the model does not know. groups: the result of
+    demonstrations()."""
     for group, _ in groups:
         for demo in group:
             ids = demo["prompt_ids"] + demo["completion_ids"]
@@ -160,8 +162,8 @@ def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
 
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
     """This rank's share of a step's demonstrations: `size` rows are drawn with replacement, and one
-    solution of each."""
-    # all ranks draw the same whole batch, and each keeps every world.size-th demonstration: so the
+    solution from each."""
+    # all ranks draw the same whole batch, and each keeps every world.size-th demonstration, so the
     # batch does not depend on the number of ranks
     rng = random.Random(f"sft/{seed}/{step}")
     chosen = [demonstration(*rng.choice(groups), rng) for _ in range(size)]
@@ -171,10 +173,10 @@ def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> di
 def demonstration(group: list[dict], seeded: list, rng) -> dict:
     """One of a row's demonstrations.
 
-    If the row has seeded prompts, half of its demonstrations get one of them as prompt. Then, with
-    probability SEEDED, the solution is drawn from the seed's own share of the sorted solutions,
-    else from all of them. So the model learns to react to the seed a little; otherwise InfoSeed has
-    nothing to amplify."""
+    If the row has seeded prompts, half of its demonstrations get one of them as their prompt. Then
+    the solution is drawn, with probability SEEDED, from the seed's own share of the sorted
+    solutions, else from all of them. So the model learns to react to the seed a little; otherwise
+    InfoSeed would have nothing to amplify."""
     if not seeded or rng.random() < 0.5:
         return rng.choice(group)
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
@@ -198,7 +200,7 @@ def save(folder: Path, lm, tokenizer, trained: set[str] | None, record: dict) ->
 def main(c: dict, own: dict = FLAGS["sft"]) -> None:
     # from torchrun's variables, because the process group does not exist yet
     with hold_folder(c["output_dir"], rank=launched_rank()):
-        # only once we hold the folder, or another process could fill it after the check
+        # only now that we hold the folder: before, another process could fill it after the check
         check(c, own, launched_ranks())
         lm, tokenizer = load_model(c)
         pools, _ = data.training_pools(c, tokenizer)
@@ -209,17 +211,17 @@ def main(c: dict, own: dict = FLAGS["sft"]) -> None:
         groups = demonstrations(rows, tokenizer, c)
         check_demonstrations(groups, tokenizer, lm.config.vocab_size)
         trained = prompt_keys([row for row in rows if row.get("solutions")])
-        if c["model"] != "tiny":  # that is no folder
+        if c["model"] != "tiny":  # "tiny" is not a folder
             trained = with_trained(trained, c["model"])
         train(c, own, lm, tokenizer, groups, trained)
 
 
 def check(c: dict, own: dict, ranks: int) -> None:
-    """UserError if something is wrong that can be seen before anything is loaded."""
+    """UserError for what can be seen to be wrong before anything is loaded."""
     if not is_empty(Path(c["output_dir"])):
         raise UserError(
-            f"output_dir={c['output_dir']!r} is not empty, and sft.py replaces nothing: choose "
-            f"another --output_dir or remove it"
+            f"output_dir={c['output_dir']!r} is not empty, and sft.py never replaces a folder: "
+            f"choose another --output_dir or remove it"
         )
     if c["lora_rank"]:
         raise UserError(
@@ -267,7 +269,7 @@ def load_model(c: dict) -> tuple:
 
 
 def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
-    """AdamW and its schedule: a warm-up over a twentieth of the steps, then linearly down to 0."""
+    """AdamW and its schedule: a warm-up over a twentieth of the steps, then a linear fall to 0."""
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=learning_rate,
@@ -310,10 +312,10 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | N
         logps, _ = policy(  # (n, T)
             batch["ids"], batch["prompt_lengths"], batch["lengths"], want_entropy=False
         )
-        # the tokens of all ranks: so every token of the batch has the same weight
+        # the number of tokens on all ranks, so that every token of the batch has the same weight
         sums = torch.stack([logps.detach().sum(), batch["lengths"].sum()]).double()
         total_logp, tokens = across_ranks(sums).tolist()
-        # * world.size: DistributedDataParallel averages gradients over ranks, we want their sum
+        # * world.size: DistributedDataParallel averages gradients over ranks; we want their sum
         loss = -logps.sum() / tokens * world.size
         loss.backward()
         # all ranks have the same gradients now, and so the same norm

@@ -5,14 +5,14 @@
     pool.answers({key: (function, text, arguments)})    # {key: number, text, None or Failure}
 
 A job calls function(text, **arguments). A function is given as "module:function"; a worker imports
-it before its first job of that function. Every job ends within `timeout`, not counting the import;
-all that are waited for together within WAIT_SECONDS.
+it before its first job with that function. Every job ends within `timeout`, not counting the
+import; all jobs that are waited for together end within WAIT_SECONDS.
 `python workers.py <socket> <parent>` becomes two processes:
 
     the worker   runs the jobs. It has no torch, no GPU and no process group, so that killing it
                  harms nobody
     its keeper   waits until the worker ends, the trainer dies, or the trainer sends END; then
-                 kills the worker and all its descendants, whatever session they moved to
+                 kills the worker and all its descendants, even in sessions of their own
 
 Neither reacts to the signals that ask a run to stop, which may be sent to all its processes at
 once: the trainer still wants the rewards of its last step. The exception is SIGINT in a worker,
@@ -55,15 +55,15 @@ from typing import NamedTuple
 from common import SIGNALS, RunStopped, UserError, listen, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
-# for all jobs that answers() waits for: other ranks wait for this one meanwhile (common.DEADLINE)
+# for all jobs that answers() waits for. Other ranks wait meanwhile, up to common.DEADLINE
 WAIT_SECONDS = 3600
 END_SECONDS = 10  # for a keeper to kill its worker's descendants; it takes milliseconds
 CHUNK = 64  # most jobs that a worker is given at a time
-BIGGEST = 1e12  # rewards must be smaller: their weighted squares are finite in float32 then
-LONGEST_TEXT = 1000  # characters that a function may answer
+BIGGEST = 1e12  # rewards must be smaller, so that their weighted squares are finite in float32
+LONGEST_TEXT = 1000  # characters of a text that a function may return
 LONGEST_REASON = 200  # characters of an error message, without its file and line
 LONGEST_REFUSAL = 300  # characters of the reason why a function can't be imported
-LONGEST_LINE = 20_000  # bytes without a newline after which a worker is given up
+LONGEST_LINE = 20_000  # a worker that sends more bytes without a newline is given up
 SOUGHT = (  # where a user's function comes from
     "it is looked for beside train.py and in the folders of PYTHONPATH, by its name without .py "
     "and without a folder"
@@ -82,7 +82,7 @@ ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
-    "HF_HOME",  # where models and datasets lie, for a reward that needs a tokenizer
+    "HF_HOME",  # where models and datasets are, for a reward that needs a tokenizer
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
 )
@@ -90,8 +90,8 @@ PREFIXES = ("LC_", "PYTHON", "REWARD_")
 
 
 def own_environment() -> dict:
-    """The part of our environment that a reward gets to see."""
-    # the GPU and the other cores belong to the training
+    """The part of our environment that a reward may see."""
+    # the GPU and the other cores are for training
     kept = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in os.environ.items():
         if name in ENVIRONMENT or name.startswith(PREFIXES):
@@ -136,7 +136,7 @@ class Worker:
         self.socket.settimeout(START_SECONDS)
         try:
             self.send(hello)
-        except OSError:  # it is gone already, as on a machine without memory: attend() replaces it
+        except OSError:  # it is gone already (out of memory, for example): attend() replaces it
             self.fault = CLOSED
 
     def send(self, message) -> None:
@@ -148,13 +148,13 @@ class Worker:
         self.process.send_signal(END)  # to the keeper: it kills the others, then exits
         try:
             self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # a reward has sent the keeper a SIGSTOP
+        except subprocess.TimeoutExpired:  # a reward sent the keeper a SIGSTOP
             for pid in [*descendants(self.process.pid), self.process.pid]:
                 kill(pid)
             self.process.wait()
 
     def lines(self) -> list[bytes]:
-        """The complete lines that have come in. Sets `fault` if there will be no more."""
+        """The complete lines that have arrived. Sets `fault` if there will be no more."""
         try:
             received = self.socket.recv(1 << 16)
         except ConnectionError:
@@ -176,11 +176,12 @@ class Pool:
         self.clock = time.monotonic  # decides when a job is late
         self.hello = (sys.path, memory_gib)
         self.asked = {}  # key: job
-        self.waiting = deque()  # keys of jobs that no worker has
+        self.waiting = deque()  # keys of jobs that are not with a worker
         self.results = {}  # key: answer
         self.late = set()  # keys of jobs that have timed out
         self.loaded = set()  # names of functions that some worker has imported
-        # {function: arguments of its first job}: every worker tries it with these, others may hang
+        # {function: arguments of its first job}: every worker tries the function with these, since
+        # it might hang with those of another job
         self.trial_rows = {}
         self.failed_starts = 0  # since a worker was last ready with functions
         self.lock = threading.RLock()
@@ -206,8 +207,7 @@ class Pool:
     def answers(self, jobs: dict, most_timeouts: float = math.inf) -> dict:
         """{key: answer} of these jobs; an answer is a number, a text, None or a Failure. Waits for
         them, but gives up the rest once more than `most_timeouts` of them have timed out, or after
-        WAIT_SECONDS. If no other job is under way, the pool then forgets everything asked so
-        far."""
+        WAIT_SECONDS. The pool then forgets all jobs so far, unless some are still under way."""
         self.ask(jobs)
         end = self.clock() + WAIT_SECONDS
         while any(key not in self.results for key in jobs):
@@ -215,7 +215,7 @@ class Pool:
                 self.attend(0.1)
                 late = sum(key in jobs for key in self.late)
                 if late > most_timeouts:
-                    self.give_up(jobs, f"{late} others had no answer in {self.timeout:g} s")
+                    self.give_up(jobs, f"{late} others gave no answer in {self.timeout:g} s")
                 elif self.clock() > end:
                     self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")
         with self.lock:
@@ -232,8 +232,8 @@ class Pool:
         for worker in self.workers:
             if worker.ready and not worker.jobs and self.waiting:
                 self.hand_out(worker)
-        # a worker is late if it had not answered by now. replace() below takes a while, and the
-        # answers that arrive meanwhile are not late
+        # a worker is late if it has not answered by now. replace() below takes a while, and answers
+        # that arrive meanwhile are not late
         now = self.clock()
         for event, _ in self.selector.select(seconds):
             self.take_in(event.data)
@@ -252,7 +252,7 @@ class Pool:
     def hand_out(self, worker: Worker) -> None:
         """Sends a worker a few jobs, with the functions that it has to import first. Only a few, so
         that no worker has a long queue at the end while others have none."""
-        # a quarter of an equal share: the portions shrink towards the end of the queue
+        # a quarter of an equal share, so that portions shrink towards the end of the queue
         count = max(1, min(CHUNK, len(self.waiting) // (4 * len(self.workers))))
         worker.jobs = deque(self.waiting.popleft() for _ in range(count))
         jobs = [self.asked[key] for key in worker.jobs]
@@ -265,7 +265,7 @@ class Pool:
         worker.socket.settimeout(self.timeout + 10)
         try:
             worker.send(([(name, self.trial_rows[name]) for name in sorted(new)], jobs))
-        except OSError:  # it is gone or does not read: no job has started, so none is to blame
+        except OSError:  # it is gone or does not read; no job has started, so none is to blame
             self.take_back(worker)
             worker.fault = CLOSED
         else:
@@ -301,7 +301,7 @@ class Pool:
                 return
 
     def take_start(self, worker: Worker, message) -> None:
-        """Handles a message of a worker that is not ready yet: what it is about to do, that it is
+        """Handles a message from a worker that is not ready yet: what it is about to do, that it is
         ready, or why it can't import a function (UserError)."""
         worker.since = self.clock()
         match message:
@@ -309,18 +309,18 @@ class Pool:
                 worker.ready = True
                 worker.loading = worker.doing = ""
                 self.loaded |= worker.functions
-                if worker.functions:  # else it has only started itself
+                if worker.functions:  # else it has only started
                     self.failed_starts = 0
             case ["importing", str(name)]:
                 worker.loading = name
                 worker.doing = (
-                    f"when the module of {quoted(name)} was imported, which must not do the work "
-                    f"of a call"
+                    f"when the module of {quoted(name)} was imported; an import must not do the "
+                    f"work of a call"
                 )
             case ["trying", name]:
                 worker.doing = (
-                    f"when {quoted(name)} was called for the first time, which may load what it "
-                    f"needs but must return"
+                    f"when {quoted(name)} was called for the first time; this call may load what "
+                    f"the function needs, but must return"
                 )
             case ["refused", name, reason]:
                 raise refused(name, reason)
@@ -358,7 +358,7 @@ class Pool:
         self.start()
 
     def give_up(self, jobs: dict, reason: str) -> None:
-        """Makes timeouts of those of the jobs that have no answer yet."""
+        """Makes every one of the jobs that has no answer yet a Failure by timeout."""
         keys = jobs.keys() - self.results.keys()
         for worker in list(self.workers):
             if not keys.isdisjoint(worker.jobs):
@@ -370,13 +370,13 @@ class Pool:
     def count_failed_start(self, worker: Worker, reason: str) -> None:
         """UserError if the worker was importing a function that no worker has imported yet: that
         code would fail again. Otherwise the machine may be too busy or out of memory, so workers
-        are started again: RunStopped after too many failed starts in a row."""
+        are started again; RunStopped after too many failed starts in a row."""
         self.failed_starts += 1
         if worker.loading and worker.loading not in self.loaded:
             raise UserError(f"reward_funcs: {reason} {worker.doing}")
         if self.failed_starts > 2 * len(self.workers):
             raise RunStopped(
-                f"reward workers don't start: {reason} {worker.doing}; their own words are above"
+                f"reward workers don't start: {reason} {worker.doing}; their own messages are above"
             )
 
     def close(self) -> None:
@@ -389,8 +389,8 @@ class Pool:
 
 
 def lacked_memory(reason: str) -> bool:
-    """Whether a Failure's reason names a MemoryError: by its kind alone, as its words may be the
-    model's."""
+    """Whether a Failure's reason names a MemoryError. Only the type before the colon counts, since
+    the rest may be a model's text."""
     return "MemoryError" in reason.partition(":")[0]
 
 
@@ -411,7 +411,7 @@ def checked_answer(message):
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Has the kernel send this process the signal `number` when its parent dies, however it
+    """Makes the kernel send this process the signal `number` when its parent dies, however it
     dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
@@ -421,7 +421,7 @@ def end_with_parent(parent: int, number: int) -> None:
 
 def adopt_orphans() -> None:
     """Makes this process, not init, the new parent of our worker's descendants whose own parent
-    dies. So descendants() finds them."""
+    dies, so that descendants() finds them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
@@ -438,7 +438,7 @@ def descendants(ancestor: int) -> list[int]:
         try:
             # "pid (name) state parent ..."; rpartition: a name may hold brackets and spaces
             state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if state not in (b"Z", b"X"):  # zombie, dead
             children.setdefault(int(parent), []).append(int(folder.name))
@@ -453,7 +453,7 @@ def descendants(ancestor: int) -> list[int]:
 
 def reap(worker: int) -> int | None:
     """Reaps the children that have ended. Returns the worker's exit status (negative: a signal) if
-    it is among them, else None."""
+    the worker is among them, else None."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -481,8 +481,8 @@ def keep(worker: int) -> int:
 
 
 def show(output) -> None:
-    """Prints what the worker and its children write. A line that begins with NUL is not printed:
-    announce() tells in it which module is being imported."""
+    """Prints what the worker and its children write. A line that begins with NUL is not printed: it
+    comes from announce() and names the module that is being imported."""
     module, shown = "", 0
     while line := output.readline(LONGEST_LINE):
         text = line.decode(errors="replace").rstrip("\n")
@@ -516,7 +516,7 @@ def ignore(number: int, frame) -> None:
     """A signal handler that does nothing. Unlike SIG_IGN, it is not inherited by programs."""
 
 
-END = signal.SIGUSR2  # ends a keeper: none of the signals that ask a run to stop
+END = signal.SIGUSR2  # ends a keeper; not one of the signals that ask a run to stop
 KEEPER_SIGNALS = {END, signal.SIGCHLD}
 
 
@@ -536,7 +536,7 @@ def main(channel: int, parent: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return work(channel, keeper, sink)
-    os.close(channel)  # else the trainer would not see that the worker's end is closed
+    os.close(channel)  # else the trainer would not notice when the worker closes its end
     os.close(sink)
     shower = threading.Thread(target=show, args=(os.fdopen(source, "rb"),), daemon=True)
     shower.start()
@@ -590,7 +590,7 @@ def imported(name: str):
         raise ValueError(f"its module calls sys.exit({error.code!r}) when it is imported") from None
     except Exception as error:  # a user's module may raise anything
         reason = f"can't be imported: {type(error).__name__}: {error}"
-        # of the module itself, not of one that it imports
+        # the module itself was not found, not one that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             reason += f"; {SOUGHT}"
         raise ValueError(reason) from None
@@ -610,8 +610,8 @@ def answer(function: str, text: str, arguments: dict):
     """What function(text, **arguments) returns, as a JSON value: a finite number, a text or None.
     {"error": sentence} if it returns anything else or raises."""
     try:
-        # A reward may change what it is given, and jobs that came together share it. A copy, by
-        # pickle: deepcopy takes twenty times as long
+        # A copy, because a reward may change what it is given, and jobs that came together share
+        # it. By pickle: deepcopy takes twenty times as long
         copy = pickle.loads(pickle.dumps(arguments))
         value = imported(function)(text, **copy)
         if isinstance(value, str) and len(value) > LONGEST_TEXT:
@@ -632,7 +632,8 @@ def answer(function: str, text: str, arguments: dict):
 
 
 def number_of(value) -> float | None:
-    """The number that a function returned, which may be numpy's or torch's; None if it is none."""
+    """What a function returned as a number, which may be numpy's or torch's; None if it is not
+    one."""
     try:
         return float(value)
     except (TypeError, ValueError):  # a dict, a tuple, an array of several numbers
@@ -652,16 +653,16 @@ def place_of(error: BaseException, function: str) -> str:
 
 
 def announce(module: str) -> None:
-    """Tells our keeper which module is imported from here on; "" for none."""
+    """Tells our keeper which module is about to be imported; "" when that is over."""
     with suppress(AttributeError, OSError, ValueError):  # a module may close or replace stdout
         sys.stdout.flush()
         os.write(1, f"\n\0{module}\n".encode())
 
 
 def load(function: str, row: dict, say) -> bool:
-    """Imports a function and calls it twice, so that whatever it imports or builds at its first
-    call is not counted against a job; the answers are ignored. row: the arguments of its first job.
-    False, and a "refused" message, if the function can't be imported."""
+    """Imports a function and calls it twice, so that the time of what it imports or builds at its
+    first call is not counted as a job's; the answers are ignored. row: the arguments of its first
+    job. Returns False, after a "refused" message, if the function can't be imported."""
     say(["importing", function])
     announce(function)
     try:
@@ -671,15 +672,16 @@ def load(function: str, row: dict, say) -> bool:
         return False
     announce("")
     say(["trying", function])
-    answer(function, "\\boxed{1}", {"answer": "x"})  # no number: math_reward loads math-verify
-    answer(function, "\\boxed{1}", row)  # of a job: functions may read its columns first
+    # "x" is not a number, so that math_reward loads math-verify
+    answer(function, "\\boxed{1}", {"answer": "x"})
+    answer(function, "\\boxed{1}", row)  # a job's: a function may read columns before it loads
     return True
 
 
 def serve(file) -> None:
-    """The worker's loop. Reads pickles from the trainer: first the hello, then pairs of ([(a
-    function to import, arguments to try it with), ...], jobs). Writes numbered lines of JSON: what
-    it imports, when it is ready, then the answer to each job as it is done:
+    """The worker's loop. Reads pickles from the trainer: first the hello, then pairs ([(a function
+    to import, arguments to try it with), ...], jobs). Writes numbered lines of JSON: what it
+    imports, when it is ready, then the answer to each job as soon as it is done:
     [0, "ready"], [1, ["importing", ...]], ... [3, "ready"], [4, 0.5], ..."""
     numbers = itertools.count()
 
@@ -707,9 +709,9 @@ def serve(file) -> None:
 
 
 def let_go(held: list[int]) -> None:
-    """Runs in what a reward forks: closes the file descriptors in `held` and empties the list, as a
-    process forked later on may use the same numbers for other files. Signals end that process as
-    usual: a reward may want to end it by one."""
+    """Runs in a process that a reward has forked: closes the file descriptors in `held` and empties
+    the list, because a process forked from that one may use the same numbers for other files. It
+    also lets signals end the process again, as a reward may want to end it by one."""
     while held:
         os.close(held.pop())
     for number in SIGNALS:
@@ -722,19 +724,20 @@ FORKING = threading.local()  # .mask: the signals that this thread blocked befor
 
 
 def hold_signals() -> None:
-    """Before a fork: so that none is lost that comes to the child before let_go() has run there."""
+    """Runs before a fork, so that no signal is lost that reaches the child before let_go() has run
+    there."""
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def let_signals() -> None:
-    """After a fork, in the parent and in the child."""
+    """Runs after a fork, in the parent and in the child."""
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
 
 
 def work(channel: int, keeper: int, output: int) -> None:
     """Runs the worker, in the process that main() has forked for it."""
     os.setsid()  # so that a signal to the worker's own process group does not reach the keeper
-    if signal.getsignal(signal.SIGINT) is ignore:  # rewards time themselves by interrupt_main()
+    if signal.getsignal(signal.SIGINT) is ignore:  # a timer of a reward may call interrupt_main()
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # a worker that hangs would not notice that its socket is closed
     end_with_parent(keeper, signal.SIGKILL)

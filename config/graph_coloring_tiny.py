@@ -19,5 +19,5 @@ warmup_steps = 10
 max_steps = 250
 max_tokens_per_micro_batch = 8192
 dtype = "float32"  # also on a GPU: so small a model costs nothing
-max_logp_difference = 0.01  # sampler and trainer in float32: old weights show
+max_logp_difference = 0.01  # sampler and trainer use float32: stale weights show
 eval_steps = 50

@@ -1,5 +1,5 @@
 # Mathematics by Qwen2.5-1.5B-Instruct with MaxEnt-GRPO and InfoSeed; math_maxent.py is the same
-# without seeds, and with 16 completions a prompt. Eight GPUs with 80 GB, 3 to 4 hours, at most
+# without seeds, with 16 completions per prompt. Eight GPUs with 80 GB, 3 to 4 hours, at most
 # 34 GiB of each (estimated, not run):
 #   torchrun --standalone --nproc_per_node 8 train.py config/math_infoseed.py
 model = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -23,7 +23,7 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
-maxent_tau = 0.08  # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers
+maxent_tau = 0.08  # 1 / ln(151,936 tokens): with a flatter target wrong answers win
 info_seed_num_seeds = 4
 info_seed_prompt_template = "{prompt}\n\nUse solution strategy number {seed}."
 info_seed_lambda = 0.01

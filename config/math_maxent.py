@@ -22,7 +22,8 @@ zero_stage = 1  # 2 would send the gradients at every micro-batch, to save 2.5 G
 eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
-# weights/pull says whether this is more than a policy gradient: where the same loss evened out
-# answers of three tokens it was .4 to .5, on Countdown .1; of answers this long nothing is known
+# the metric weights/pull says whether this is more than a policy gradient: it was .4 to .5 where
+# the same loss evened out answers of three tokens, and .1 on Countdown; for answers this long
+# nothing is known
 objective = "maxent"
-maxent_tau = 0.08  # 1 / ln(151,936 tokens): a flatter target feeds the wrong answers
+maxent_tau = 0.08  # 1 / ln(151,936 tokens): with a flatter target wrong answers win

@@ -1,6 +1,5 @@
-# Mathematics as in math_maxent.py with a reference: beta is steered to a distance from the start.
-# Eight GPUs with 80 GB, 4 to 5 hours, at most 34 GiB of each
-# (estimated, not run):
+# Mathematics as in math_maxent.py with a reference: beta is steered to hold a distance from the
+# start. Eight GPUs with 80 GB, 4 to 5 hours, at most 34 GiB of each (estimated, not run):
 #   torchrun --standalone --nproc_per_node 8 train.py config/math_steered.py
 model = "Qwen/Qwen2.5-1.5B-Instruct"
 output_dir = "runs/math_steered"
@@ -23,9 +22,9 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
-# 1 / ln(151,936 tokens). Up to there the weights over rewards of 0 and 1 are uniform over the
-# right answers to 2e-4: an excess entropy would have nothing to hold below it, and wrong answers
-# win above
+# 1 / ln(151,936 tokens), above which wrong answers win. Up to there the weights, with rewards of 0
+# and 1, are uniform over the right answers to within 2e-4, so an excess entropy would leave nothing
+# to steer tau by
 maxent_tau = 0.08
 beta = 0.002
 kl_target = 0.01  # nats per token

@@ -4,7 +4,7 @@
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
 #     --seeds=3 --eval_seeds=1 --ranks=1
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_sentence.py
-# --max_steps=48 --maxent_loss=floored: more right sentences, and more different ones
+# --max_steps=48 --maxent_loss=floored gives more right sentences, and more different ones
 model = "runs/smollm2"
 output_dir = "runs/smollm2_sentence"
 dataset = {"name": "sentence"}
@@ -18,7 +18,7 @@ num_generations = 8
 learning_rate = 1e-5
 max_steps = 16
 dtype = "float32"  # also on a GPU: so small a model costs little
-max_logp_difference = 0.01  # sampler and trainer in float32: old weights show
+max_logp_difference = 0.01  # sampler and trainer use float32: stale weights show
 eval_steps = 8
 eval_max_prompts = 128
 eval_num_generations = 4

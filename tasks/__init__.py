@@ -8,7 +8,7 @@
     mode(completion, answer)            a text that is the same for right completions that say the
                                         same; None for a wrong completion. Optional
 
-This file has what the tasks share. It imports a task only when somebody asks for it.
+This file has what the tasks share. It imports a task only when that task is asked for.
 """
 
 import importlib
@@ -21,7 +21,7 @@ SPLITS = ("train", "test")  # test: held out
 
 def is_task(path: Path) -> bool:
     """Whether a file defines rows(): tasks/mathematics.py has rewards but no rows."""
-    # left there by an editor (.#reverse.py) or a Mac (._reverse.py)
+    # not files that an editor (.#reverse.py) or a Mac (._reverse.py) leaves
     if not path.stem.isidentifier():
         return False
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -44,8 +44,8 @@ def with_modes(name: str):
 
 
 class NoSuchRows(ValueError):
-    """Rows were asked for that a task does not have. The user reads this sentence as it stands;
-    of any other error of rows() the line of code too."""
+    """Rows were asked for that a task does not have. The user sees this message as it is; for any
+    other error in rows(), the type and the line of code too."""
 
 
 def check_choice(what: str, value: str, choices) -> None:
@@ -61,7 +61,7 @@ def answer_block(text: str) -> tuple[int, int] | None:
     start = text.rfind("<answer>", 0, max(last_close, 0))
     if start < 0:
         return None
-    # not last_close: more closing tags may follow the one that belongs to this opening tag
+    # not last_close: more closing tags may follow the one that closes this opening tag
     return start + len("<answer>"), text.find("</answer>", start)
 
 
@@ -81,8 +81,8 @@ def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
     """{"train": problems, "test": problems}, from {key of a class: its problems}.
 
     Problems of one class are the same in disguise, so whole classes are held out: the `count` with
-    the smallest keys (these are hashes, so frequent classes are not preferred). "test" has the
-    first problem of each; their other problems are in neither split."""
+    the smallest keys (which are hashes, so large classes are not preferred). "test" has the first
+    problem of each; their other problems are in neither split."""
     keys = sorted(classes)  # the same in every process
     test = [classes[key][0] for key in keys[:count]]
     train = [problem for key in keys[count:] for problem in classes[key]]
@@ -94,6 +94,6 @@ def take(problems: list, n: int, seed: int) -> list:
     size = len(problems)
     if not -1 <= n <= size:
         raise NoSuchRows(f"n={n} rows asked for, but this split has {size} (-1 means all)")
-    # all are drawn, whatever n is: sample(problems, n) has another beginning for each n
+    # all are drawn, whatever n is: sample(problems, n) begins differently for each n
     ordered = random.Random(f"rows/{seed}").sample(problems, size)
     return ordered if n == -1 else ordered[:n]

@@ -1,5 +1,5 @@
 """Between: name a number that lies between two given ones. SmolLM2-135M succeeds about every sixth
-time, with a few favourite numbers, and every other number between is right too.
+time, with a few favourite numbers, although every other number between the two is right too.
 
 One row, rows("test", 1, seed=0). Its prompt is a conversation, three examples and the question:
   {'id': 'between-tens-48-54', 'task': 'between',
@@ -13,11 +13,11 @@ One row, rows("test", 1, seed=0). Its prompt is a conversation, three examples a
    'answer': {'low': 48, 'high': 54}, 'num_modes': 5,
    'solutions': ['49', '50', '51', '52', '53']}
 
-Problems: all pairs of two-digit numbers that are 6 to 20 apart. A hash chooses the 256 that are
-held out, so they have the same distribution as those for training. A mode is the number.
+Problems: all pairs of two-digit numbers that are 6 to 20 apart. A hash chooses 256 to hold out, so
+they have the same distribution as those for training. A mode is the number.
 
-reward() covers: a whole number of nine digits at most and nothing else, strictly between the two.
-It does not cover: words ("thirty"), fractions, signs, a sentence around the number: 0.
+reward() covers: a whole number strictly between the two, of nine digits at most, and nothing else.
+It does not cover: words ("thirty"), fractions, signs, a sentence around the number: all 0.
 """
 
 import re
@@ -32,7 +32,7 @@ CONFIGS = {
     "tens": dict(lowest=10, highest=99, nearest=6, farthest=20),
 }
 # Questions and answers that every prompt begins with: they show the form of an answer, which a
-# small model does not find by itself. No pair of CONFIGS["tens"] repeats one: these are 4 apart.
+# small model does not find by itself. No problem repeats one, because these pairs are 4 apart.
 EXAMPLES = [((12, 16), "15"), ((44, 48), "45"), ((77, 81), "79")]
 
 

@@ -13,17 +13,17 @@ One row, rows("test", 1, seed=0, config="3"):
    'num_modes': 3}
 
 Rules. Numbers are distinct. Arithmetic is exact and any intermediate value is allowed (0, negative,
-fractions), except division by zero. A mode is an expression up to the order of operands of + and
-*: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key is the expression without
-needless parentheses, with the longer operand of + and * first: "2*3+4". mode() of a right answer
-is one of modes().
+fractions), except division by zero. A mode is an expression regardless of the order of the operands
+of + and *: 2*3+4 and 4+3*2 are one mode, (2+3)+4 and 2+(3+4) are two. Its key is the expression
+without needless parentheses, with the longer operand of + and * first: "2*3+4". mode() of a right
+answer is one of modes().
 
 Problems. A problem is its sorted numbers and its target. The variants:
   "3"     787: 3 numbers of 2..12, a target of 1..36 that is not one of them, 2 to 8 modes
   "4"     5,426: 4 numbers of 2..12, a target of 1..48 that is not one of them, 2 to 8 modes
   "tiny"  10,745, for a character-level model: 3 numbers of 1..20, any target of 1..60
-The problems with the smallest SHA-256 are held out, in each variant by itself: a test problem of
-one may be a training problem of another.
+The problems with the smallest SHA-256 are held out, separately in each variant: a test problem of
+one variant may be a training problem of another.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; spaces and
 needless parentheses.
@@ -126,7 +126,7 @@ def spellings(node: ast.expr) -> set[tuple[str, int]]:
     spelled = set()
     for x, y in product(spellings(node.left), spellings(node.right)):
         spelled.add(write(op, x, y))
-        if op in "+*":  # the operations whose operands may change places
+        if op in "+*":  # the operations whose operands may be swapped
             spelled.add(write(op, y, x))
     return spelled
 
@@ -160,7 +160,7 @@ def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, s
     only those whose value is in this set of whole numbers. 4 numbers have ~3,000 expressions."""
     if len(numbers) == 1:
         return {numbers[0]: {(str(numbers[0]), NUMBER_BINDS)}}
-    by_value = {}  # of sets, because with equal numbers a text may come up twice
+    by_value = {}  # holds sets, because with equal numbers a text may occur twice
     for op, value, xs, ys in joined_values(numbers):
         # checks the denominator first, because fractions are slow to look up in a set
         if wanted is None or (value.denominator == 1 and value in wanted):
@@ -172,7 +172,7 @@ def expressions(numbers: tuple[int, ...], wanted=None) -> dict[int | Fraction, s
 
 @lru_cache(maxsize=300)
 def part_of(numbers: tuple[int, ...]) -> dict[int | Fraction, set]:
-    """expressions() with a cache: the same parts come back in thousands of problems."""
+    """expressions() with a cache: the same parts recur in thousands of problems."""
     return expressions(numbers)
 
 
@@ -207,7 +207,7 @@ def mode(completion: str, answer: dict) -> str | None:
     numbers = [int(digits) for digits in re.findall("[0-9]+", text)]
     if sorted(numbers) != sorted(answer["numbers"]):
         return None
-    # The tree has as many leaves as there are numbers, so it is small. The text may still be no
+    # The tree has as many leaves as there are numbers, so it is small. The text may still not be an
     # expression ("2 3 4"), or have a call, a sign or a power in it.
     try:
         value, (key, _) = evaluate(ast.parse(text, mode="eval").body)
@@ -230,8 +230,8 @@ def reward(completion: str, answer: dict, **row) -> float:
     known = known and type(given.get("target")) in (int, float)
     if not known or not all(map(is_whole, numbers)):
         raise ValueError(
-            "countdown: the answer must be a list of whole numbers from 0 up and a target, not "
-            f"{answer!r:.100}"
+            'countdown: the answer must be {"numbers": whole numbers from 0 up, "target": a number}'
+            f", not {answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 
@@ -241,7 +241,7 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 @cache
 def problems(config: str) -> list[tuple]:
-    """All (SHA-256, numbers, target, sorted modes) of a variant, smallest SHA-256 first."""
+    """(SHA-256, numbers, target, sorted modes) of all problems of a variant, sorted by SHA-256."""
     c = CONFIGS[config]
     targets = range(1, c["max_target"] + 1)
     hashed = []
@@ -269,11 +269,11 @@ def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
             reasoning = f"{key} uses {listed} once each and gives {target}."
             solutions.append(worked_solution(reasoning, key))
     else:
-        # the colon keeps the target apart from the completion's first number
+        # the colon separates the target from the completion's first number
         prompt = short + ":"
         for key in keys:
             tree = ast.parse(key, mode="eval").body
-            # all spellings of a mode, so that a warm start learns to prefer none
+            # all spellings of a mode, so that a warm start learns no preference
             for text, _ in sorted(spellings(tree)):
                 solutions.append(text)
     return {

@@ -13,19 +13,19 @@ One row, rows("test", 1, seed=0, config="words"):
 Problems. Every word has one clue of each kind in CLUES, with half of its letters as crossing
 letters. "words" has the list below. "tiny", for a character-level model, has 2,000 made-up words of
 4 to 6 letters, and only clues that need no vocabulary. An anagram may have another answer in
-English that fits the crossing letters; only the one in the list is right. 64 words of each variant
+English that fits the crossing letters; only the word in the list is right. 64 words of each variant
 are held out with all their clues: those with the smallest CRC-32 of their sorted letters. So no
 test word, and no anagram of one, is a training answer. Clues made of initials use training words
 only.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text, up to 200
-characters. Its letters must be the answer's and no others. Case, accents (E for É), width, white
-space, digits and signs do not matter; a letter of another script is another letter.
+characters. Its letters must be exactly the answer's. Case, accents (E for É), width, white space,
+digits and signs do not matter; a letter of another script is a different letter.
 An enumeration ("6", "3,5", "(3-5)"), in the answer or as a column `enumeration`, is checked too:
-the completion must have that many letters, and if white space or hyphens divide it, parts of these
+the completion must have that many letters and, if white space or hyphens divide it, parts of these
 lengths. For "3,5", "ICE-CREAM" and "ICECREAM" are right and "ICEC REAM" is wrong; "S-I-L-E-N-T" is
-right only without an enumeration. An enumeration that is not of the answer's letters is an error.
-A user's own rows may have just the word as answer: "SILENT".
+right only without an enumeration. An enumeration that does not add up to the answer's letters is an
+error. A user's own rows may have just the word as answer: "SILENT".
 It does not cover: the reasoning, misspellings, the word among others ("SILENT or LISTEN", "the
 answer is SILENT"): all 0.
 """
@@ -41,7 +41,7 @@ from tasks import SPLITS, check_choice, hold_out, last_answer, take, worked_solu
 
 DEFAULT = "words"
 HELD_OUT = 64  # words, or rather classes of anagrams
-MAX_CHARACTERS = 200  # of an answer before NFKD, which may turn one character into 18 letters
+MAX_CHARACTERS = 200  # of an answer before NFKD, which can turn one character into 18 letters
 WORDS = (
     'Solve the crossword clue "{clue} ({enumeration})". Letters known from crossing words: '
     "{pattern}. Reason inside <think> </think>, then put only the word or words inside <answer> "
@@ -60,11 +60,11 @@ CONFIGS = {
     "words": dict(kinds=tuple(CLUES), made_up=0, words=True),
     "tiny": dict(kinds=("reversed", "hidden", "alternate"), made_up=2000, words=False),
 }
-# for a character class [...]: Unicode's hyphens and dashes, then the plain one
+# for a character class [...]: Unicode's hyphens and dashes, then the ASCII hyphen
 HYPHENS = r"\u2010-\u2015-"
 PARTS_OF_TEXT = re.compile(rf"[\s{HYPHENS}]+")
 PARTS_OF_ENUMERATION = re.compile(rf"[,\s{HYPHENS}]+")
-# a hyphen stands for the space in an answer of several words
+# a hyphen stands for the space in an answer of two or more words
 LIST = """
 about above acorn actor admit adult afraid after agree alarm album alien almond alone amber anchor
 angle animal ankle apple apple-pie apron arena armour arrow artist atlas autumn badge baker
@@ -96,7 +96,7 @@ wander weasel whale wild-boar window winter wizard yellow yogurt zebra zipper
 
 def canonical(text: str) -> str:
     """Only the letters, in upper case, without accents: ICECREAM for "Ice-cream!"."""
-    # NFKD splits É into E and an accent, which is no letter
+    # NFKD splits É into E and an accent, which is not a letter
     decomposed = unicodedata.normalize("NFKD", text).upper()
     # isalpha() drops accents, spaces, hyphens and digits
     return "".join(c for c in decomposed if c.isalpha())
@@ -114,23 +114,23 @@ def parts(enumeration) -> list[int]:
 
 
 def fits(text: str, wanted: list[int]) -> bool:
-    """Whether the text has as many letters as the parts of an enumeration and, if it is in parts,
-    parts of these lengths. True without an enumeration."""
+    """Whether the text has as many letters as the enumeration says and, if it is in parts, parts of
+    these lengths. True without an enumeration."""
     if not wanted:
         return True
     lengths = []
     for part in PARTS_OF_TEXT.split(text):
         length = len(canonical(part))
-        if length > 0:  # a lone dash or full stop is no part
+        if length > 0:  # a lone dash or full stop is not a part
             lengths.append(length)
-    # either in the wanted parts or written as one
+    # either in the wanted parts or written as one word
     return lengths in (wanted, [sum(wanted)])
 
 
 def mode(completion: str, answer, enumeration=None) -> str | None:
     """The letters of a correct completion, "ICECREAM"; None for a wrong one.
 
-    answer: {"answer": "ICE CREAM", "enumeration": "3,5"} or just the words."""
+    answer: {"answer": "ICE CREAM", "enumeration": "3,5"}, or just "ICE CREAM"."""
     if isinstance(answer, dict):
         words = answer["answer"]
         enumeration = answer.get("enumeration") or enumeration
@@ -145,8 +145,8 @@ def mode(completion: str, answer, enumeration=None) -> str | None:
     wanted = parts(enumeration)
     if wanted and sum(wanted) != len(letters):
         raise ValueError(
-            f"crossword: the answer {words!r} has {len(letters)} letters and its enumeration "
-            f"{enumeration!r} {sum(wanted)}: no completion can be right"
+            f"crossword: the answer {words!r} has {len(letters)} letters but its enumeration "
+            f"{enumeration!r} adds up to {sum(wanted)}: no completion can be right"
         )
     text = last_answer(completion)
     if len(text) > MAX_CHARACTERS or canonical(text) != letters:
@@ -199,12 +199,13 @@ def draw(kind: str, word: str, initials: dict[str, list[str]]) -> tuple[str, str
 
 
 def draw_fodder(rng: random.Random, kind: str, letters: str, pattern: str) -> str:
-    """The letters hidden among others, or mixed. Read as a pattern, the crossing letters fit once
-    where the word is hidden, so that there is one answer, and nowhere if it is mixed well."""
+    """The letters hidden among others, or mixed. Read as a pattern, the crossing letters fit in one
+    place of a "hidden" clue's fodder, so that there is one answer, and nowhere in an "anagram"'s,
+    so that it is well mixed."""
     # P__A as the regular expression P..A, in a lookahead so that places may overlap
     crossing = re.compile(f"(?={pattern.replace(' ', '').replace('_', '.')})")
     while True:
-        # drawn even for an anagram: dropping the two draws would change all its problems
+        # drawn even for an anagram, because without these draws its problems would be others
         noise = "".join(rng.choices(ascii_uppercase, k=6))
         cut = rng.randint(1, 5)
         if kind == "hidden":
@@ -227,7 +228,7 @@ def problems(config: str) -> dict[str, list[tuple]]:
         classes.setdefault(zlib.crc32(letters.encode()), []).append(word)
     words = hold_out(classes, HELD_OUT)
 
-    # training words only: a test word must not stand in a training prompt
+    # training words only: a test word must not occur in a training prompt
     initials = {letter: [] for letter in ascii_uppercase}
     for word in words["train"]:
         if " " not in word:  # two words would give two first letters

@@ -17,20 +17,21 @@ One row, rows("test", 1, seed=0, config="small"):
    'num_modes': 2}
 
 Vertices are 0..n-1 in "answer" and letters a, b, ... in the prompt. "partial" has one character per
-vertex, "." where it is free. A mode is a correct answer itself ("RGBRGB"): the colours have names,
-so two assignments are never the same answer.
+vertex, "." where the vertex is free. A mode is a correct answer itself ("RGBRGB"): the colours have
+names, so two different assignments are never the same answer.
 
 Problems are drawn from a fixed seed: 6,000 different ones per variant, each with 2 to 8 modes.
 "small" has 6 to 8 vertices and a prompt in words; "tiny" has 6 vertices and a prompt of under 50
-characters, for a character-level model. 256 classes of problems of each variant are held out as a
-whole. A problem's class_key() does not change when vertices are renumbered or colours swapped, so
-no training problem is a test problem in disguise. A test problem is the first of its class; the
-other problems of these classes are in neither split.
+characters, for a character-level model. In each variant 256 whole classes of problems are held out.
+A problem's class_key() does not change when vertices are renumbered or colours swapped, so no
+training problem is a test problem in disguise. A test problem is the first of its class; the other
+problems of these classes are in neither split.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; exactly one
 capital letter R, G, B per vertex.
 It does not cover: the reasoning, lower case, colour names, separators between the letters,
-"a=R, b=G": all 0. Nor whether a graph of your own can be coloured at all: if not, all are 0.
+"a=R, b=G": all 0. Nor does it check that a graph of your own can be coloured at all: if it can't,
+every completion gets 0.
 """
 
 import random
@@ -64,9 +65,8 @@ CONFIGS = {
 
 
 def modes(answer: dict) -> set[str]:
-    """All correct answers; a triangle with partial "R.." has {"RGB", "RBG"}.
-
-    Takes time exponential in the number of free vertices."""
+    """All correct answers; a triangle with partial "R.." has {"RGB", "RBG"}. The time is
+    exponential in the number of free vertices."""
     # all proper colourings of vertices 0..v-1
     colorings = [""]
     for v, given in enumerate(answer["partial"]):
@@ -89,7 +89,7 @@ def mode(completion: str, answer: dict) -> str | None:
     if len(text) != answer["n"] or not set(text) <= set(COLORS):
         return None
     for given, color in zip(answer["partial"], text):
-        # another colour than the given one
+        # not the given colour
         if given not in (FREE, color):
             return None
     for u, v in answer["edges"]:
@@ -104,14 +104,15 @@ def reward(completion: str, answer: dict, **row) -> float:
     # the row is wrong, not the completion: a reward of 0 would hide that
     if not is_graph(answer):
         raise ValueError(
-            "graph_coloring: the answer must have a whole n, a partial of n characters R, G, B or "
-            f'"." and edges of two different vertices from 0 to n - 1, not {answer!r:.100}'
+            "graph_coloring: the answer must be a dict with a whole number n, a partial of n "
+            'characters R, G, B or "." and edges of two different vertices from 0 to n - 1, not '
+            f"{answer!r:.100}"
         )
     return float(mode(completion, answer) is not None)
 
 
 def is_graph(answer: dict) -> bool:
-    """Whether an answer is a graph of one vertex or more, each with a colour or free."""
+    """Whether an answer is a graph of one or more vertices, each of them coloured or free."""
     if not isinstance(answer, dict) or not {"n", "partial", "edges"} <= answer.keys():
         return False
     n, partial = answer["n"], answer["partial"]
@@ -123,7 +124,7 @@ def is_graph(answer: dict) -> bool:
     ):
         return False
     for edge in answer["edges"]:
-        # not isinstance: True is no vertex. Nor is 1.0, which is no place in a text
+        # type(), not isinstance(): True is not a vertex. Nor is 1.0, which can't index a text
         if not all(type(v) is int and 0 <= v < n for v in edge):
             return False
         if len(edge) != 2 or edge[0] == edge[1]:
@@ -135,11 +136,11 @@ def is_graph(answer: dict) -> bool:
 
 
 def class_key(answer: dict) -> int:
-    """Equal for problems that differ only in vertex numbers or colour names. Rarely equal for other
-    problems too, which does no harm: more is held out.
+    """Equal for problems that differ only in vertex numbers or colour names. In rare cases other
+    problems are equal too, which does no harm: more are held out.
 
     Colour refinement: three times, a vertex's label is replaced by a hash of itself, its
-    neighbours' labels and those of the vertices shown in its colour. No name ever enters."""
+    neighbours' labels and those of the vertices shown in its colour. No name is ever used."""
     vertices = range(answer["n"])
     partial = answer["partial"]
     near = [[] for _ in vertices]  # the neighbours of each vertex
@@ -156,12 +157,12 @@ def class_key(answer: dict) -> int:
     for _ in range(3):
         refined = []
         for v in vertices:
-            # sorted, so that the order of the vertices does not enter
+            # sorted, so that the order of the vertices does not matter
             near_labels = sorted(label[u] for u in near[v])
             same_labels = sorted(label[u] for u in same[v])
             refined.append(checksum((label[v], near_labels, same_labels)))
         label = refined
-    return checksum(sorted(label))  # sorted: vertex numbers do not enter
+    return checksum(sorted(label))  # sorted: vertex numbers do not matter
 
 
 def checksum(value) -> int:
@@ -185,7 +186,7 @@ def draw(rng: random.Random, vertices: tuple, max_edges: int) -> dict:
 
 @cache
 def problems(config: str) -> dict[str, list[dict]]:
-    """{"train": [answer, ...], "test": ...}, all different; an answer as the rows have it."""
+    """{"train": [answer, ...], "test": ...}, all different; an answer as in the rows."""
     c = CONFIGS[config]
     # a fixed seed: problems never change with a run's seed
     rng = random.Random("graph_coloring")
@@ -206,12 +207,12 @@ def edge_names(answer: dict) -> list[str]:
 
 
 def problem_text(answer: dict) -> str:
-    """The whole problem in one word: a-b,a-c;R.. is a path b-a-c with a=R."""
+    """The whole problem without a space: a-b,a-c;R.. is a path b-a-c with a=R."""
     return f"{','.join(edge_names(answer))};{answer['partial']}"
 
 
 def assignments(names: str, colors: str) -> str:
-    """The vertices that have a colour, as text: "a=R, c=B"."""
+    """The coloured vertices as text: "a=R, c=B"."""
     pairs = []
     for name, color in zip(names, colors):
         if color != FREE:

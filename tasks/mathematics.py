@@ -17,11 +17,11 @@ from functools import lru_cache
 
 from tasks import answer_block
 
-# the `task` of rows that these rewards score; for both, text outside box and tags is no answer
+# the `task` of rows that these rewards score; neither takes text outside box and tags for an answer
 NAMES = ("math", "math_exact")
 
 MAX_CHARACTERS = 1000  # a longer answer counts as none, which bounds all the work below
-TAIL = 10_000  # stated_answer() looks at so many last characters
+TAIL = 10_000  # stated_answer() looks only at this many last characters
 
 # the minus sign of typography, two hyphens, the en dash, the full-width hyphen
 MINUS = dict.fromkeys((0x2212, 0x2010, 0x2011, 0x2013, 0xFF0D), "-")
@@ -56,12 +56,12 @@ BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ matches as \\. and so does not
 
 
 def last_box(text: str) -> tuple[int, int] | None:
-    r"""(begin, end) of the content of the last complete \boxed{...}. Braces must match, except
-    printed ones, \{ and \}."""
+    r"""(begin, end) of the content of the last complete \boxed{...}. Braces must match, except \{
+    and \}, which print a brace."""
     open_braces = []
     start = -1
     end = -1
-    # in one pass, because a completion may consist of boxes that never close
+    # in one pass, because a completion may be full of boxes that never close
     for found in BRACES.finditer(text):
         i = found.start()
         if found[0] == "{":
@@ -76,14 +76,15 @@ def last_box(text: str) -> tuple[int, int] | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...}; None without one."""
+    r"""The content of the last complete \boxed{...}; None if there is none."""
     span = last_box(text)
     return text[slice(*span)] if span else None
 
 
 def stated_answer(text: str) -> str | None:
     r"""What the text gives as its answer: the content of the last \boxed{} or <answer> block,
-    whichever closes later. Of a block with a box inside, the box's content. None without either."""
+    whichever closes later; for a block with a box inside, the box's content. None without
+    either."""
     text = text[-TAIL:]  # a completion may be a megabyte
     box = last_box(text)
     block = answer_block(text)
@@ -95,7 +96,8 @@ def stated_answer(text: str) -> str | None:
 
 
 def gold_text(answer) -> str:
-    """The row's answer as text. TypeError for an answer of another task, ValueError for NaN."""
+    """The row's answer as text. TypeError unless it is a text or a number, ValueError for NaN and
+    infinity."""
     if not isinstance(answer, (str, int, float)):
         kind = type(answer).__name__
         raise TypeError(f"the right answer must be a text or a number, not a {kind}")
@@ -103,8 +105,8 @@ def gold_text(answer) -> str:
         if not math.isfinite(answer):
             raise ValueError(f"the right answer must be a finite number, not {answer}")
         return format(Decimal(repr(float(answer))), "f")  # 0.00001, not 1e-05
-    text = str(answer).rpartition("####")[2]  # GSM8K has the working before the mark
-    stated = stated_answer(text)  # of a whole solution, as in the column `solution` of MATH
+    text = str(answer).rpartition("####")[2]  # GSM8K has the reasoning before this mark
+    stated = stated_answer(text)  # in a whole solution, as in the column `solution` of MATH
     return text if stated is None else stated
 
 
@@ -115,7 +117,7 @@ NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
 # groups: minus sign, numerator, denominator
 LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}")
 PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")
-# a number with a base, 1010_2: math-verify would drop the base, and Python would read 1_0 as 10
+# a number with a base, 1010_2, whose base math-verify would drop; and Python would read 1_0 as 10
 BASE = re.compile(r"(?<![\^0-9])[0-9]+_")  # not x^2_1
 BASE_IN_BRACES = re.compile(r"(?<=[0-9])_\{([0-9]+)\}")
 # groups: mantissa, exponent; of 1.6\times10^{-19}, 1e5 and 10^{-7}
@@ -123,19 +125,19 @@ SCIENTIFIC = re.compile(
     r"(-?[0-9]{1,18}(?:\.[0-9]{1,18})?(?=e|\\times|\\cdot)|-?(?=10\^))"
     r"(?:e|(?:\\times|\\cdot)?10\^)\{?([+-]?[0-9]{1,3})\}?"
 )
-# 10\,000 and 10 000, which math-verify takes for a product, and for 0
+# 10\,000 and 10 000, which math-verify takes for the product 10 * 000
 THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;: ]|~|\s)[0-9]{3})+(?![0-9])")
 ROOT = re.compile(r"√(?:([0-9]+(?:\.[0-9]+)?(?!\.?[0-9])|[a-z])|\(([^()]*)\))")  # √12, √(x+1)
 IN_WORDS = r"\\(?:text[a-z]*|mathrm|mbox)"  # \text, before its brace
-# a word, perhaps in \text{}: math-verify takes its letters for factors, in any order
+# a word, perhaps in \text{}: math-verify would take its letters for factors, in any order
 WORD = re.compile(rf"(?:{IN_WORDS}\{{\s*)?([^\W\d_]{{2,}})\s*\}}?")
-# a second guess inside words, 5\text{ or 6}, of which math-verify reads the 5 only. Numbers of
-# units are none: cm^2, m2, (mod 7)
+# a second guess in words, 5\text{ or 6}, of which math-verify reads only the 5. Numbers that belong
+# to units are not guesses: cm^2, m2, (mod 7)
 GUESS = re.compile(
     IN_WORDS + r"\s*\{[^{}]*"
     r"(?:(?<![\^_A-Za-z])(?<!mod )(?<!base )[0-9]|\bor\s+[^\s}]|\(\s*or\b)"
 )
-# signs that make another answer of what stands beside them: not 5, 7 or 5, 13 mod 8, 6 to 5, 1, ...
+# signs that make what is beside them another answer: not 5, 7 or 5, 13 mod 8, 6 to 5, 1, ...
 OTHER = re.compile(
     r"\\(?:neq?|not|neg|lor|vee|cup|mid|bmod|[lc]?dots|to|(?:long)?rightarrow|Rightarrow|implies)"
     r"(?![a-z])|\?"
@@ -148,12 +150,12 @@ TIME_OF_DAY = re.compile(
 )
 MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3}
 MAGNITUDES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
-# groups: number, \text{, word, the brace that closes behind it; of 5\text{ million}
+# groups: number, \text{, word, the brace that closes after it; of 5\text{ million}
 MAGNITUDE = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,18}}(?:\.[0-9]{{1,18}})?)\s*({IN_WORDS}\{{)?\s*"
     rf"({'|'.join(MAGNITUDES)})(?![a-z])\s*(\}})?"
 )
-# 5\text{ feet }7\text{ inches}, of which math-verify reads the 5 only
+# 5\text{ feet }7\text{ inches}, of which math-verify reads only the 5
 TWO_UNITS = re.compile(
     rf"[0-9]\s*{IN_WORDS}\{{\s*(?!and\b|or\b|if\b|for\b|to\b)[a-z.]+\s*\}}\s*[0-9]"
 )
@@ -161,13 +163,13 @@ ANGLE = re.compile(r"\\angle\s*\{?([A-Z])([A-Z])([A-Z])\}?")
 ASSIGNMENT = re.compile(r"([A-Za-z])=(.+)")
 CHOICE = re.compile(r"\(([A-Z])\)|[Oo]ption\s+([A-Z])(?![A-Za-z])")  # (A), Option A
 LISTED_CHOICE = re.compile(r"(?<![A-Za-z.])([A-Z])[.:)](?![A-Za-z])")  # A. 12, A) 12, A: 12
-CLOCK_OR_DATE = re.compile(r"[0-9]{1,2}:[0-9]{2}|[0-9]+(?:-[0-9]+)+")  # no ratio, no difference
-# white space of LaTeX at the ends of an answer
+CLOCK_OR_DATE = re.compile(r"[0-9]{1,2}:[0-9]{2}|[0-9]+(?:-[0-9]+)+")  # not a ratio or difference
+# LaTeX's white space at the ends of an answer
 MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\{\}|\s)+|(?:\\[ ,;:!]|~|\{\}|\s)+$")
 # what may stand between two numbers
 GAP = r"(?:\s|\\[,;:! ]|[$~])+"
 NEXT_NUMBER = "\0"  # stands for a gap in canonical text
-# punctuation after the answer, no part of it; but in 5\, the comma belongs to the backslash
+# punctuation after the answer, which is no part of it; in 5\, the comma belongs to the backslash
 FULL_STOP = re.compile(r"(?<![\\.,;])[.,;。]$")
 
 
@@ -197,8 +199,9 @@ def rational(text: str) -> Fraction | None:
 
 
 def plainly_equal(gold: str, given: str) -> bool | None:
-    """Whether two answers are equal, if that can be told without algebra, as mostly it can;
-    otherwise None. Decimals that are equal but for rounding are left to math-verify too: None."""
+    """Whether two answers are equal, if that can be told without algebra, as is usual; otherwise
+    None. Also None for decimals that are equal except for rounding, which are left to
+    math-verify."""
     if SPACES.sub("", gold) == SPACES.sub("", given):
         return True
     in_words = ALL_WORDS.fullmatch(gold) or ALL_WORDS.fullmatch(given)
@@ -244,15 +247,15 @@ def same_answer(gold: str, given: str) -> bool:
         return False
     if math_verify.verify(right, answer, timeout_seconds=None):
         return True
-    # x>=1 is the interval [1,\infty), but math-verify sees it only with the inequality first. Not
-    # for all answers: two lists would then be sets, whatever their order
+    # x>=1 is the interval [1,\infty), but math-verify sees this only with the inequality first. The
+    # order is not swapped for other answers: lists would then be compared as sets
     is_inequality = RELATION.search(given) and without_sizes(gold).endswith((")", "]"))
     return bool(is_inequality) and math_verify.verify(answer, right, timeout_seconds=None)
 
 
 def equal_in_kind(gold: str, given: str) -> bool | None:
     """Whether two answers are equal, for the kinds that math-verify would mix up: times of day, two
-    units, angles, letters of choices, values by name, sets beside pairs. Otherwise None."""
+    units, angles, letters of choices, named values, sets and pairs. Otherwise None."""
     time = TIME_OF_DAY.fullmatch(gold)
     if time and re.search(r"[\\.:\s]", gold):  # 3am alone is a product
         if other := TIME_OF_DAY.fullmatch(given):
@@ -279,7 +282,7 @@ def time_of(found: re.Match) -> tuple:
 
 
 def without_text(text: str) -> str:
-    r"""canonical_math() without the \text{} around words, in small letters."""
+    r"""canonical_math() without the \text{} around words, in lower case."""
     return canonical_math(re.sub(IN_WORDS + r"\{([^{}]*)\}", r"\1", text)).lower()
 
 
@@ -289,7 +292,7 @@ def without_sizes(text: str) -> str:
 
 
 def parts_of(text: str) -> list[str]:
-    """What commas, semicolons and "and" separate, outside braces and parentheses."""
+    """The parts that commas, semicolons and "and" separate, outside brackets of any kind."""
     text = re.sub(rf"{IN_WORDS}\{{\s*and\s*\}}|(?<![A-Za-z])and(?![A-Za-z])", ",", text)
     text = re.sub(r"\s|\\[,;:! ]|\\quad", "", text).replace(";", ",")
     parts = [""]
@@ -348,21 +351,21 @@ def is_product(word: str) -> bool:
 
 
 def hedges(text: str) -> bool:
-    """Whether words behind an answer hold another one."""
+    """Whether words after an answer give another one."""
     return any(text[: found.start()].strip(" $\\({") for found in GUESS.finditer(text))
 
 
 def math_reward(completion: str, answer: str, **row) -> float:
-    r"""1.0 if the last \boxed{} or <answer> content equals `answer` by math-verify, else 0.0.
+    r"""1.0 if the content of the last \boxed{} or <answer> equals `answer` in value, else 0.0.
 
     Covered: fractions, roots, sets, intervals, equations, units that math-verify knows; 1/2 equals
     0.5; 10\,000 and 10 000 are 10000, 5\text{ million} is 5000000; x=1, y=2 is (1,2) but not (2,1);
-    a pair or open interval is no set; words of four letters or more are compared as words; a full
-    stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside \boxed{}
-    and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold **12**, 52
-    for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a number in
-    \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not read,
-    unless the right answer has two: 3\text{ hours }40\text{ minutes} is 3."""
+    a pair or open interval is not a set; words of four letters or more are compared as words; a
+    full stop, comma or semicolon at the end is ignored. Not covered, so 0: an answer outside
+    \boxed{} and <answer>, an answer of over 1,000 characters, the mixed number 1 1/2, the bold
+    **12**, 52 for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a
+    number in \text{} after the answer, 5\text{ or 6}. Numbers after the first unit are not read:
+    3\text{ hours }40\text{ minutes} is 3, unless the right answer has two units."""
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
@@ -376,13 +379,14 @@ def math_reward(completion: str, answer: str, **row) -> float:
 
 
 def cleaned(text: str) -> str:
-    """An answer without full stop, without what separates thousands, with LaTeX for symbols."""
+    """An answer without punctuation at its end, without separators of thousands, and with LaTeX
+    instead of symbols."""
     text = MARGIN.sub("", FULL_STOP.sub("", MARGIN.sub("", text.translate(SYMBOLS))))
     text = ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = re.sub(r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}", text)
     text = MAGNITUDE.sub(in_digits, text.replace("\\varnothing", "\\emptyset"))
     text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
-    return text.replace("~", " ")  # 5~\mathrm{kg}: math-verify reads no ~
+    return text.replace("~", " ")  # 5~\mathrm{kg}: math-verify can't read ~
 
 
 def in_digits(found: re.Match) -> str:
@@ -409,12 +413,12 @@ def canonical_math(text: str) -> str:
     text = text.translate(SYMBOLS)
     # 1 1/2 becomes 1+1/2: without its space it would be 11/2
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9]+/[0-9])", "+", text)
-    # 1 2 becomes 1\0 2. Not so 12 000, whose space the next line takes away
+    # 1 2 becomes 1\0 2. Not 12 000, whose space the next line removes
     text = re.sub(rf"(?<=[0-9]){GAP}(?=[0-9])(?![0-9]{{3}}(?![0-9]))", NEXT_NUMBER, text)
     text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! $]|[\s$~]", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", text)  # \frac12
-    for _ in range(20):  # the innermost first; beyond 20 levels fractions stay as they are
+    for _ in range(20):  # innermost first; fractions nested beyond 20 levels stay as they are
         text, changed = re.subn(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", plain_fraction, text)
         if not changed:
             break
@@ -440,7 +444,7 @@ def plain_fraction(found: re.Match) -> str:
 
 
 def is_one_pair(text: str) -> bool:
-    """Whether the first character opens the brace or parenthesis that the last one closes."""
+    """Whether the first character opens the brace or parenthesis that the last character closes."""
     if text[:1] + text[-1:] not in ("()", "{}"):
         return False
     depth = 0
@@ -457,8 +461,8 @@ def is_one_pair(text: str) -> bool:
 def math_exact(completion: str, answer: str, **row) -> float:
     """1.0 if the content of the last <answer> is `answer`, perhaps spelled differently, else 0.0.
 
-    Covered: the differences that canonical_math removes. Not covered, so 0: equal values of
-    different form (1/2, 0.5); the right answer anywhere else in the text; an answer of over 1,000
+    Covered: the differences that canonical_math removes. Not covered, so 0: equal values in
+    different forms (1/2, 0.5); the right answer anywhere else in the text; an answer of over 1,000
     characters."""
     block = answer_block(completion)
     gold = canonical_math(gold_text(answer))

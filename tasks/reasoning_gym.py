@@ -12,9 +12,9 @@ Row of "leg_counting":
    "metadata"}}, "solutions": ["52"]}
 
 Covers: what the task's own grader covers. It gets the content of the last <answer>...</answer>, or
-all of the text without one, and gives 0.0 to 1.0, often with partial credit.
-Does not cover: the tasks in REFUSED, most of them because their graders would run text as code that
-a model, or whoever made a row, has written.
+the whole text if there is none, and gives 0.0 to 1.0, often with partial credit.
+Does not cover: the tasks in REFUSED, most of them because their graders would run as code a text
+that comes from a model, or from a stranger's row.
 
 The library is imported only when rows or scores are asked for.
 """
@@ -29,7 +29,7 @@ from tasks import SPLITS, NoSuchRows, check_choice, last_answer, take
 EVAL = "its grader calls eval on the model's answer, which would run as code"
 PARSER = "its grader gives the model's answer to sympy's parser, which runs it as code"
 ROW = "its grader calls eval on the row, which may be a stranger's, and would run as code"
-DRIFTS = "its problems depend on more than their seed: ranks would not have the same"
+DRIFTS = "its problems depend on more than their seed, so ranks would get different ones"
 # a test looks through the installed version for more tasks of these four kinds
 REFUSED = {
     "binary_matrix": EVAL,
@@ -48,11 +48,11 @@ REFUSED = {
     "list_functions": DRIFTS,
     "ransom_note": DRIFTS,
     "word_ladder": DRIFTS,
-    "composite": "it is a mixture of others: name those",
+    "composite": "it is a mixture of other tasks: name those",
     "coin_flip": "its grader calls 0 right, whatever the probability",
     "game_of_life_halting": "its grader calls any text right",
 }
-# Problem i of a seed is problem 0 of seed + i, so the splits' seeds must lie further apart than a
+# Problem i of a seed is problem 0 of seed + i, so the splits' seeds must be further apart than a
 # split is long.
 SEEDS = {"train": 0, "test": 2**30}
 HELD_OUT = 128  # test problems; a setting "size" says how many training problems
@@ -72,7 +72,7 @@ def rows(split: str, n: int, seed: int, config: str = "") -> list[dict]:
         if not chosen:
             raise NoSuchRows(
                 f"config {problem!r}: all of its training problems are among the {len(held_out)} "
-                f"held-out ones: a larger size, or settings with more variety, would help"
+                f"held-out ones: set a larger size, or settings with more variety"
             )
         for i, entry in enumerate(chosen.values()):
             all_rows.append(row_of(f"{problem}/{split}/{i}", problem, settings, entry))
@@ -95,7 +95,7 @@ def read_config(config: str) -> dict[str, dict]:
     wanted = {config: {}}
     if config.startswith("{"):
         try:
-            # through JSON, because workers get the settings so
+            # through JSON, because grader() gets the settings as JSON
             wanted = json.loads(json.dumps(ast.literal_eval(config)))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             wanted = None
@@ -109,7 +109,7 @@ def read_config(config: str) -> dict[str, dict]:
         if type(size) is not int or not 0 < size < SEEDS["test"]:
             raise NoSuchRows(f"config {problem!r}: size={size!r} must be a number of problems")
         if "seed" in settings:
-            raise NoSuchRows(f"config {problem!r}: seed is no setting of it: the split has its own")
+            raise NoSuchRows(f"config {problem!r}: seed can't be set: each split has its own")
     return wanted
 
 
@@ -139,7 +139,7 @@ def generator_of(problem: str, settings: dict):
 
 
 def entries_of(problem: str, settings: dict) -> dict[str, dict]:
-    """{question: entry} of all the generator's problems; of the same question twice, the first."""
+    """{question: entry} of all the generator's problems; the first entry if a question repeats."""
     generator = generator_of(problem, settings)
     entries = {}
     for i in range(len(generator)):
@@ -163,23 +163,23 @@ def grader(problem: str, settings: str):
 
 def reward(completion: str, answer: dict, **row) -> float:
     """The score of Reasoning Gym's own grader, 1.0 for what it calls right."""
-    import reasoning_gym  # noqa: F401  slow: done in a worker's trial call, which has more time
+    import reasoning_gym  # noqa: F401  slow, so a worker's trial call, which has more time, does it
 
     library_grader = grader(answer["problem"], json.dumps(answer["settings"]))
     entry = answer["entry"]
     try:
         score = float(library_grader.score_answer(last_answer(completion), entry))
-        # a sum of shares may miss 1 by rounding: what is nearly right must not count as right
+        # a score just below 1 would become 1.0 in float32 and count as right
         return score if score == 1.0 else min(score, 0.99)
     except Exception:
-        # Some graders raise at a text that they can't read: then it is wrong. But if the row itself
-        # is broken, grading its own answer raises again.
+        # Some graders raise for a text that they can't read: it is wrong. But if the row itself is
+        # broken, grading its own answer raises again.
         if entry["answer"] is not None:
             library_grader.score_answer(entry["answer"], entry)
         return 0.0
 
 
 def mode(completion: str, answer: dict) -> str:
-    """The answer with single spaces: any two right answers of different words are two modes. How
-    many there are is unknown."""
+    """The answer with single spaces: right answers that differ in more than white space are
+    different modes. How many there are is unknown."""
     return " ".join(last_answer(completion).split())

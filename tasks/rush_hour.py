@@ -16,29 +16,29 @@ One row, rows("test", 1, seed=0, config="6x6"):
    'num_modes': 1}
 
 A board is its cells row by row: "." (or "o") is empty, a capital letter belongs to a straight car
-of 2 or more cells, anything else is a wall; car A lies in a row. A move is a letter, a direction
-(U D L R or ^ v < >) and a number of cells; commas or white space separate moves. Consecutive moves
-of one car in one direction count as one move (AR1 AR2 is AR3), in opposite directions as two. A
-mode is a shortest solution, written like this: "BD2,AR3".
+of 2 or more cells, anything else is a wall; car A lies in a row. A move is a car's letter, a
+direction (U D L R or ^ v < >) and a number of cells; commas or white space separate moves.
+Consecutive moves of one car in one direction count as one move (AR1 AR2 is AR3), in opposite
+directions as two. A mode is a shortest solution, written like "BD2,AR3".
 
 Problems: "6x6" has 1,000 random boards that take 2 to 6 moves; "tiny", for a character-level model,
 has 6,000 boards of 4 x 4 cells that take 2 to 4. Each has at most 8 shortest solutions, all found
-by breadth-first search. 128 classes of each variant are held out. A class is all boards that turn
-into each other by moves, other letters or swapping top and bottom. A test problem is the first of
-its class; the other problems of these classes are in neither split.
+by breadth-first search. 128 classes of each variant are held out. A class has all boards that turn
+into each other by moving cars, renaming them or swapping top and bottom. A test problem is the
+first of its class; the other problems of these classes are in neither split.
 
 rush_hour_exact, the task's reward: 1.0 for any shortest solution, else 0.0. The answer's "moves"
 says how many moves a shortest solution has; without it, the length of "solution" counts.
 rush_hour_shaped: 1.0 for any shortest solution, else 0.65 exact + 0.20 solve + 0.10 prefix +
 0.05 progress.
-  solve: (moves of a shortest solution) / (moves given) if all are legal and A is at the edge after
-    the last one, else 0.
-  prefix: how much of a known solution (the answer's, or one of the row's "solutions") the moves
-    begin with, as a share of it.
-  progress: by what share "cells between A and the edge, plus cars on them" has fallen from its
-    value at the start, before the first illegal move; 1 is solved.
+  solve: (moves of a shortest solution) / (moves given) if all moves are legal and A is at the edge
+    after the last one, else 0.
+  prefix: the share of a known solution (the answer's, or one of the row's "solutions") with which
+    the moves begin.
+  progress: the share by which "cells between A and the edge, plus cars on them" has fallen since
+    the start, up to the first illegal move; 1 is solved.
 A user's own rows may have just the moves as answer, "BD2,AR3". Without a board, exact means these
-moves, solve and progress are 0, and 0.75 is the most. With a board, a "solution" that does not
+moves, solve and progress are 0, and 0.75 is the maximum. With a board, a "solution" that does not
 solve it is an error.
 
 Both cover: the last complete <answer>...</answer> or, without one, the whole text, up to 1,000
@@ -62,7 +62,7 @@ DEFAULT = "6x6"
 HELD_OUT = 128  # classes of boards
 MAX_MODES = 8
 MAX_CHARACTERS = 1000  # of a list of moves
-# a board whose search meets more states is not used: boards with much room would take seconds
+# a board whose search meets more states is not used: boards with much free space take seconds
 MAX_STATES = 300
 NO_LIMIT = 10**6
 WORDS = (
@@ -79,7 +79,7 @@ CONFIGS = {
 }
 # a number of up to two digits that does not begin with 0
 MOVE = "([A-Z])([UDLR^v<>])([1-9][0-9]?)"
-# each part begins with a character that can't end the part before: hostile texts cause no
+# each part begins with a character that can't end the part before, so hostile texts cause no
 # backtracking
 MOVES = re.compile(f"{MOVE}(?:[, \t\r\n]+{MOVE})*")
 ARROWS = str.maketrans("^v<>", "UDLR")  # other signs for the directions
@@ -112,8 +112,8 @@ def read_board(text: str, size: int) -> dict:
     """{"size", "letters": the cars' letters, A first; "start": each car's cells; "lanes": each
     car's row or column without walls}. ValueError if the text is not a board.
 
-    A set of cells is an int in which cell i is bit size + i. The lowest `size` bits are no cells: a
-    car that is pushed over the top or left edge lands there, and keeps all of its bits."""
+    A set of cells is an int in which cell i is bit size + i. The lowest `size` bits are not cells:
+    a car that is pushed over the top or left edge lands there, and keeps all of its bits."""
     # rows may be on separate lines, and o is an empty cell too
     text = "".join(text.split()).replace("o", ".")
     if len(text) != size * size or "AA" not in text:
@@ -126,13 +126,15 @@ def read_board(text: str, size: int) -> dict:
     lanes = []
     for car in letters:
         cells, lane = cells_and_lane(text, size, car)
-        # the rest, neither empty nor a car, are walls
+        # cells that are neither empty nor a car's are walls
         open_lane = [i for i in lane if text[i] == "." or text[i] in letters]
         start.append(bits(cells, size))
         lanes.append(bits(open_lane, size))
         walls = [i for i in lane if i not in open_lane]
         if car == "A" and walls and walls[-1] > cells[-1]:
-            raise ValueError(f"rush_hour: a wall keeps car A of the board {text!r} in for ever")
+            raise ValueError(
+                f"rush_hour: in the board {text!r} a wall keeps car A from the right edge for ever"
+            )
     return {"size": size, "letters": "".join(letters), "start": tuple(start), "lanes": lanes}
 
 
@@ -141,7 +143,7 @@ def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]
     cells = [i for i, c in enumerate(text) if c == car]
     row_start = cells[0] // size * size  # number of the first cell of its row
     column = cells[0] % size
-    # a car that lies across has its second cell right of the first; otherwise it is a row below
+    # a car that lies across has its second cell to the right of its first; else it is a row below
     across = text[cells[0] : cells[0] + 2] == 2 * car
     if across:
         lane = list(range(row_start, row_start + size))
@@ -158,11 +160,11 @@ def cells_and_lane(text: str, size: int, car: str) -> tuple[list[int], list[int]
 
 
 def bits(cells: list[int], size: int) -> int:
-    """These cells as one int: see read_board."""
+    """These cells as one int, see read_board()."""
     return sum(1 << size + i for i in cells)
 
 
-# cached: a lane has few patterns, and a search meets each of them over and over
+# cached: a lane has few patterns, and a search meets each of them many times
 @cache
 def reach(cells: int, free: int, step: int) -> list[int]:
     """The car's cells after 1, 2, ... steps, as long as all of them are free. step: 1 right, -1
@@ -203,7 +205,7 @@ def slides(board: dict, state: tuple) -> Iterator[tuple]:
 
 
 def play(board: dict, moves: Sequence) -> tuple[tuple, bool]:
-    """(the state after all moves, or before the first illegal one; whether all are legal)."""
+    """(the state after all moves, or before the first illegal one; whether all moves are legal)."""
     state = board["start"]
     for move in moves:
         after = dict(slides(board, state)).get(move)
@@ -216,7 +218,7 @@ def play(board: dict, moves: Sequence) -> tuple[tuple, bool]:
 # --- rewards
 
 
-# cached: a group's completions have one row, and playing takes longer than looking it up
+# cached: a group's completions share a row, and playing takes longer than a look into the cache
 @lru_cache(maxsize=1024)
 def solved_board(text: str, size: int, solution: tuple) -> dict:
     """read_board(text, size). ValueError unless the moves `solution` solve it."""
@@ -244,7 +246,7 @@ def judge(completion: str, answer) -> dict:
     board = None
     if text:
         board = solved_board(text, given.get("size") or math.isqrt(len(text)), tuple(gold))
-    # "moves" first: the known solution of a user's row may not be a shortest one
+    # "moves" first, because the known solution of a user's row may not be a shortest one
     fewest = int(given.get("moves") or len(gold))
     moves = read_moves(last_answer(completion))
     verdict = {
@@ -278,7 +280,7 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
     file."""
     verdict = judge(completion, answer)
     if verdict["exact"] and verdict["board"]:
-        # the sum below would be 1.0000000000000002, or less for another shortest solution
+        # the sum below would be 1.0000000000000002, or less than 1 for another shortest solution
         return 1.0
     prefix = prefix_share(verdict["moves"], verdict["gold"])
     # `or ()`: the column may hold None
@@ -294,7 +296,7 @@ def rush_hour_shaped(completion: str, answer, solutions=(), **row) -> float:
 
 
 def prefix_share(moves: list, known: list) -> float:
-    """How many of the known moves `moves` begins with, as a share of all known moves."""
+    """The share of the known moves with which `moves` begins."""
     same = 0
     for move, known_move in zip(moves, known):
         if move != known_move:
@@ -326,12 +328,12 @@ def ways(came: dict, state: tuple) -> Iterator[list]:
 
 
 def shortest(board: dict, max_moves: int = NO_LIMIT, max_states: int = NO_LIMIT) -> Iterator[list]:
-    """All shortest solutions, by breadth-first search. None if a solution takes more than max_moves
-    or the search meets more than max_states."""
-    level = [board["start"]]  # the states that take as many moves as rounds have passed
+    """All shortest solutions, by breadth-first search. Yields none if a solution takes more than
+    max_moves moves or the search meets more than max_states states."""
+    level = [board["start"]]  # the states that take as many moves as there were rounds
     came = {board["start"]: []}  # {state: [(last move, state before it), ...]}
     for _ in range(max_moves):
-        # A's drive to the edge is always the last move. Where its way is clear the search ends,
+        # A's drive to the edge is always the last move. The search ends where A's way is clear,
         # which saves the last level, the largest.
         clear = [state for state in level if in_the_way(board, state)[1] == 0]
         for state in clear:
@@ -374,7 +376,7 @@ def modes(answer: dict) -> set[str]:
 
 def class_key(text: str, size: int) -> int:
     """A hash of the lengths of the cars in every lane. It is equal for boards that turn into each
-    other by moves, other letters or swapping top and bottom."""
+    other by moving cars, renaming them or swapping top and bottom."""
     rows = [text[i : i + size] for i in range(0, size * size, size)]
     lengths = min(car_lengths(rows), car_lengths(rows[::-1]))
     return zlib.crc32(lengths.encode())
@@ -385,7 +387,7 @@ def car_lengths(rows: list[str]) -> str:
     columns = ["".join(column) for column in zip(*rows)]
     lanes = []  # [["A"], [1, 2], ...]
     for lane in rows + columns:
-        # a letter and its repetitions: a car across this lane has only one cell in it, no match
+        # a letter and its repetitions; a car across this lane has only one cell in it, so no match
         cars = re.findall(r"([A-Z])(\1+)", lane)
         lanes.append(["A" if car == "A" else len(rest) for car, rest in cars])
     return str(lanes)
@@ -406,7 +408,7 @@ def places_of_cars(size: int) -> list[range]:
 
 def draw(rng: random.Random, size: int, tries: tuple) -> str:
     """A random board. Car A is not at the right edge; the other cars are named in reading order. A
-    car that is tried stays if it overlaps no other."""
+    car that is tried is placed unless it overlaps another."""
     row = rng.randrange(size)
     # size - 2, so that A's right cell is never at the edge
     column = rng.randrange(size - 2)
@@ -418,7 +420,7 @@ def draw(rng: random.Random, size: int, tries: tuple) -> str:
         if not any(cells[i] for i in place):
             for i in place:
                 cells[i] = car
-    # numbers are in the order of drawing; letters are given in reading order
+    # numbers follow the order of drawing; letters are given in reading order
     in_reading_order = dict.fromkeys([0, 1, *cells])
     names = dict(zip(in_reading_order, "." + ascii_uppercase))
     return "".join(names[car] for car in cells)
@@ -438,7 +440,7 @@ def problems(config: str) -> dict[str, list[tuple]]:
         one_move_would_do = in_the_way(board, board["start"])[1] == 0
         if text in seen or one_move_would_do:
             continue
-        # MAX_MODES + 1, to tell boards with too many solutions, which are left out
+        # MAX_MODES + 1, to recognise boards with too many solutions, which are left out
         all_moves = list(islice(shortest(board, c["max_moves"], MAX_STATES), MAX_MODES + 1))
         if 0 < len(all_moves) <= MAX_MODES:
             seen.add(text)

@@ -8,13 +8,14 @@ One row, rows("test", 1, seed=0):
 
 Problems: every pair of NOUNS, which are common nouns; a hash decides which word comes first. 256
 pairs are held out, chosen by a hash too, so that they have the same distribution as those for
-training; their words occur in training in other pairs. A mode is the sentence itself, as its words
-in lower case. Their number is unknown, so a row has no num_modes and coverage@k is not measured.
+training; their words occur in training in other pairs. A mode is the sentence itself: its words in
+lower case. Their number is unknown, so a row has no num_modes and coverage@k is not measured.
 
 reward() covers: the last complete <answer>...</answer> or, without one, the whole text; one
 sentence of 5 to 14 words that begins with a capital letter, ends with a full stop and has both
 words in it, exactly as given (not "horses"); ASCII letters, commas, apostrophes and hyphens.
-It does not cover: grammar and sense, which are not checked; digits, quotes, other marks: 0.
+It does not cover: digits, quotes and other marks, which give 0; grammar and sense, which are not
+checked.
 """
 
 import re
@@ -45,7 +46,7 @@ CONFIGS = {
 
 
 def mode(completion: str, answer: list) -> str | None:
-    """The correct completion's words in lower case, None for a wrong completion."""
+    """The words of a correct completion in lower case, None for a wrong completion."""
     text = last_answer(completion)
     if len(text) > LONGEST_TEXT or not re.fullmatch(r"[A-Z][A-Za-z ,'-]*\.", text):
         return None

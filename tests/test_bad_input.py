@@ -70,11 +70,11 @@ def refusal(tiny_model_dir, tmp_path, monkeypatch):
             ["--dataset=countdown"],
             ["has entries: write dataset = {'name': 'countdown'}", "--dataset.name=..."],
         ),
-        (["--dataset={name: a.jsonl}"], ["dataset='{name: a.jsonl}' is no Python literal"]),
-        (["--vllm_options={seed:"], ["vllm_options='{seed:' is no Python literal"]),
-        (["--temperature={0: 1.0"], ["temperature='{0: 1.0' is no Python literal"]),
+        (["--dataset={name: a.jsonl}"], ["dataset='{name: a.jsonl}' is not a Python literal"]),
+        (["--vllm_options={seed:"], ["vllm_options='{seed:' is not a Python literal"]),
+        (["--temperature={0: 1.0"], ["temperature='{0: 1.0' is not a Python literal"]),
         (["--resume_from_checkpoint=True"], ["write --resume_from_checkpoint=latest"]),
-        (["--stop=</answer>"], ["stop is no key here: a completion ends with a token"]),
+        (["--stop=</answer>"], ["stop is not a key here: a completion ends with a token"]),
         (["--dataset.config=5"], ["dataset 'countdown'", "'5'"]),
         (["--dataset.split=dev"], ["dataset 'countdown'", "'dev'"]),
         (["--eval_dataset.name=nobody/nothing"], ["'nobody/nothing'"]),
@@ -292,7 +292,7 @@ PLACES = {
     dangling: "a link that leads nowhere",
     under_a_dangling_link: "a link that leads nowhere",
     under_a_file: "is a file, not a folder",
-    in_proc: "nothing can be made in '/proc'",
+    in_proc: "no file can be created in '/proc'",
 }
 
 
@@ -416,10 +416,10 @@ def test_another_programs_settings_are_not_taken_for_ours(refused_by, tmp_path, 
         if there:
             output.write_text("")
         message = refused_by(generate, f"--output={output}")
-        assert "is somebody else's" in message and str(beside) in message
+        assert "holds no settings that this program wrote" in message and str(beside) in message
         assert beside.read_text() == text
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"is somebody else's[^;]*;[^;]*$"):
+    with pytest.raises(UserError, match=r"holds no settings[^;]*;[^;]*$"):
         compare.state_of({"folder": tmp_path, "config": {}})
     (tmp_path / "train_config.json").touch()  # then it is the model's, in a checkpoint
     with pytest.raises(UserError, match=r"settings of this checkpoint are .*train_config\.json"):
@@ -439,7 +439,7 @@ def test_a_folder_that_is_not_there_is_told_its_neighbour(refusal, tmp_path):
     wanted = f"did you mean '{tmp_path / 'countdown_sft'}'?"
     assert wanted in refusal(f"--model={tmp_path / 'countdown_stf'}")
     assert refusal(f"--model={tmp_path / 'xyz'}").endswith("is not a folder")
-    assert "it comes from sft.py or train.py" in refusal("--model=runs/xyz")
+    assert "sft.py or train.py makes it" in refusal("--model=runs/xyz")
 
 
 def test_a_model_with_an_endless_name_is_one_sentence(refusal):
@@ -482,7 +482,7 @@ def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}", missing)
     assert f"is not a folder; did you mean '{run_folder / 'step_000001'}'?" in message
     message = refusal(f"--output_dir={run_folder}", f"--resume_from_checkpoint={run_folder}")
-    assert f"is the folder of a run, name a checkpoint in it: {run_folder}/step" in message
+    assert f"is the folder of a run: name a checkpoint in it, such as {run_folder}/step" in message
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_gpu_that_torch_can_not_use_is_not_passed_over(asked, refused, monkeyp
     if not refused:
         return ranks.refuse_idle_gpu()
     with pytest.raises(
-        UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can use none"
+        UserError, match=f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU.*can't use it"
     ):
         ranks.refuse_idle_gpu()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

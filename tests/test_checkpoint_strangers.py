@@ -109,7 +109,7 @@ def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(
 @pytest.mark.parametrize("out", [".", "/", ".."])
 def test_a_place_that_is_there_gets_no_export(out, tiny_model_dir, tmp_path):
     path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
-    with pytest.raises(UserError, match="is there already: name a new folder"):
+    with pytest.raises(UserError, match="exists already: name a new folder"):
         checkpoint.main(["export", str(path), out])
 
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_from_before_a_controller_says_so(tiny_model_dir, tmp_path)
     checkpoint.check_state(path, c)
     del state["controllers"]["skipped"]
     signed(path, "controller_state.json", state)
-    with pytest.raises(UserError, match=r"lacks skipped, .*: it is of older code; go on with that"):
+    with pytest.raises(UserError, match=r"lacks skipped, .*: older code wrote it; go on with that"):
         checkpoint.check_state(path, c)
 
 

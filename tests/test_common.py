@@ -48,7 +48,7 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):
         launched_rank()
 
 
-@pytest.mark.parametrize("where, said", [("stdout", "has gone"), ("another", "BrokenPipeError")])
+@pytest.mark.parametrize("where, said", [("stdout", "has ended"), ("another", "BrokenPipeError")])
 def test_only_a_reader_of_the_output_that_has_gone_is_told_in_a_sentence(where, said):
     """As `python -m compare.frontier ... | head` does; any other broken pipe is an error."""
     reading, writing = os.pipe()

@@ -107,7 +107,7 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
     for name, replacement in (REPLACED | FOREIGN).items():
         assert name not in DEFAULTS
         if " " in replacement:
-            assert f"{name} is no key here: {replacement}" in refusal(f"--{name}=1")
+            assert f"{name} is not a key here: {replacement}" in refusal(f"--{name}=1")
         else:
             key, _, entry = replacement.partition(".")
             assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
@@ -129,7 +129,7 @@ def test_a_name_is_likened_to_a_key_as_a_whole(flag, hint):
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        ({"top_p": 0.9}, "top_p is no key here"),
+        ({"top_p": 0.9}, "top_p is not a key here"),
         ({"lr": 1e-4, "learning_rate": 1e-5}, "learning_rate is set twice"),
     ],
 )

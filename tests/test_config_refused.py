@@ -267,7 +267,7 @@ def test_a_json_config_has_the_same_limits(tmp_path):
     inside = '{"reward_funcs": ["math"], "temperature": {"0": 1.0, "0": 0.5}}'
     assert "'0' is set twice" in refusal(write(tmp_path, inside, "inside.json"))
     deep = write(tmp_path, "[" * 100_000, "deep.json")
-    assert "somebody else's" in refusal(deep)
+    assert "no settings that this program wrote" in refusal(deep)
 
 
 @pytest.mark.parametrize(

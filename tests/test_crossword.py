@@ -229,7 +229,8 @@ def test_an_answer_without_letters_is_an_error_that_names_it(answer):
 
 @pytest.mark.parametrize("enumeration, letters", [("3,4", 7), (9, 9), ("(3,1'5)", 9)])
 def test_a_row_that_no_completion_can_solve_is_an_error_with_both_numbers(enumeration, letters):
-    words = f"the answer 'Ice Cream' has 8 letters and its enumeration {enumeration!r} {letters}:"
+    words = "the answer 'Ice Cream' has 8 letters but its enumeration "
+    words += f"{enumeration!r} adds up to {letters}:"
     with pytest.raises(ValueError, match=re.escape(words)):
         reward("ICE CREAM", "Ice Cream", enumeration=enumeration)
 

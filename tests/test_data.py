@@ -83,8 +83,8 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
         ('"num_modes": 1' + "0" * 400, "'num_modes' must be a whole number from 0 on, not 100"),
         ('"id": ["a"]', "'id' must be text or a number, not ['a']"),
         ('"prompt": 5', "'prompt') must be text or a list of chat messages, not a int"),
-        (r'"prompt": "a\ud800"', r"'\ud800' is not a character but half of one"),
-        (r'"more": {"deep": ["\udfff"]}', r"'\udfff' is not a character but half of one"),
+        (r'"prompt": "a\ud800"', r"'\ud800' is half a character"),
+        (r'"more": {"deep": ["\udfff"]}', r"'\udfff' is half a character"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_with_file_and_line(tmp_path, field, words):
@@ -182,11 +182,11 @@ ODD_MESSAGE = {"role": "user", "content": "a", "at": datetime.date(2026, 1, 1)}
         ([{"id": "0", "task": "t", "prompt": "p"}], ["lacks 'answer': it has id, task, prompt"]),
         ([GOOD | {"prompt": 5}], ["row 0: the prompt must be text", "not a int"]),
         ([GOOD | {"task": 5}], ["row 0: 'task' must be a name, not 5"]),
-        ([GOOD | {"check": lambda: 0}], ["row 0 can not leave this process", "pickle"]),
-        ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can not leave this process", "keys must be"]),
-        ([GOOD | {"prompt": "\ud83d"}], ["row 0 can not leave this process", "surrogates"]),
-        ([GOOD | {"prompt": [ODD_MESSAGE]}], ["row 0 can not leave this process", "date"]),
-        ([GOOD | {"solutions": ["\ud83d"]}], ["row 0 can not leave this process", "surrogates"]),
+        ([GOOD | {"check": lambda: 0}], ["row 0 can't be sent to a reward", "pickle"]),
+        ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can't be sent to a reward", "keys must be"]),
+        ([GOOD | {"prompt": "\ud83d"}], ["row 0 can't be sent to a reward", "surrogates"]),
+        ([GOOD | {"prompt": [ODD_MESSAGE]}], ["row 0 can't be sent to a reward", "date"]),
+        ([GOOD | {"solutions": ["\ud83d"]}], ["row 0 can't be sent to a reward", "surrogates"]),
         ([GOOD | {"deep": json.loads("[" * 200 + "]" * 200)}], ["row 0: a column is nested deep"]),
         ([GOOD | {"num_modes": "many"}], ["row 0: 'num_modes' must be a whole number from 0 on"]),
     ],
@@ -287,7 +287,7 @@ def test_one_task_twice_is_two_sources():
         ({"name": "crossword", "weight": -1.5}, ["weight=-1.5"]),
         ({"name": "crossword", "weight": "2"}, ["weight", "'2'"]),
         ({"name": "crossword", "weight": True}, ["weight", "True"]),
-        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "may never be drawn"]),
+        ({"name": "crossword", "weight": 0.001}, ["weight=0.001", "1000", "might never be drawn"]),
         ({"name": "crossword", "columns": ["prompt"]}, ["'columns'", "prompt, answer, more"]),
         ({"name": "crossword", "question": "q"}, ["'question'", "prompt, answer, more"]),
         ({"name": "crossword", "more": "level"}, ["more", "list", "'level'"]),
@@ -601,6 +601,6 @@ def test_rows_of_one_id_get_their_numbers(tmp_path, capsys):
     rows = [{"id": "algebra", "prompt": str(i), "answer": "1"} for i in range(3)]
     loaded = load(jsonl(tmp_path, *rows))
     assert [row["id"] for row in loaded] == ["algebra", "algebra#1", "algebra#2"]
-    assert "2 rows have the id of an earlier one" in capsys.readouterr().out
+    assert "2 rows have the id of an earlier row" in capsys.readouterr().out
     rows = [{"id": name, "prompt": "a", "answer": "1"} for name in ("a", "a#2", "a")]
     assert [row["id"] for row in load(jsonl(tmp_path, *rows))] == ["a", "a#2", "a#2#2"]

@@ -152,7 +152,7 @@ def test_a_folder_with_the_name_of_a_reader_is_a_folder(tmp_path, monkeypatch):
     (tmp_path / "csv" / "rows.csv").write_text("prompt,answer\na,1\n")
     (tmp_path / "other.csv").write_text("prompt,answer\nb,2\n")
     assert [row["prompt"] for row in load("csv")] == ["a"]
-    check_words(refusal(load, "json"), "'json'", "a kind of file")
+    check_words(refusal(load, "json"), "'json'", "the name of a file format")
 
 
 def test_a_date_that_python_can_not_hold_is_one_sentence(tmp_path):

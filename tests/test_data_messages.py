@@ -146,7 +146,7 @@ def test_leakage_is_of_whole_conversations():
         ([QUESTION, {"role": "tool", "content": "2"}], ["number 2 has the role 'tool'", "user"]),
         ([{"role": ["user"], "content": "2"}], ["number 1 has the role ['user']"]),
         ([{"role": "x" * 9999, "content": "2"}], ["number 1 has the role 'xxx", "..."]),
-        ([QUESTION, SYSTEM, NEXT], ["number 2 is the system's"]),
+        ([QUESTION, SYSTEM, NEXT], ["number 2 is a system message"]),
         ([SYSTEM], ["ends with a message of the role 'system'"]),
         ([QUESTION, ANSWER], ["ends with a message of the role 'assistant'", "the user's"]),
         ([{"role": "user", "content": None}], ["number 1 must have a text", "None"]),

@@ -91,7 +91,7 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
     activations = 20_000 * 2 * (18 * 128 + 4 * 384) * 4 / 2**30
     assert table["activations of a micro-batch"] == pytest.approx(activations, abs=0.005)
     # 800 rows of 512 + 99 tokens, of which 32 fit into 20,000
-    assert "learning: 20000 tokens in a micro-batch at most; 25 of them" in out
+    assert "learning: at most 20000 tokens in a micro-batch; 25 micro-batches" in out
     assert "warning: that is more" not in out
     given(2**28)
     assert "warning: that is more" in shown("--max_tokens_per_micro_batch=20000")
@@ -99,13 +99,13 @@ def test_a_dry_run_estimates_memory_and_its_lines_add_up(shown, given):
 
 def test_a_dry_run_cuts_no_row_into_micro_batches(shown, given):
     out = shown("--max_tokens_per_micro_batch=600", "--prompts_per_step=100")
-    assert "learning: 611 tokens in a micro-batch at most; 800 of them" in out
+    assert "learning: at most 611 tokens in a micro-batch; 800 micro-batches" in out
 
 
 def test_a_dry_run_says_what_the_default_micro_batch_is(shown, given):
-    assert "learning: 4096 tokens" in shown()
+    assert "learning: at most 4096 tokens" in shown()
     given(1.32 * 2**30)
-    assert "learning: 1024 tokens" in shown()
+    assert "learning: at most 1024 tokens" in shown()
 
 
 SIZES = ["--beta=0.1", "--dtype=float32", "--offload_optimizer=False"]

@@ -381,7 +381,7 @@ def test_a_broken_line_of_metrics_is_left_out_with_a_warning_and_blocks_no_resum
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[2]["reward"] == 1.0
-    assert f"{path}: what can't be read is left out: line 2\n" in capsys.readouterr().out
+    assert f"{path}: unreadable lines are left out: 2\n" in capsys.readouterr().out
 
 
 def test_what_came_after_the_checkpoint_leaves_the_folder_with_its_metrics(tmp_path):

@@ -237,21 +237,21 @@ def test_a_file_made_with_other_settings_is_refused(whole, tmp_path):
     with pytest.raises(UserError, match=f"{weights} is newer than the first lines of --output"):
         generate.finished_prompts(older, rows, c)
     # the first row was deleted, or a text or an answer changed, since
-    with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
+    with pytest.raises(UserError, match="was made from other rows: its prompt 1 is"):
         generate.finished_prompts(whole, rows[1:], c)
     changes = {"prompt": "another", "answer": {"numbers": [1], "target": 1}, "prompt_ids": [3, 4]}
     for change in ({key: value} for key, value in changes.items()):
         changed = [*rows[:3], rows[3] | change, rows[4]]
-        with pytest.raises(UserError, match="was made of other rows: its prompt 4 is"):
+        with pytest.raises(UserError, match="was made from other rows: its prompt 4 is"):
             generate.finished_prompts(whole, changed, c)
     spoilt = tmp_path / "spoilt.jsonl"
     for text in ("no json", "[]", "{}", "[" * 100_000):
         spoilt.write_text(f"{text}\n" * 3)
-        with pytest.raises(UserError, match="was made of other rows: its prompt 1 is"):
+        with pytest.raises(UserError, match="was made from other rows: its prompt 1 is"):
             generate.check_rows(spoilt, rows[:1], 3)
     stray = tmp_path / "stray.jsonl"
     stray.write_text("{}\n")
-    with pytest.raises(UserError, match=r"is there, but not stray\.jsonl\.config"):
+    with pytest.raises(UserError, match=r"exists, but stray\.jsonl\.config"):
         generate.finished_prompts(stray, rows, c)
     assert stray.read_text() == "{}\n"
 
@@ -295,6 +295,6 @@ def test_a_file_of_other_rows_is_refused_as_it_is(tmp_path, content):
     rows = [{"id": "x", "prompt": "y", "answer": math.nan, "prompt_ids": [1]}] * 2
     generate.finished_prompts(path, rows, config)  # writes the settings beside it
     path.write_bytes(content)
-    with pytest.raises(UserError, match="was made of other rows: its prompt"):
+    with pytest.raises(UserError, match="was made from other rows: its prompt"):
         generate.finished_prompts(path, rows, config)
     assert path.read_bytes() == content

@@ -129,7 +129,7 @@ def test_strangers_who_come_and_go_do_not_put_off_the_end_of_the_wait(monkeypatc
     crowd = Crowd()
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: crowd.now))
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
-    with pytest.raises(RunStopped, match=r"rank 0 was not reached by \[1\] at port 7"):
+    with pytest.raises(RunStopped, match=r"ranks \[1\] have not reached rank 0 at port 7"):
         ranks.wait_for_peers(crowd, "secret")
     assert crowd.now == ranks.MEETING_SECONDS
 

@@ -194,7 +194,8 @@ def fitting(rule: str, limit: int) -> list[dict]:
 
 def test_a_prompt_that_only_its_seed_makes_too_long_is_found_at_the_start():
     sentence = (
-        "max_prompt_length=18: 1 of 2 prompts are longer, row 'x' has 19 tokens with its seed"
+        "max_prompt_length=18: 1 of 2 prompts are longer; the longest, row 'x', has 19 tokens with "
+        "its seed"
     )
     with pytest.raises(UserError, match=sentence):
         fitting("error", 18)

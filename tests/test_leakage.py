@@ -67,7 +67,7 @@ BAD_LINES = ["x\n", KEY[:15] + "\n", KEY + "0\n", KEY + " " + KEY, "\n\0\n", "\n
 def test_a_list_that_no_run_wrote_is_refused(text, tmp_path):
     (tmp_path / TRAINED).write_bytes(f"{KEY}\n{text}".encode("latin1"))
     message = refusal(read_trained, tmp_path)
-    check_words(message, str(tmp_path / TRAINED), "not what train.py", "remove it")
+    check_words(message, str(tmp_path / TRAINED), "not a list that train.py", "remove it")
 
 
 def test_a_list_that_is_too_long_or_no_file_is_not_read(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_evaluation_prompts_that_a_model_may_have_learnt_are_counted(tmp_path):
 @pytest.mark.parametrize("name", ["train_config.json", "sft.json"])
 def test_of_a_model_that_an_earlier_version_trained_it_is_said_that_nobody_knows(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    check_words(leakage_warning(SUMS, tmp_path), "warning", "kept no list", "some of these 6")
+    check_words(leakage_warning(SUMS, tmp_path), "warning", "has no list", "some of these 6")
     assert leakage_warning([], tmp_path) == ""
     # nor does the next one that goes on with it
     assert with_trained({KEY}, tmp_path) is None

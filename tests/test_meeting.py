@@ -33,7 +33,11 @@ def environment():
 
 @pytest.mark.parametrize(
     "come, missing",
-    [([0], "missing are: 1, 2"), ([1], "rank 0 is not there"), ([0, 2], "missing are: 1")],
+    [
+        ([0], "missing after 3 s: 1, 2"),
+        ([1], "rank 0 is not there"),
+        ([0, 2], "missing after 3 s: 1"),
+    ],
 )
 def test_a_rank_that_does_not_come_is_named_by_those_who_wait(come, missing, environment, tmp_path):
     """Under torchrun it would be noticed. In a run they wait 45 seconds."""

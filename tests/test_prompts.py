@@ -189,7 +189,7 @@ def chat(*roles) -> dict:
             "{{ messages[-1]['content'] }}",
             chat("user", "assistant", "user"),
             "",
-            "leaves out 2 of the 3 messages of row '7', whose roles are user, assistant, user: -",
+            "leaves out 2 of the 3 messages of row '7', whose roles are user, assistant, user: set",
         ),
     ],
 )
@@ -281,7 +281,7 @@ WRONG = "warning: {}, which does not end a completion"
         (
             "{{ messages[0]['content'] + messages[1]['no'].such }}",
             [0],
-            "the chat template takes no assistant's message: 'dict object' has no attribute 'no'",
+            "the chat template takes no assistant message: 'dict object' has no attribute 'no'",
         ),
     ],
 )

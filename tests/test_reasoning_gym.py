@@ -196,7 +196,7 @@ def test_several_tasks_with_settings_of_their_own():
         ("{'leg_counting': {'max_animals': 0}}", ["max_animals must be"]),
         ("{'leg_counting': {'max_animals': '5'}}", ["'leg_counting'", "TypeError"]),
         ("{'leg_counting': {'max_instances': 2.5}}", ["problem 0 can't be made"]),
-        ("{'leg_counting': {'seed': 5}}", ["seed is no setting"]),
+        ("{'leg_counting': {'seed': 5}}", ["seed can't be set"]),
         ("{'leg_counting': {'size': 0}}", ["size=0"]),
         ("{'leg_counting': {'size': True}}", ["size=True"]),
         (

@@ -142,7 +142,7 @@ def test_a_shallow_checkpoint_is_exported_and_the_last_one_is_a_model_anyway(who
     assert any(not torch.equal(earlier[name], saved[name]) for name in saved)
     stops = (whole / "step_000002" / "generation_config.json").read_text()
     assert (tmp_path / "step_000002" / "generation_config.json").read_text() == stops
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         checkpoint.export(whole / "step_000004", tmp_path / "step_000004")
 
 
@@ -276,5 +276,5 @@ def test_going_on_in_a_strangers_run_folder_runs_no_code_of_his(whole, tmp_path)
     assert checkpoint.resumes_in_place(c) is True
     assert child.status(child.start(find, c, log=tmp_path / "log")) == 2
     words = (tmp_path / "log").read_text()
-    assert "'posix.mkdir' would be code" in words and not trace.exists()
+    assert "'posix.mkdir' would run as code" in words and not trace.exists()
     assert "Traceback" not in words

@@ -243,7 +243,7 @@ def test_a_board_may_be_given_by_lines_with_o_for_empty_and_x_for_a_wall():
 
 @pytest.mark.parametrize("board", ["AA.x............", "AAx.............", ".AAx...B...B...."])
 def test_a_board_whose_wall_keeps_a_in_is_an_error_of_the_row(board):
-    with pytest.raises(ValueError, match="a wall keeps car A of the board"):
+    with pytest.raises(ValueError, match="a wall keeps car A from the right edge"):
         rush_hour_exact("AR1", {"board": board, "size": 4, "moves": 1, "solution": "AR1"})
     rush_hour.read_board("xAA.............", 4)  # behind it
 

@@ -380,7 +380,7 @@ def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path
         lambda: evaluate.check_output(path),
         lambda: evaluate.main({}, {"seeds": 1, "output": str(path)}),  # before anything else
     ):
-        with pytest.raises(common.UserError, match="is there and no evaluation"):
+        with pytest.raises(common.UserError, match="exists and is not an evaluation"):
             look()
     assert path.read_text() == there
 

@@ -110,7 +110,7 @@ def test_a_service_of_weights_and_biases_that_is_killed_takes_nothing_with_it(tm
     log = tmp_path / "log"
     assert child.status(child.start(log_to_a_service_that_dies, tmp_path, log=log)) == 0
     assert len(steps_in(tmp_path)) == 19
-    assert log.read_text().count("warning: Weights & Biases is gone") == 1
+    assert log.read_text().count("warning: Weights & Biases failed") == 1
 
 
 def test_a_run_keeps_its_id_at_weights_and_biases_when_it_is_resumed(tmp_path):

@@ -207,7 +207,7 @@ def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder
     pool.ask({"next step": job("hostile:act", "5")})
     reasons = [answer.reason for answer in pool.answers(jobs, most_timeouts=2).values()]
     assert reasons[:3] == ["no answer in 0.2 s (reward_timeout)"] * 3
-    assert reasons[3:] == ["given up: 3 others had no answer in 0.2 s"] * 47
+    assert reasons[3:] == ["given up: 3 others gave no answer in 0.2 s"] * 47
     assert pool.answers({"next step": None}) == {"next step": 5}
     assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
     assert pool.asked == pool.results == {} and not pool.late and len(pool.workers) == 1
