@@ -27,17 +27,23 @@ context.set_forkserver_preload(
 )
 
 
+# as tests find it: one that starts torch.distributed or vLLM in this process writes into it, and
+# children have the environment in which the server was started
+ENVIRONMENT = dict(os.environ)
+
+
 def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:
     """A child that does work(*args), a function of a module with arguments that can be pickled;
     what it prints goes to `log`."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        sys.path
-    )  # Python 3.11's server does not take over sys.path
+    before = dict(os.environ)
     try:
+        os.environ.clear()
+        # Python 3.11's server does not take over sys.path
+        os.environ.update(ENVIRONMENT, PYTHONPATH=os.pathsep.join(sys.path))
         forkserver.ensure_running()
     finally:
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+        os.environ.clear()
+        os.environ.update(before)
     process = context.Process(target=logged, args=(work, args, str(log)), daemon=True)
     process.start()
     return process
