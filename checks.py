@@ -5,8 +5,8 @@ of one sentence.
     for sentence in warn_config(config, vocabulary, default_config()): ...
 
 To add a key, write its line in config/default.py. Then add it here: to RANGES (a number) or CHOICES
-(a word), to USED or SWITCHES if only some configs read it, to STEPS if it may change during a run.
-If it excludes another key, write a claim. Only tests/test_config_shipped.py and
+(a word), to USED or SWITCHES if only some configs read it, to SCHEDULED if it may change during a
+run. If it excludes another key, write a claim. Only tests/test_config_shipped.py and
 test_config_refused.py notice what is missing: a key without a range takes any number.
 """
 
@@ -238,7 +238,7 @@ FLAGS = {
     },
 }
 # Keys that may be {step: value}, to change during a run: those marked (steps) in default.py.
-STEPS = (
+SCHEDULED = (
     "temperature",
     "easy_dataset.share",
     "maxent_target_weight_entropy",
@@ -272,7 +272,7 @@ ENTRIES = {
     "wandb_options": {"project": "maxent-grpo", "name": "", "mode": "online"},
 }
 # keys whose dicts take further entries, which a library reads
-OPEN = ("chat_template_kwargs", "vllm_options", "optimizer_options", "wandb_options")
+OPEN_KEYS = ("chat_template_kwargs", "vllm_options", "optimizer_options", "wandb_options")
 # options of vLLM that the user may not set: they follow from other keys, or completions would be
 # wrong
 VLLM_SET_HERE = (
@@ -422,7 +422,7 @@ CHOICES = {
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),  # "" metrics.jsonl only
 }
-# Every number of default.py, in its order: (lower bound, upper bound). None: the bound in MOST.
+# Every number of default.py, in its order: (lower bound, upper bound). None: that in UPPER_BOUNDS.
 # dataset.weight is not here: a dataset may be a list, see data_claims().
 RANGES = {
     # run
@@ -515,7 +515,7 @@ RANGES = {
     "log_rollouts_steps": (">= 0", None),
 }
 # Upper bounds for numbers without one in RANGES: counts must fit into 32 bits, floats into float32.
-MOST = {int: "<= 2147483647", float: "<= 1e30"}
+UPPER_BOUNDS = {int: "<= 2147483647", float: "<= 1e30"}
 REASONS = {  # appended to the error where a range does not explain itself
     "seed": "vLLM takes no larger one",
     "num_generations": "a completion is compared with its group, and alone it has advantage 0",
@@ -579,7 +579,7 @@ def in_range(key: str, value) -> tuple[bool, str]:
     for number in values_of(value):
         lower_holds, lower_words = check_bound(number, lower)
         # common.coerce() has given the number the type of its default
-        upper_holds, upper_words = check_bound(number, upper or MOST[type(number)])
+        upper_holds, upper_words = check_bound(number, upper or UPPER_BOUNDS[type(number)])
         if not (lower_holds and upper_holds):
             words = f"{'-1, or ' if may_be_off else ''}{lower_words} and {upper_words}"
             reason = f": {REASONS[key]}" if key in REASONS else ""
@@ -665,7 +665,7 @@ def paths(c: dict):
 
 def library_claims(c: dict):
     """Claims about the entries that a library reads: vLLM, an optimizer, a chat template, W&B."""
-    for key in OPEN:
+    for key in OPEN_KEYS:
         yield (
             all(math.isfinite(value) for value in numbers_in(c[key])),
             f"{key}={c[key]} must hold finite numbers",

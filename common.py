@@ -342,10 +342,10 @@ def did_you_mean(name: str, known) -> str:
 
 def coerce_key(key: str, value, before, where: str):
     """`value` in the type of the key. before: its default, or what a file or flag set earlier,
-    which has that type too. Keys of checks.STEPS may also be {step: value}, and "dataset" a list of
-    sources, whichever form `before` has."""
+    which has that type too. Keys of checks.SCHEDULED may also be {step: value}, and "dataset" a
+    list of sources, whichever form `before` has."""
     default = before
-    if key in checks.STEPS:
+    if key in checks.SCHEDULED:
         default = checks.values_of(before)[0]
         if type(value) is dict:
             return coerce_points(value, default, where)
@@ -384,7 +384,7 @@ def coerce_source(source, where: str) -> dict:
 
 def coerce_entries(key: str, value: dict, where: str) -> dict:
     """`value`, a dict, with its known entries in the types of their defaults. UserError for an
-    unknown entry, unless a library reads the dict (checks.OPEN)."""
+    unknown entry, unless a library reads the dict (checks.OPEN_KEYS)."""
     known = checks.ENTRIES[key]
     coerced = dict(value)
     for entry, content in value.items():
@@ -392,7 +392,7 @@ def coerce_entries(key: str, value: dict, where: str) -> dict:
             coerced[entry] = coerce_key(
                 f"{key}.{entry}", content, known[entry], f"{where}: {entry}"
             )
-        elif type(entry) is not str or key not in checks.OPEN:
+        elif type(entry) is not str or key not in checks.OPEN_KEYS:
             raise UserError(
                 f"{where}: unknown entry {quoted(entry)}; those of {key} are {', '.join(known)}"
             )
@@ -429,7 +429,9 @@ def coerce(value, default, where: str):
         return float(value)
     if type(value) is not kind:  # not isinstance: bool is a subclass of int
         like = f" like {default!r}" if default != "" else ""
-        points = f"; {', '.join(checks.STEPS)} may change by step" if type(value) is dict else ""
+        points = ""
+        if type(value) is dict:
+            points = f"; {', '.join(checks.SCHEDULED)} may change by step"
         raise UserError(
             f"{where} must be of type {kind.__name__}{like}, "
             f"not {type(value).__name__} {quoted(value)}{points}"
