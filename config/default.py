@@ -46,7 +46,7 @@ max_logp_difference = 0.05  # stop if the mean |sampler - trainer| log-prob is a
 vllm_options = {}  # arguments of vllm.LLM: gpu_memory_utilization (0.3 by default), ...
 rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those the launcher set; "" none
 rollout_timeout = 600.0  # seconds to wait for an answer, or for the servers to start; at most 1500
-rollout_ahead = 0  # 1: sample the next batch while learning, by older, unchecked weights; 0 off
+rollout_ahead = 0  # 1: sample the next batch while learning, weights a step older, unchecked; 0 off
 weight_sync = "disk"  # to servers: by files in output_dir/weights or a folder named here; or "nccl"
 
 # --- rewards
