@@ -16,6 +16,7 @@ import pickle
 import socket
 import traceback
 from pathlib import Path
+from types import NoneType
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -382,7 +383,30 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             f"dataset {name!r} holds a value that can't be read: {type(error).__name__}: "
             f"{in_one_line(error, 300)}"
         ) from None
+    if dataset.builder_name == "json":
+        warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def warn_of_guesses(rows: list[dict], features: dict, name: str) -> None:
+    """Warns of columns of .json files in which the datasets library has taken texts for something
+    else, so that a reward which compares texts would never pay."""
+    for column, kind in features.items():
+        made = ""
+        if "timestamp[" in repr(kind):
+            made = "made dates of texts"
+        # what differs between rows is kept as JSON, and a text that is JSON itself not told from it
+        elif getattr(kind, "_type", "") == "Json" and any(is_plain(row[column]) for row in rows):
+            made = "read texts as JSON, so that '7' is 7 now, because not all rows hold a text"
+        if made:
+            say_on_rank_0(
+                f"warning: dataset {name!r}: of its column {column!r} the datasets library has "
+                f"{made}: name a .jsonl file itself, and its values stay as they are"
+            )
+
+
+def is_plain(value) -> bool:
+    return not isinstance(value, dict | list | NoneType)
 
 
 def whole_column(features: dict, name: str) -> str | None:

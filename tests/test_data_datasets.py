@@ -79,6 +79,22 @@ def test_dots_lead_into_a_column_of_which_no_two_rows_are_alike(tmp_path):
     check_words(refusal(load, str(folder), answer="other.gt"), "no column 'other.gt'")
 
 
+def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, capsys):
+    """It makes 7 of "007" where another row holds a number, and datetimes of dates."""
+    for number, answers in enumerate(
+        (["007", 8], ["2020-01-01"], ["7", "8"], [{"a": 1}, {"b": 2}])
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        name = jsonl(folder, *({"prompt": "a", "answer": answer} for answer in answers))
+        assert [row["answer"] for row in load(name)] == answers
+        changed = [row["answer"] for row in load(str(folder))] != answers
+        said = capsys.readouterr().out
+        assert changed == (number < 2) == ("warning" in said), said
+        if changed:
+            check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
+
+
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
     row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "2"}}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
