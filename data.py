@@ -173,7 +173,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         for column in more:
             value = column_of(raw, column)
             # one that the config asks for is there in every row, as None where it has no value
-            if "." in column and (column in source["more"] or value is not None):
+            if column in source["more"] or ("." in column and value is not None):
                 row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]

@@ -95,6 +95,13 @@ def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, caps
             check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
 
 
+def test_a_column_that_the_config_asks_for_is_none_where_a_row_lacks_it(tmp_path):
+    """In a file too, as in a folder: a reward names it among its arguments."""
+    name = jsonl(tmp_path, {"prompt": "a", "answer": "1", "m": 2}, {"prompt": "b", "answer": "1"})
+    for source in (name, str(tmp_path)):
+        assert [row["m"] for row in load(source, more=["m"])] == [2, None]
+
+
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
     row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "2"}}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
