@@ -729,7 +729,9 @@ def refuse_missing_folder(model: str) -> None:
 
 def near_path(path: str) -> str:
     """ "; did you mean ...?" with what lies beside a path that is missing; "" if nothing is like
-    it."""
+    it. Of a link that leads nowhere, where it leads."""
+    if os.path.islink(path):
+        return f"; it is a link to {os.readlink(path)!r}"
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
         return ""

@@ -51,13 +51,20 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
     if name in tasks.NAMES:
         rows = task_rows(source, seed)
     else:
-        if name.endswith((".jsonl", ".parquet")):
+        if names_file(name):
             check_single(source)
-        raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
+        is_jsonl = names_file(name, ".jsonl")
+        raw_rows = read_jsonl(name) if is_jsonl else read_dataset(source, also)
         rows = usable_rows(raw_rows, source, [*source["more"], *also])
     for row in rows:
         row.pop("uncut_prompt", None)  # the trainer's own, see prompts.with_uncut()
     return rows
+
+
+def names_file(name: str, *endings: str) -> bool:
+    """Whether a source names files that are rows of one kind: not a folder, which other programs
+    call rows.parquet when it holds the parts."""
+    return name.endswith(endings or (".jsonl", ".parquet")) and not os.path.isdir(name)
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
@@ -317,12 +324,17 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     where = f"{path}:{number}"
                     rows[where] = read_row(text, where)
     except OSError as error:
-        place = "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
         near = near_path(path) if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"dataset {path!r} can't be read: {error.strerror}{place}{near}") from None
+        raise UserError(
+            f"dataset {path!r} can't be read: {error.strerror}{sought(path)}{near}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
+
+
+def sought(path: str) -> str:
+    return "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
 
 
 def read_row(line: str, where: str) -> dict:
@@ -437,9 +449,14 @@ def open_dataset(source: dict):
             f"dataset {name!r} is a file that is neither .jsonl nor .parquet: another that the "
             f"datasets library reads, such as .csv, goes into a folder of its own: name the folder"
         )
-    is_path = name.startswith(PATHS) and not name.endswith(".parquet")
+    is_parquet = names_file(name, ".parquet")
+    is_path = name.startswith(PATHS)
+    if is_parquet:  # it may be a pattern, or an address
+        is_path = not glob.has_magic(name) and "://" not in name
     if is_path and not os.path.exists(name):  # the hub need not be asked
-        raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
+        raise UserError(
+            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
+        )
     readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
     if name in readers and not os.path.isdir(name):
         raise UserError(
@@ -447,7 +464,7 @@ def open_dataset(source: dict):
             f"all of them in this folder: name a folder with your own"
         )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
-    if not (name.endswith(".parquet") or os.path.isdir(name)):
+    if not (is_parquet or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
             datasets.config.HF_HUB_OFFLINE = True  # datasets has its own copy of this setting
         unknown = (
@@ -455,7 +472,7 @@ def open_dataset(source: dict):
             f"or a folder of save_to_disk, and "
         )
     try:
-        if name.endswith(".parquet"):  # datasets calls its only split "train"
+        if is_parquet:  # datasets calls its only split "train"
             # of a file's own name no sign is a pattern
             files = glob.escape(name) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
@@ -490,7 +507,7 @@ def is_saved_to_disk(folder: Path) -> bool:
 
 def has_no_splits(path: Path) -> bool:
     """Whether rows of this name are a file, or what save_to_disk wrote of a single split."""
-    return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
+    return names_file(str(path)) or (path / "dataset_info.json").exists()
 
 
 def use_cache_without_hub(endpoint: str) -> bool:

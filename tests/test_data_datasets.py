@@ -50,6 +50,35 @@ def test_a_path_that_is_not_there_is_told_with_what_lies_beside_it(name, tmp_pat
     check_words(message, str(tmp_path / name), f"did you mean {str(there)!r}?")
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(
+    ending, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    check_words(refusal(load, f"rows.{ending}"), f"rows.{ending}", str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_link_that_leads_nowhere_is_told_where_it_leads(ending, tmp_path):
+    link = tmp_path / f"rows.{ending}"
+    link.symlink_to("/nowhere/rows")
+    said = refusal(load, str(link))
+    check_words(said, str(link), "link to '/nowhere/rows'")
+    assert "did you mean" not in said
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
+    """As Spark and Dask call the one that they write the parts into."""
+    folder = tmp_path / f"rows.{ending}"
+    folder.mkdir()
+    for part in range(2):
+        row = {"prompt": f"{part}", "answer": "1"}
+        datasets.Dataset.from_list([row]).to_parquet(folder / f"part-{part}.snappy.parquet")
+    assert [row["prompt"] for row in load(str(folder))] == ["0", "1"]
+    assert [row["prompt"] for row in load(str(folder), split="train[:1]")] == ["0"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_a_part_of_what_has_no_parts_is_refused(kind, tmp_path):
     columns = {"prompt": ["a", "b"], "answer": ["1", "2"]}
