@@ -110,6 +110,7 @@ def gold_text(answer) -> str:
 
 # --- by value
 
+JSON_OBJECT = re.compile(r'\s*\{\s*"[^"]*"\s*:')
 SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all spaces except between two digits
 NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
 # groups: minus sign, numerator, denominator
@@ -363,6 +364,8 @@ def math_reward(completion: str, answer: str, **row) -> float:
     for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a number in
     \text{} behind the answer, 5\text{ or 6}. Numbers behind the first unit are not read,
     unless the right answer has two: 3\text{ hours }40\text{ minutes} is 3."""
+    if isinstance(answer, str) and JSON_OBJECT.match(answer):  # so SYNTHETIC-1 wraps it
+        raise ValueError("the right answer must be bare, not inside of a JSON object")
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
