@@ -363,10 +363,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     split = source["split"]
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
-        if split not in dataset:
-            splits = ", ".join(dataset)
-            raise UserError(f"dataset {name!r} has no split {split!r}; it has {splits}")
-        dataset = dataset[split]
+        dataset = part_of(dataset, split, name)
     elif is_saved_to_disk(Path(name)):
         check_single(source)
 
@@ -398,6 +395,29 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     if dataset.builder_name == "json":
         warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def part_of(dataset: dict, split: str, name: str):
+    """The rows of a split, or of a part of it such as train[:90%], of {split: dataset}."""
+    import datasets
+
+    lengths = {split: len(rows) for split, rows in dataset.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    except ValueError:  # no such split, or not written as one
+        splits = ", ".join(dataset)
+        raise UserError(
+            f"dataset {name!r} has no split {split!r}; it has {splits}{no_test(split)}"
+        ) from None
+    rows = [dataset[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(rows)
+
+
+def no_test(split: str) -> str:
+    """What to do about a missing split, if it is the one that is evaluated by default."""
+    if split != "test":
+        return ""
+    return "; --eval_dataset.split takes another for the evaluation, or a part as in 'train[:256]'"
 
 
 def warn_of_guesses(rows: list[dict], features: dict, name: str) -> None:
@@ -488,16 +508,25 @@ def open_dataset(source: dict):
         ) from None
     # datasets, huggingface_hub, its HTTP library and pyarrow raise dozens of kinds
     except Exception as error:
-        reason = error.__cause__ or error  # the cause says more than the library's wrapper
-        words = quoted(" ".join(str(reason).split()), 300)
-        clear = (
-            "; its config may be left from a config file: set it to ''" if source["config"] else ""
-        )
-        raise UserError(
-            f"dataset {name!r} (config={source['config']!r}, "
-            f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "
-            f"{type(reason).__name__}: {words}{clear}"
-        ) from None
+        raise not_loaded(source, unknown, error) from None
+
+
+def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
+    """What to say of an error of the datasets library. unknown: see open_dataset()."""
+    from datasets.exceptions import SplitsVerificationError
+
+    reason = error.__cause__ or error  # the cause says more than the library's wrapper
+    words = f"{type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
+    cure = "; its config may be left from a config file: set it to ''" if source["config"] else ""
+    if isinstance(error, SplitsVerificationError):
+        words = "its files hold other rows than its README.md says"
+        cure = ": complete them, or take dataset_info out of README.md"
+    elif "Unknown split" in words:
+        cure = no_test(source["split"])
+    return UserError(
+        f"dataset {source['name']!r} (config={source['config']!r}, split={source['split']!r}) "
+        f"{unknown}can't be loaded as a dataset: {words}{cure}"
+    )
 
 
 def is_saved_to_disk(folder: Path) -> bool:

@@ -153,6 +153,29 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     assert load(two) == rows
     assert [row["prompt"] for row in load(two, split="test")] == ["2+2"]
     check_words(refusal(load, two, split="dev"), two, "'dev'", "train, test")
+    for part, prompts in {"train[1:]": ["2+2"], "train[:50%]+test": ["1+1", "2+2"]}.items():
+        assert [row["prompt"] for row in load(two, split=part)] == prompts
+    for part in ("train[", "dev[:1]"):
+        check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
+
+
+def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
+    saved, folder = tmp_path / "saved", tmp_path / "folder"
+    dataset = datasets.Dataset.from_dict({"prompt": ["1+1", "2+2"], "answer": ["2", "4"]})
+    datasets.DatasetDict(train=dataset).save_to_disk(saved)
+    folder.mkdir()
+    dataset.to_parquet(folder / "train.parquet")
+    for name in map(str, (saved, folder)):
+        check_words(refusal(load, name, split="test"), name, "--eval_dataset.split", "train[:256]")
+        assert len(load(name, split="train[:1]")) == 1
+
+
+def test_rows_that_differ_from_what_the_readme_counts_are_told(tmp_path):
+    """As where somebody has shortened the files of a dataset, or not fetched all of them."""
+    jsonl(tmp_path, {"prompt": "a", "answer": "1"})
+    info = "dataset_info:\n  splits:\n  - name: train\n    num_examples: 7473\n    num_bytes: 9\n"
+    (tmp_path / "README.md").write_text(f"---\n{info}---\n")
+    check_words(refusal(load, str(tmp_path)), "README.md", "dataset_info", "complete them")
 
 
 def test_a_csv_is_told_how_it_is_read(tmp_path):
