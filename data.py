@@ -161,9 +161,9 @@ def inner_columns(row: dict, *columns: str) -> list[str]:
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
     """Turns rows as their source has them into this program's rows; those without prompt or answer
     are left out. found: {place: raw row}; more: names of further columns."""
-    for column in source["more"]:
-        # a dataset's columns were looked up when it was read; a .jsonl file has none but its rows'
-        if found and all(column_of(raw, column) is None for raw in found.values()):
+    # a dataset's columns were looked up when it was read; a .jsonl file has none but its rows'
+    for column in source["more"] if names_file(source["name"], ".jsonl") else ():
+        if found and all(column_of(raw, column, found) is found for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
     for i, (place, raw) in enumerate(found.items()):
@@ -257,16 +257,16 @@ def check_depth(row: dict, where: str) -> None:
         )
 
 
-def column_of(row: dict, name: str):
-    """The value of a row's column, None if it has none. "reward_model.ground_truth" is the entry
-    ground_truth of the column reward_model, unless a column is called exactly that."""
+def column_of(row: dict, name: str, absent=None):
+    """The value of a row's column, `absent` if it has none. "reward_model.ground_truth" is the
+    entry ground_truth of the column reward_model, unless a column is called exactly that."""
     if name in row:
         return row[name]
     content = row
     for part in name.split("."):
-        if not isinstance(content, dict):
-            return None
-        content = content.get(part)
+        if not isinstance(content, dict) or part not in content:
+            return absent
+        content = content[part]
     return content
 
 

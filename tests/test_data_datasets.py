@@ -131,6 +131,17 @@ def test_a_column_that_the_config_asks_for_is_none_where_a_row_lacks_it(tmp_path
         assert [row["m"] for row in load(source, more=["m"])] == [2, None]
 
 
+def test_a_column_of_which_no_row_has_a_value_is_there(tmp_path):
+    """As `tools` may be in verl's files."""
+    row = {"prompt": "a", "answer": "1", "tools": None, "info": {"x": None}}
+    file = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([row]).to_parquet(file)
+    for source in (jsonl(tmp_path, row), str(file)):
+        (loaded,) = load(source, more=["tools", "info.x"])
+        assert (loaded["tools"], loaded["info.x"]) == (None, None)
+    check_words(refusal(load, jsonl(tmp_path, row), more=["info.y"]), "no row", "'info.y'")
+
+
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
     row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "2"}}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
