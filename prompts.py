@@ -375,6 +375,27 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
 
 
+def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
+    """Warns of characters that the tokenizer has no token for: it leaves them out silently, or
+    makes the same of all. what: such as "prompts"."""
+
+    def is_known(character: str) -> bool:
+        ids = tokenizer(character, add_special_tokens=False)["input_ids"]
+        return bool(ids) and tokenizer.unk_token_id not in ids
+
+    if is_known("\ue000"):  # no vocabulary has it: this one has the bytes of any character
+        return
+    # white space and what has no width may be left out on purpose
+    shown = sorted(filter(str.isprintable, set().union(*texts)))
+    unknown = {character for character in shown if character != " " and not is_known(character)}
+    if unknown:
+        count = sum(not unknown.isdisjoint(text) for text in texts)
+        say_on_rank_0(
+            f"warning: the tokenizer knows no {quoted(''.join(sorted(unknown)), 20)}: the model "
+            f"does not see these characters in {count} of {len(texts)} {what}"
+        )
+
+
 def check_known(ids: list[int], tokenizer, vocab_size: int, what: str) -> None:
     """UserError if token ids lie beyond a model's vocabulary: a tokenizer may have special tokens
     that its model lacks, and any text may name one. what: such as "row 'a': its prompt"."""
@@ -449,7 +470,9 @@ class Encoder:
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
         # one call tokenises all texts in parallel
-        all_ids = tokenise([self.render(row) for row in rows], self.tokenizer)
+        texts = [self.render(row) for row in rows]
+        warn_of_unknown(texts, self.tokenizer, "prompts")
+        all_ids = tokenise(texts, self.tokenizer)
         encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
         return encoded, [self.size(row, row["prompt_ids"]) for row in encoded]
 
