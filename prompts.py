@@ -369,10 +369,18 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 # --- token ids
 
 
+AT_ONCE = 10_000  # texts in a call of the tokenizer, which takes them in parallel
+
+
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     """The token ids of texts. A chat template writes special tokens itself; for a base model the
     tokenizer adds them."""
-    return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    ids = []
+    # a call keeps several times what the ids take until it returns, and there may be millions
+    for start in range(0, len(texts), AT_ONCE):
+        part = texts[start : start + AT_ONCE]
+        ids += tokenizer(part, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    return ids
 
 
 def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
@@ -469,7 +477,6 @@ class Encoder:
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
-        # one call tokenises all texts in parallel
         texts = [self.render(row) for row in rows]
         warn_of_unknown(texts, self.tokenizer, "prompts")
         all_ids = tokenise(texts, self.tokenizer)

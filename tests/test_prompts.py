@@ -319,3 +319,12 @@ def test_characters_that_the_tokenizer_leaves_out_are_told(capsys):
         ["×≤"], PreTrainedTokenizerFast(tokenizer_object=bytes_known), "prompts"
     )
     assert "warning" not in capsys.readouterr().out
+
+
+def test_many_texts_are_tokenised_as_few_are(monkeypatch):
+    texts = [str(i) for i in range(5)]
+    whole = prompts.tokenise(texts, TOKENIZER)
+    monkeypatch.setattr(prompts, "AT_ONCE", 2)
+    assert prompts.tokenise(texts, TOKENIZER) == whole
+    assert len(whole) == 5
+    assert prompts.tokenise([], TOKENIZER) == []
