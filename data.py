@@ -401,6 +401,8 @@ def part_of(dataset: dict, split: str, name: str):
     """The rows of a split, or of a part of it such as train[:90%], of {split: dataset}."""
     import datasets
 
+    if split in dataset:  # its name may be one that an instruction can't hold, such as train-2
+        return dataset[split]
     lengths = {split: len(rows) for split, rows in dataset.items()}
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)

@@ -166,6 +166,8 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     check_words(refusal(load, two, split="dev"), two, "'dev'", "train, test")
     for part, prompts in {"train[1:]": ["2+2"], "train[:50%]+test": ["1+1", "2+2"]}.items():
         assert [row["prompt"] for row in load(two, split=part)] == prompts
+    datasets.DatasetDict({"train-2": dataset}).save_to_disk(tmp_path / "odd")
+    assert len(load(str(tmp_path / "odd"), split="train-2")) == 2
     for part in ("train[", "dev[:1]"):
         check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
 
