@@ -734,7 +734,9 @@ def refuse_missing_folder(model: str) -> None:
 
 def near_path(path: str) -> str:
     """ "; did you mean ...?" with the name beside a missing path that is most like it; "" if none
-    is."""
+    is. For a link to nothing, where it points."""
+    if os.path.islink(path):
+        return f"; it is a link to {os.readlink(path)!r}"
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
         return ""

@@ -16,6 +16,7 @@ import pickle
 import socket
 import traceback
 from pathlib import Path
+from types import NoneType
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -50,13 +51,20 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
     if name in tasks.NAMES:
         rows = task_rows(source, seed)
     else:
-        if name.endswith((".jsonl", ".parquet")):
+        if names_file(name):
             check_single(source)
-        raw_rows = read_jsonl(name) if name.endswith(".jsonl") else read_dataset(source, also)
+        is_jsonl = names_file(name, ".jsonl")
+        raw_rows = read_jsonl(name) if is_jsonl else read_dataset(source, also)
         rows = usable_rows(raw_rows, source, [*source["more"], *also])
     for row in rows:
         row.pop("uncut_prompt", None)  # the trainer's own column, see prompts.with_uncut()
     return rows
+
+
+def names_file(name: str, *endings: str) -> bool:
+    """Whether a source's name has such an ending (by default any of a file of rows) and is not a
+    folder: other programs write rows.parquet as a folder that holds the parts."""
+    return name.endswith(endings or (".jsonl", ".parquet")) and not os.path.isdir(name)
 
 
 def task_rows(source: dict, seed: int) -> list[dict]:
@@ -155,9 +163,9 @@ def inner_columns(row: dict, *columns: str) -> list[str]:
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
     """Turns a source's rows into this program's rows; those without prompt or answer are left out.
     found: {place: raw row}; more: names of further columns."""
-    for column in source["more"]:
-        # read_dataset() has looked up a dataset's columns; a .jsonl file has only those of its rows
-        if found and all(column_of(raw, column) is None for raw in found.values()):
+    # read_dataset() has looked up a dataset's columns; a .jsonl file has only those of its rows
+    for column in source["more"] if names_file(source["name"], ".jsonl") else ():
+        if found and all(column_of(raw, column, found) is found for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
     for i, (place, raw) in enumerate(found.items()):
@@ -174,7 +182,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         for column in more:
             value = column_of(raw, column)
             # a column that the config asks for is in every row, as None where it has no value
-            if "." in column and (column in source["more"] or value is not None):
+            if column in source["more"] or ("." in column and value is not None):
                 row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
@@ -252,16 +260,16 @@ def check_depth(row: dict, where: str) -> None:
         )
 
 
-def column_of(row: dict, name: str):
-    """The value of a row's column, None if there is none. "reward_model.ground_truth" is the entry
-    ground_truth of the column reward_model, unless a column is called exactly that."""
+def column_of(row: dict, name: str, absent=None):
+    """The value of a row's column, `absent` if there is none. "reward_model.ground_truth" is the
+    entry ground_truth of the column reward_model, unless a column is called exactly that."""
     if name in row:
         return row[name]
     content = row
     for part in name.split("."):
-        if not isinstance(content, dict):
-            return None
-        content = content.get(part)
+        if not isinstance(content, dict) or part not in content:
+            return absent
+        content = content[part]
     return content
 
 
@@ -319,12 +327,18 @@ def read_jsonl(path: str) -> dict[str, dict]:
                     where = f"{path}:{number}"
                     rows[where] = read_row(text, where)
     except OSError as error:
-        place = "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
         near = near_path(path) if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"dataset {path!r} can't be read: {error.strerror}{place}{near}") from None
+        raise UserError(
+            f"dataset {path!r} can't be read: {error.strerror}{sought(path)}{near}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: not UTF-8 text: {error}") from None
     return rows
+
+
+def sought(path: str) -> str:
+    """From where a relative path was looked for, as part of a sentence."""
+    return "" if os.path.isabs(path) else f", looked for from {os.getcwd()}"
 
 
 def read_row(line: str, where: str) -> dict:
@@ -353,10 +367,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     split = source["split"]
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
-        if split not in dataset:
-            splits = ", ".join(dataset)
-            raise UserError(f"dataset {name!r} has no split {split!r}; it has {splits}")
-        dataset = dataset[split]
+        dataset = part_of(dataset, split, name)
     elif is_saved_to_disk(Path(name)):
         check_single(source)
 
@@ -385,7 +396,55 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             f"dataset {name!r} holds a value that can't be read: {type(error).__name__}: "
             f"{in_one_line(error, 300)}"
         ) from None
+    if dataset.builder_name == "json":
+        warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def part_of(dataset: dict, split: str, name: str):
+    """The rows of a split, or of a part of it such as train[:90%], of {split: dataset}."""
+    import datasets
+
+    if split in dataset:  # its name may be one that an instruction can't hold, such as train-2
+        return dataset[split]
+    lengths = {split: len(rows) for split, rows in dataset.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    except ValueError:  # no such split, or not written as one
+        splits = ", ".join(dataset)
+        raise UserError(
+            f"dataset {name!r} has no split {split!r}; it has {splits}{no_test(split)}"
+        ) from None
+    rows = [dataset[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(rows)
+
+
+def no_test(split: str) -> str:
+    """What to do about a missing split, if it is the one that is evaluated by default."""
+    if split != "test":
+        return ""
+    return "; --eval_dataset.split takes another for the evaluation, or a part as in 'train[:256]'"
+
+
+def warn_of_guesses(rows: list[dict], features: dict, name: str) -> None:
+    """Warns of columns of .json files in which the datasets library has taken texts for something
+    else, so that a reward which compares texts would never pay."""
+    for column, kind in features.items():
+        made = ""
+        if "timestamp[" in repr(kind):
+            made = "made dates of texts"
+        # what differs between rows is kept as JSON, and a text that is JSON itself not told from it
+        elif getattr(kind, "_type", "") == "Json" and any(is_plain(row[column]) for row in rows):
+            made = "read texts as JSON, so that '7' is 7 now, because not all rows hold a text"
+        if made:
+            say_on_rank_0(
+                f"warning: dataset {name!r}: of its column {column!r} the datasets library has "
+                f"{made}: name a .jsonl file itself, and its values stay as they are"
+            )
+
+
+def is_plain(value) -> bool:
+    return not isinstance(value, dict | list | NoneType)
 
 
 def whole_column(features: dict, name: str) -> str | None:
@@ -416,9 +475,14 @@ def open_dataset(source: dict):
             f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
             f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
         )
-    is_path = name.startswith(PATHS) and not name.endswith(".parquet")
+    is_parquet = names_file(name, ".parquet")
+    is_path = name.startswith(PATHS)
+    if is_parquet:  # the name may be a pattern, or an address
+        is_path = not glob.has_magic(name) and "://" not in name
     if is_path and not os.path.exists(name):  # no need to ask the hub
-        raise UserError(f"dataset {name!r} is neither a file nor a folder{near_path(name)}")
+        raise UserError(
+            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
+        )
     readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
     if name in readers and not os.path.isdir(name):
         raise UserError(
@@ -426,7 +490,7 @@ def open_dataset(source: dict):
             f"read all such files in the current folder: name a folder with your files"
         )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
-    if not (name.endswith(".parquet") or os.path.isdir(name)):
+    if not (is_parquet or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
             datasets.config.HF_HUB_OFFLINE = True  # datasets has its own copy of this setting
         unknown = (
@@ -434,7 +498,7 @@ def open_dataset(source: dict):
             f"or a folder of save_to_disk, and "
         )
     try:
-        if name.endswith(".parquet"):  # datasets calls its only split "train"
+        if is_parquet:  # datasets calls its only split "train"
             # escaped: in the name of a file * and ? are not patterns
             files = glob.escape(name) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
@@ -450,14 +514,25 @@ def open_dataset(source: dict):
         ) from None
     # datasets, huggingface_hub, its HTTP library and pyarrow raise dozens of kinds
     except Exception as error:
-        reason = error.__cause__ or error  # the cause says more than the library's wrapper
-        words = quoted(" ".join(str(reason).split()), 300)
-        clear = "; a config left over from a file is cleared by ''" if source["config"] else ""
-        raise UserError(
-            f"dataset {name!r} (config={source['config']!r}, "
-            f"split={source['split']!r}) {unknown}can't be loaded as a dataset: "
-            f"{type(reason).__name__}: {words}{clear}"
-        ) from None
+        raise not_loaded(source, unknown, error) from None
+
+
+def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
+    """The error to raise for one of the datasets library. unknown: see open_dataset()."""
+    from datasets.exceptions import SplitsVerificationError
+
+    reason = error.__cause__ or error  # the cause says more than the library's wrapper
+    words = f"{type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
+    cure = "; a config left over from a file is cleared by ''" if source["config"] else ""
+    if isinstance(error, SplitsVerificationError):
+        words = "its files do not hold the number of rows that its README.md gives"
+        cure = ": complete them, or remove dataset_info from README.md"
+    elif "Unknown split" in words:
+        cure = no_test(source["split"])
+    return UserError(
+        f"dataset {source['name']!r} (config={source['config']!r}, split={source['split']!r}) "
+        f"{unknown}can't be loaded as a dataset: {words}{cure}"
+    )
 
 
 def is_saved_to_disk(folder: Path) -> bool:
@@ -467,7 +542,7 @@ def is_saved_to_disk(folder: Path) -> bool:
 
 def has_no_splits(path: Path) -> bool:
     """Whether this is a file, or a folder that save_to_disk wrote with a single split."""
-    return path.suffix in (".jsonl", ".parquet") or (path / "dataset_info.json").exists()
+    return names_file(str(path)) or (path / "dataset_info.json").exists()
 
 
 def use_cache_without_hub(endpoint: str) -> bool:

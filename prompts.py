@@ -372,10 +372,39 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 # --- token ids
 
 
+AT_ONCE = 10_000  # texts in a call of the tokenizer, which takes them in parallel
+
+
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     """The token ids of each text. A chat template writes special tokens itself; for a base model
     the tokenizer adds them."""
-    return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    ids = []
+    # until it returns, a call needs several times the memory of the ids, and there may be millions
+    for start in range(0, len(texts), AT_ONCE):
+        part = texts[start : start + AT_ONCE]
+        ids += tokenizer(part, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    return ids
+
+
+def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
+    """Warns of characters that the tokenizer has no token for, because it silently leaves them out
+    or gives all of them the same token. what: such as "prompts"."""
+
+    def is_known(character: str) -> bool:
+        ids = tokenizer(character, add_special_tokens=False)["input_ids"]
+        return bool(ids) and tokenizer.unk_token_id not in ids
+
+    if is_known("\ue000"):  # a private character: the vocabulary holds the bytes of all characters
+        return
+    # a tokenizer may leave out white space and characters without width on purpose
+    shown = sorted(filter(str.isprintable, set().union(*texts)))
+    unknown = {character for character in shown if character != " " and not is_known(character)}
+    if unknown:
+        count = sum(not unknown.isdisjoint(text) for text in texts)
+        say_on_rank_0(
+            f"warning: the tokenizer has no token for {quoted(''.join(sorted(unknown)), 20)}: the "
+            f"model does not see these characters in {count} of {len(texts)} {what}"
+        )
 
 
 def check_known(ids: list[int], tokenizer, vocab_size: int, what: str) -> None:
@@ -451,8 +480,9 @@ class Encoder:
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
-        # one call tokenises all texts in parallel
-        all_ids = tokenise([self.render(row) for row in rows], self.tokenizer)
+        texts = [self.render(row) for row in rows]
+        warn_of_unknown(texts, self.tokenizer, "prompts")
+        all_ids = tokenise(texts, self.tokenizer)
         encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
         return encoded, [self.size(row, row["prompt_ids"]) for row in encoded]
 

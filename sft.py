@@ -38,7 +38,14 @@ from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
 from policy import CHUNK, Policy, make_trainable, set_stop_tokens
 from preflight import check_context, check_savable, eval_rows_of, load_checked_files
-from prompts import check_known, prompt_keys, seed_prompts, with_trained, write_trained
+from prompts import (
+    check_known,
+    prompt_keys,
+    seed_prompts,
+    warn_of_unknown,
+    with_trained,
+    write_trained,
+)
 from ranks import World, across_ranks, check_alike, leave_together, start_distributed
 
 # Share of the demonstrations with a seed in the prompt whose solution depends on that seed.
@@ -126,6 +133,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             'dataset: none of its rows has "solutions", a list of texts to learn from: in a .jsonl '
             'file a line would be {"prompt": "1 + 1?", "answer": 2, "solutions": ["It is 2."]}'
         )
+    warn_of_unknown(texts, tokenizer, "solutions")
     limit = c["max_completion_length"]
     # one call for all texts is faster; next(encoded) below takes them in the same order
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])

@@ -50,6 +50,35 @@ def test_a_path_that_is_not_there_is_told_with_what_lies_beside_it(name, tmp_pat
     check_words(message, str(tmp_path / name), f"did you mean {str(there)!r}?")
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(
+    ending, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    check_words(refusal(load, f"rows.{ending}"), f"rows.{ending}", str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_link_that_leads_nowhere_is_told_where_it_leads(ending, tmp_path):
+    link = tmp_path / f"rows.{ending}"
+    link.symlink_to("/nowhere/rows")
+    said = refusal(load, str(link))
+    check_words(said, str(link), "link to '/nowhere/rows'")
+    assert "did you mean" not in said
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
+    """As Spark and Dask call the one that they write the parts into."""
+    folder = tmp_path / f"rows.{ending}"
+    folder.mkdir()
+    for part in range(2):
+        row = {"prompt": f"{part}", "answer": "1"}
+        datasets.Dataset.from_list([row]).to_parquet(folder / f"part-{part}.snappy.parquet")
+    assert [row["prompt"] for row in load(str(folder))] == ["0", "1"]
+    assert [row["prompt"] for row in load(str(folder), split="train[:1]")] == ["0"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_a_part_of_what_has_no_parts_is_refused(kind, tmp_path):
     columns = {"prompt": ["a", "b"], "answer": ["1", "2"]}
@@ -79,6 +108,40 @@ def test_dots_lead_into_a_column_of_which_no_two_rows_are_alike(tmp_path):
     check_words(refusal(load, str(folder), answer="other.gt"), "no column 'other.gt'")
 
 
+def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, capsys):
+    """It makes 7 of "007" where another row holds a number, and datetimes of dates."""
+    for number, answers in enumerate(
+        (["007", 8], ["2020-01-01"], ["7", "8"], [{"a": 1}, {"b": 2}])
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        name = jsonl(folder, *({"prompt": "a", "answer": answer} for answer in answers))
+        assert [row["answer"] for row in load(name)] == answers
+        changed = [row["answer"] for row in load(str(folder))] != answers
+        said = capsys.readouterr().out
+        assert changed == (number < 2) == ("warning" in said), said
+        if changed:
+            check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
+
+
+def test_a_column_that_the_config_asks_for_is_none_where_a_row_lacks_it(tmp_path):
+    """In a file too, as in a folder: a reward names it among its arguments."""
+    name = jsonl(tmp_path, {"prompt": "a", "answer": "1", "m": 2}, {"prompt": "b", "answer": "1"})
+    for source in (name, str(tmp_path)):
+        assert [row["m"] for row in load(source, more=["m"])] == [2, None]
+
+
+def test_a_column_of_which_no_row_has_a_value_is_there(tmp_path):
+    """As `tools` may be in verl's files."""
+    row = {"prompt": "a", "answer": "1", "tools": None, "info": {"x": None}}
+    file = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([row]).to_parquet(file)
+    for source in (jsonl(tmp_path, row), str(file)):
+        (loaded,) = load(source, more=["tools", "info.x"])
+        assert (loaded["tools"], loaded["info.x"]) == (None, None)
+    check_words(refusal(load, jsonl(tmp_path, row), more=["info.y"]), "no row", "'info.y'")
+
+
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
     row = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "2"}}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
@@ -101,6 +164,31 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     assert load(two) == rows
     assert [row["prompt"] for row in load(two, split="test")] == ["2+2"]
     check_words(refusal(load, two, split="dev"), two, "'dev'", "train, test")
+    for part, prompts in {"train[1:]": ["2+2"], "train[:50%]+test": ["1+1", "2+2"]}.items():
+        assert [row["prompt"] for row in load(two, split=part)] == prompts
+    datasets.DatasetDict({"train-2": dataset}).save_to_disk(tmp_path / "odd")
+    assert len(load(str(tmp_path / "odd"), split="train-2")) == 2
+    for part in ("train[", "dev[:1]"):
+        check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
+
+
+def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
+    saved, folder = tmp_path / "saved", tmp_path / "folder"
+    dataset = datasets.Dataset.from_dict({"prompt": ["1+1", "2+2"], "answer": ["2", "4"]})
+    datasets.DatasetDict(train=dataset).save_to_disk(saved)
+    folder.mkdir()
+    dataset.to_parquet(folder / "train.parquet")
+    for name in map(str, (saved, folder)):
+        check_words(refusal(load, name, split="test"), name, "--eval_dataset.split", "train[:256]")
+        assert len(load(name, split="train[:1]")) == 1
+
+
+def test_rows_that_differ_from_what_the_readme_counts_are_told(tmp_path):
+    """As where somebody has shortened the files of a dataset, or not fetched all of them."""
+    jsonl(tmp_path, {"prompt": "a", "answer": "1"})
+    info = "dataset_info:\n  splits:\n  - name: train\n    num_examples: 7473\n    num_bytes: 9\n"
+    (tmp_path / "README.md").write_text(f"---\n{info}---\n")
+    check_words(refusal(load, str(tmp_path)), "README.md", "dataset_info", "complete them")
 
 
 def test_a_csv_is_told_how_it_is_read(tmp_path):

@@ -476,6 +476,14 @@ def test_no_number_is_no_gold(gold):
             reward(f"\\boxed{{{gold}}}<answer>{gold}</answer>", gold)
 
 
+def test_an_answer_inside_of_a_json_object_is_refused():
+    """As SYNTHETIC-1 has it: compared as mathematics it would equal nothing. A list is read."""
+    with pytest.raises(ValueError, match="JSON object"):
+        math_reward("\\boxed{4}", '{"ground_truth": "4"}')
+    assert math_reward("\\boxed{4}", '["4"]') == 1
+    assert math_reward("\\boxed{\\{1,2\\}}", "\\{1,2\\}") == 1
+
+
 def test_an_answer_of_1000_characters_is_fine_and_one_of_1001_is_none():
     assert math_exact(f"<answer>{' ' * 999}5</answer>", "5") == 1.0
     assert math_exact(f"<answer>{' ' * 1000}5</answer>", "5") == 0.0

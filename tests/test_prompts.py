@@ -10,7 +10,11 @@ import jinja2
 import numpy
 import pytest
 from row_files import check_words, refusal
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 import prompts
 import sft
@@ -297,3 +301,30 @@ def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_one_sentence():
     rows = [{"id": "7", "prompt": "\u65e5\u672c"}]
     with pytest.raises(UserError, match="row '7': the tokenizer makes no token"):
         prompts.encode_prompts(rows, tokenizer, load_config([]))
+
+
+def test_characters_that_the_tokenizer_leaves_out_are_told(capsys):
+    config = load_config([])
+    rows = [ROW | {"prompt": text} for text in ("3 × 4 ≤ a", "a\tb\u200b", "1+1?")]
+    prompts.encode_prompts(rows, TOKENIZER, config)
+    check_words(capsys.readouterr().out, "warning", "'×≤'", "1 of 3 prompts")
+    prompts.encode_prompts(rows[1:], TOKENIZER, config)
+    row = ROW | {"prompt_ids": [1], "solutions": ["2 €", "2"]}
+    assert "warning" not in capsys.readouterr().out
+    sft.demonstrations([row], TOKENIZER, config)
+    check_words(capsys.readouterr().out, "warning", "'€'", "1 of 2 solutions")
+    bytes_known = Tokenizer(BPE({c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    bytes_known.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    prompts.warn_of_unknown(
+        ["×≤"], PreTrainedTokenizerFast(tokenizer_object=bytes_known), "prompts"
+    )
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_many_texts_are_tokenised_as_few_are(monkeypatch):
+    texts = [str(i) for i in range(5)]
+    whole = prompts.tokenise(texts, TOKENIZER)
+    monkeypatch.setattr(prompts, "AT_ONCE", 2)
+    assert prompts.tokenise(texts, TOKENIZER) == whole
+    assert len(whole) == 5
+    assert prompts.tokenise([], TOKENIZER) == []
