@@ -188,7 +188,7 @@ def test_a_tokenizer_whose_class_would_drop_white_space_is_read_as_it_is(tmp_pat
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     assert not preflight.keeps_spaces(AutoTokenizer.from_pretrained(model))
     tokenizer = preflight.load_model_files(str(model)).tokenizer
-    assert "as a LlamaTokenizer" in capsys.readouterr().out
+    assert "as the LlamaTokenizer" in capsys.readouterr().out
     tokenizer.save_pretrained(tmp_path / "saved")
     text = "What is one and one?\nBe brief."
     for kept in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):

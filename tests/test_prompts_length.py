@@ -199,7 +199,7 @@ def test_an_endless_prompt_is_refused_dropped_or_cut(tokenizer, seeds, capsys):
         return prompts.encode_prompts([ENDLESS, ROW], tokenizer, settings, seeds=True)
 
     message = refusal(encoded, "error")
-    check_words(message, "1 of 2 prompts", "row 'endless' has", "tokens")
+    check_words(message, "1 of 2 prompts", "row 'endless', has", "tokens")
     assert [row["id"] for row in encoded("drop")] == [ROW["id"]]
     cut, other = encoded("truncate")
     assert ENDLESS["prompt"].endswith(cut["prompt"])

@@ -33,7 +33,7 @@ COUNTDOWN = {
     "maxent, τ = .2, lr 1e-4": "maxent_half",
     'maxent "floored", τ = .4': "maxent_floored_40",
     "xdr, τ = .8": "xdr_80",
-    "maxent, groups weighted by spread (start .219 / .730)": "maxent_spread",
+    "maxent, groups weighted by spread": "maxent_spread",
     "pkpo, k = 2": "pkpo_2",
     "dr_grpo, lr 5e-5": "dr_grpo_slow",
     "dr_grpo, cosine": "dr_grpo_cosine",
