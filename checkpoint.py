@@ -23,8 +23,8 @@ DeepSpeed's shards are pickles, which can run code when they are loaded. Here th
 made them: inside no_code() torch builds tensors, plain values and three of DeepSpeed's classes, and
 refuses everything else.
 
-Functions that need torch import it themselves: importing it takes ten seconds, and most of what
-this file offers to others needs no torch.
+Functions that need torch import it themselves: importing it takes ten seconds, and `verify` and the
+checks before a run starts need none.
 """
 
 import hashlib

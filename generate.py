@@ -1,6 +1,5 @@
 """Writes a model's completions of every training prompt, with log-probs and rewards, to a .jsonl
-file, to distil from or to look at. It leaves no row out, not even evaluation prompts among the
-training rows.
+file, to distil from or to look at. Evaluation prompts among the training rows are not left out.
 
     python generate.py config/countdown_tiny.py --model=runs/demo/maxent/seed_1/step_000200 \\
         --output=out.jsonl

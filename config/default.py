@@ -8,7 +8,7 @@
 # A source of rows is a dict; every entry except "name" may be left out:
 #   {"name": a task of tasks/, a .jsonl or .parquet file, a folder of save_to_disk, or a dataset id,
 #    "config": a variant, "split": "train", "prompt" and "answer": names of these two columns,
-#    "more": [further columns that rewards want to see], "task": of rows that name none}
+#    "more": [further columns that rewards want to see], "task": the task of rows that name none}
 # If a column holds dicts, one of their entries can be a column: "reward_model.ground_truth". On the
 # command line an entry is set like this: --dataset.name=countdown --dataset.config=tiny
 
@@ -42,9 +42,9 @@ prompts_per_step = 32  # P: prompts in a step, over all ranks
 num_generations = 8  # G: completions per prompt, which form its group
 max_completion_length = 512  # L: most tokens of a completion, EOS included
 temperature = 1.0  # (steps) of sampling; the policy's log-probs are taken at the same temperature
-max_logp_difference = 0.05  # stop if the mean |sampler - trainer| log-prob is above (nats); -1 off
-vllm_options = {}  # arguments of vllm.LLM: gpu_memory_utilization (0.3 by default), ...
-rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those the launcher set; "" none
+max_logp_difference = 0.05  # stop above this mean |sampler - trainer| of log-probs, in nats; -1 off
+vllm_options = {}  # arguments of vllm.LLM: gpu_memory_utilization (0.3), tensor_parallel_size, ...
+rollout_server = ""  # "http://a:8000,http://b:8000", or "auto": those of slurm/train.sh; "" none
 rollout_timeout = 600.0  # seconds to wait for an answer, or for the servers to start; at most 1500
 rollout_ahead = 0  # 1: sample the next batch while learning, weights a step older, unchecked; 0 off
 weight_sync = "disk"  # to servers: by files in output_dir/weights or a folder named here; or "nccl"
@@ -64,11 +64,11 @@ scale_rewards = ""  # divisor of advantages: "group", "batch", "mean", "none"; "
 num_iterations = 1  # optimizer updates per batch of rollouts
 epsilon = 0.2  # clips probability ratios below 1 - epsilon; gspo's paper: 3e-4, epsilon_high 4e-4
 epsilon_high = -1.0  # clips them above 1 + epsilon_high; -1 the same as epsilon
-delta = -1.0  # caps unclipped ratios at negative advantages; at least 1 + epsilon_high; -1 off
+delta = -1.0  # largest ratio at negative advantages (two-sided clip); >= 1 + epsilon_high; -1 off
 cispo_epsilon_max = 5.0  # largest ratio in cispo
 importance_sampling = "token_truncate"  # corrects where sampler and trainer differ; also
 #                   "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric", "none"
-importance_sampling_cap = 3.0  # largest ratio trainer / sampler
+importance_sampling_cap = 3.0  # ratios trainer / sampler above it are truncated to it, or masked
 beta = 0.0  # weight of the KL to the reference, at first; a tilt in maxent, flow; 0: no reference
 kl_loss_type = "k3"  # estimator of that KL: "k3" (forward KL's gradient), "k2" (reverse KL's)
 policy_entropy_bonus_coef = 0.0  # rewards completions less certain than others in the group; 0 off
@@ -84,7 +84,7 @@ maxent_q_epsilon = 0.0  # the smallest q of a row: a share G * epsilon of q is u
 maxent_score_norm = "length"  # divides summed log-probs: "length", "constant" (L), "sum" (1)
 maxent_score_scale = 1.0  # multiplies these scores: how sharply they tell answers apart
 maxent_group_weight = "equal"  # a group's weight in the loss; "spread": 4 * variance of its rewards
-maxent_loss = "listwise"  # pulls p = softmax(scores) to w; "floored": bad rows' p is at least 1/G;
+maxent_loss = "listwise"  # pulls p = softmax(scores) to w; "floored": bad rows' p counts as >= 1/G;
 #                    "policy_gradient": advantages G * w - 1; "mle": p is left out, no baseline
 maxent_kl = False  # True: add beta * KL to the loss of maxent and flow, besides the tilt
 maxent_skip_equal_groups = "all"  # of equal rewards; "wrong": only at the step's lowest; "none"
@@ -92,7 +92,7 @@ xdr_utility = "advantage"  # the U in xdr's w: A; "surrogate": A * row's tokens 
 xdr_ref_tilt = False  # True: beta tilts xdr's weights, instead of weighing a KL in the loss
 xdr_mode_adaptive_tau = False  # True: tau shrinks in groups with several different right answers
 mode_entropy_coef = 0.0  # pull to equal likelihood of best rows; not for maxent and flow; 0 off
-mode_entropy_score_norm = "sum"  # log-probs that become equal: "sum", or mean: "length", "constant"
+mode_entropy_score_norm = "sum"  # log-probs to make equal: "sum"; "length": means; "constant": / L
 
 # --- controllers
 maxent_target_weight_entropy = -1.0  # (steps) target for the entropy of w, nats; steers tau; -1 off
@@ -144,7 +144,7 @@ reference_placement = "device"  # a copy per rank; "sharded": ZeRO-3; "cpu": CPU
 # --- evaluation
 eval_steps = 0  # evaluate every N steps, also before the first and after the last; 0 off
 eval_dataset = {}  # a source, by default its split "test"; {}: that split of dataset
-eval_max_prompts = 256  # how many evaluation rows, the first ones, the same for every seed
+eval_max_prompts = 256  # evaluate at most this many rows: the first ones, the same for every seed
 eval_num_generations = 8  # k: completions per prompt, for pass@k, mean@k, distinct@k, coverage@k
 eval_temperature = 1.0  # of sampling; at least 0.01, nearly greedy
 
