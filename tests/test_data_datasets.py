@@ -124,6 +124,27 @@ def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, caps
             check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
 
 
+def test_texts_within_a_column_that_the_library_takes_for_numbers_are_told(tmp_path, capsys):
+    """As in verl's files, where a ground truth may be a text or a list of texts."""
+    for number, inner in enumerate((["7", ["8"]], [[{"is": "7"}], [{"is": ["8"]}]])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        jsonl(folder, *({"prompt": "a", "rm": {"gold": gold}} for gold in inner))
+        assert load(str(folder), answer="rm.gold")[0]["answer"] in (7, [{"is": 7}])
+        check_words(capsys.readouterr().out, "warning", "'rm'", "name a .jsonl file itself")
+    jsonl(folder, *({"prompt": "a", "answer": {name: "7"}} for name in "bc"), {"prompt": "a"})
+    assert [row["answer"] for row in load(str(folder))] == [{"b": "7"}, {"c": "7"}]
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_misspelt_column_within_one_that_is_kept_as_json_is_refused(tmp_path):
+    (tmp_path / "rows").mkdir()
+    rows = [{"prompt": "a", "answer": "1", "x": {"m": 1}}, {"prompt": "b", "answer": "1", "x": [2]}]
+    jsonl(tmp_path / "rows", *rows)
+    assert [row["x.m"] for row in load(str(tmp_path / "rows"), more=["x.m"])] == [1, None]
+    check_words(refusal(load, str(tmp_path / "rows"), more=["x.n"]), "no row", "'x.n'")
+
+
 def test_a_column_that_the_config_asks_for_is_none_where_a_row_lacks_it(tmp_path):
     """In a file too, as in a folder: a reward names it among its arguments."""
     name = jsonl(tmp_path, {"prompt": "a", "answer": "1", "m": 2}, {"prompt": "b", "answer": "1"})
@@ -170,6 +191,12 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     assert len(load(str(tmp_path / "odd"), split="train-2")) == 2
     for part in ("train[", "dev[:1]"):
         check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
+    for part in ("train[5:]", "train[1:1]"):
+        check_words(refusal(load, two, split=part), f"split={part!r} has no rows", "'train': 2")
+    other = datasets.Dataset.from_dict({"prompt": ["1+1"], "answer": [2]})
+    datasets.DatasetDict(train=dataset, test=other).save_to_disk(tmp_path / "unlike")
+    said = refusal(load, str(tmp_path / "unlike"), split="train+test")
+    check_words(said, "split='train+test'", "can't be joined", "answer")
 
 
 def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
