@@ -1,5 +1,6 @@
 """Rows of .parquet files, folders of save_to_disk and the Hugging Face hub, reachable or not."""
 
+import datetime
 import http.server
 import json
 import socket
@@ -77,6 +78,11 @@ def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
         datasets.Dataset.from_list([row]).to_parquet(folder / f"part-{part}.snappy.parquet")
     assert [row["prompt"] for row in load(str(folder))] == ["0", "1"]
     assert [row["prompt"] for row in load(str(folder), split="train[:1]")] == ["0"]
+    # a pattern and an address are not looked for as a path
+    assert len(load(str(folder / "part-*.snappy.parquet"))) == 2
+    assert len(load(f"file://{folder}/part-0.snappy.parquet")) == 1
+    said = refusal(load, str(folder), config="sums")
+    check_words(said, "'sums'", "dataset.config='' clears one left over")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
@@ -122,6 +128,8 @@ def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, caps
         assert changed == (number < 2) == ("warning" in said), said
         if changed:
             check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
+    dates = parquet(tmp_path, prompt=["a"], answer=[datetime.datetime(2026, 1, 1)])
+    assert load(dates) and "warning" not in capsys.readouterr().out  # nobody has guessed
 
 
 def test_texts_within_a_column_that_the_library_takes_for_numbers_are_told(tmp_path, capsys):
@@ -208,6 +216,7 @@ def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
     for name in map(str, (saved, folder)):
         check_words(refusal(load, name, split="test"), name, "--eval_dataset.split", "train[:256]")
         assert len(load(name, split="train[:1]")) == 1
+    assert "eval_dataset" not in refusal(load, str(folder), split="train[5:]")
 
 
 def test_rows_that_differ_from_what_the_readme_counts_are_told(tmp_path):
