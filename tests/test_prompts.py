@@ -332,7 +332,7 @@ def test_characters_that_only_words_or_special_tokens_hold_are_not_told(capsys):
     accents.normalizer = BertNormalizer()
     accents.pre_tokenizer = BertPreTokenizer()
     cases = [
-        (words, "[UNK]", ["go left ", "left"], ""),  # a space at the end makes no difference
+        (words, "[UNK]", ["left ", "go left"], ""),  # a space at the end makes no difference
         (words, "[UNK]", ["go left", "go wild"], "'diw'"),  # but l, which "left" holds
         (digits, None, ["<|user|>1+1=", "<|user|>2="], ""),
         (digits, None, ["<|user|>1+1=", "<|user|>2×2="], "'×'"),
