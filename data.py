@@ -163,8 +163,8 @@ def inner_columns(row: dict, *columns: str) -> list[str]:
 def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
     """Turns a source's rows into this program's rows; those without prompt or answer are left out.
     found: {place: raw row}; more: names of further columns."""
-    # read_dataset() has looked up a dataset's columns; a .jsonl file has only those of its rows
-    for column in source["more"] if names_file(source["name"], ".jsonl") else ():
+    for column in source["more"]:
+        # a .jsonl file, and a column that a dataset keeps as JSON, have only what is in their rows
         if found and all(column_of(raw, column, found) is found for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
@@ -262,11 +262,14 @@ def check_depth(row: dict, where: str) -> None:
 
 def column_of(row: dict, name: str, absent=None):
     """The value of a row's column, `absent` if there is none. "reward_model.ground_truth" is the
-    entry ground_truth of the column reward_model, unless a column is called exactly that."""
+    entry ground_truth of the column reward_model, unless a column is called exactly that; it is
+    None if reward_model is None."""
     if name in row:
         return row[name]
     content = row
     for part in name.split("."):
+        if content is None:
+            return None
         if not isinstance(content, dict) or part not in content:
             return absent
         content = content[part]
@@ -415,8 +418,21 @@ def part_of(dataset: dict, split: str, name: str):
         raise UserError(
             f"dataset {name!r} has no split {split!r}; it has {splits}{no_test(split)}"
         ) from None
-    rows = [dataset[part.splitname].select(range(part.from_, part.to)) for part in parts]
-    return datasets.concatenate_datasets(rows)
+    chosen = []
+    for part in parts:
+        if part.from_ < part.to:
+            chosen.append(dataset[part.splitname].select(range(part.from_, part.to)))
+    if not chosen:
+        raise UserError(
+            f"dataset {name!r}: split={split!r} has no rows: choose a part within {lengths}"
+        )
+    try:
+        return datasets.concatenate_datasets(chosen)
+    except ValueError as error:
+        raise UserError(
+            f"dataset {name!r}: the columns of split={split!r} differ, so its parts can't be "
+            f"joined: choose one of them ({in_one_line(error, 300)})"
+        ) from None
 
 
 def no_test(split: str) -> str:
@@ -433,18 +449,25 @@ def warn_of_guesses(rows: list[dict], features: dict, name: str) -> None:
         made = ""
         if "timestamp[" in repr(kind):
             made = "made dates of texts"
-        # what differs between rows is kept as JSON, and a text that is JSON itself not told from it
-        elif getattr(kind, "_type", "") == "Json" and any(is_plain(row[column]) for row in rows):
-            made = "read texts as JSON, so that '7' is 7 now, because not all rows hold a text"
+        # a text that is JSON itself is not told from what is kept as JSON
+        elif "Json(" in repr(kind) and any(is_guess(row[column], kind) for row in rows):
+            made = "kept values of several types as JSON, where a text such as '7' becomes 7"
         if made:
             say_on_rank_0(
-                f"warning: dataset {name!r}: of its column {column!r} the datasets library has "
+                f"warning: dataset {name!r}: in its column {column!r} the datasets library has "
                 f"{made}: name a .jsonl file itself, and its values stay as they are"
             )
 
 
-def is_plain(value) -> bool:
-    return not isinstance(value, dict | list | NoneType)
+def is_guess(value, kind) -> bool:
+    """Whether a value of this feature, or one within it, is kept as JSON and may have been text."""
+    if getattr(kind, "_type", "") == "Json":
+        return not isinstance(value, dict | list | NoneType)
+    if isinstance(kind, dict) and value is not None:
+        return any(is_guess(value[entry], inner) for entry, inner in kind.items())
+    if isinstance(value, list):
+        return any(is_guess(item, kind.feature) for item in value)
+    return False
 
 
 def whole_column(features: dict, name: str) -> str | None:
@@ -523,9 +546,9 @@ def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
 
     reason = error.__cause__ or error  # the cause says more than the library's wrapper
     words = f"{type(reason).__name__}: {quoted(' '.join(str(reason).split()), 300)}"
-    cure = "; a config left over from a file is cleared by ''" if source["config"] else ""
+    cure = "; dataset.config='' clears one left over from a config file" if source["config"] else ""
     if isinstance(error, SplitsVerificationError):
-        words = "its files do not hold the number of rows that its README.md gives"
+        words = "its files do not hold the splits and numbers of rows that its README.md gives"
         cure = ": complete them, or remove dataset_info from README.md"
     elif "Unknown split" in words:
         cure = no_test(source["split"])

@@ -386,24 +386,49 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     return ids
 
 
+ODD = "\U00010000"  # only vocabularies of bytes hold it, as they hold every character
+
+
 def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
     """Warns of characters that the tokenizer has no token for, because it silently leaves them out
     or gives all of them the same token. what: such as "prompts"."""
 
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def is_known(character: str) -> bool:
-        ids = tokenizer(character, add_special_tokens=False)["input_ids"]
+        ids = ids_of(character)
         return bool(ids) and tokenizer.unk_token_id not in ids
 
-    if is_known("\ue000"):  # a private character: the vocabulary holds the bytes of all characters
+    def is_seen(character: str, text: str) -> bool:
+        """Whether the character makes a difference where it stands: the vocabulary may hold it
+        within words and special tokens only."""
+        before, _, after = text.partition(character)
+        before, after = before[-100:], after[:100]  # of a long text enough to hold a token
+        ids = ids_of(before + character + after)
+        return ids not in (ids_of(before + after), ids_of(before + ODD + after))
+
+    try:
+        if is_known(ODD):
+            return
+    except Exception:  # a tokenizer without an unknown token refuses what it does not know
         return
     # a tokenizer may leave out white space and characters without width on purpose
     shown = sorted(filter(str.isprintable, set().union(*texts)))
-    unknown = {character for character in shown if character != " " and not is_known(character)}
+    alone = {character for character in shown if character != " " and not is_known(character)}
+    if not alone:
+        return
+    places = {}  # of each character the first text that holds it
+    for text in texts:
+        for character in alone.intersection(text) - places.keys():
+            places[character] = text
+    unknown = {character for character, text in places.items() if not is_seen(character, text)}
     if unknown:
         count = sum(not unknown.isdisjoint(text) for text in texts)
         say_on_rank_0(
             f"warning: the tokenizer has no token for {quoted(''.join(sorted(unknown)), 20)}: the "
-            f"model does not see these characters in {count} of {len(texts)} {what}"
+            f"model does not see these characters in {count} of {len(texts)} {what}; others in "
+            f"their place, or another model, would help"
         )
 
 

@@ -641,7 +641,8 @@ class HfEngine(Engine):
         self.shares_prompts = (
             type(cache) is DynamicCache
             and {type(layer) for layer in cache.layers} <= REPEATABLE  # no recurrent states
-            and cache.get_seq_length() == prompts.shape[1] - 1  # 0: the model keeps nothing
+            # 0 tokens: the layer keeps nothing, or a recurrent state somewhere else
+            and {layer.get_seq_length() for layer in cache.layers} == {prompts.shape[1] - 1}
         )
         if not self.shares_prompts:
             return None

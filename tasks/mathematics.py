@@ -112,7 +112,8 @@ def gold_text(answer) -> str:
 
 # --- by value
 
-JSON_OBJECT = re.compile(r'\s*\{\s*"[^"]*"\s*:')
+# an answer that a dataset keeps within JSON; {"x": 2, "y": 3} may be an answer itself
+WRAPPED = re.compile(r'\s*\{\s*"(?:ground_truth|answer)"\s*:')
 SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all spaces except between two digits
 NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
 # groups: minus sign, numerator, denominator
@@ -367,13 +368,14 @@ def math_reward(completion: str, answer: str, **row) -> float:
     **12**, 52 for 52_8, 1/3 for 0.\overline{3}, some units that are not in \text{} (18 dollars), a
     number in \text{} after the answer, 5\text{ or 6}. Numbers after the first unit are not read:
     3\text{ hours }40\text{ minutes} is 3, unless the right answer has two units."""
-    if isinstance(answer, str) and JSON_OBJECT.match(answer):  # as SYNTHETIC-1 wraps it
+    right = gold_text(answer)
+    if WRAPPED.match(right):  # as in SYNTHETIC-1
         raise ValueError("the right answer must be bare, not inside a JSON object")
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0
     given = cleaned(given)
-    gold = cleaned(gold_text(answer))
+    gold = cleaned(right)
     if not given:
         return 0.0
     if BASE.search(given) or BASE.search(gold):

@@ -1,5 +1,6 @@
 """Rows of .parquet files, folders of save_to_disk and the Hugging Face hub, reachable or not."""
 
+import datetime
 import http.server
 import json
 import socket
@@ -77,6 +78,11 @@ def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
         datasets.Dataset.from_list([row]).to_parquet(folder / f"part-{part}.snappy.parquet")
     assert [row["prompt"] for row in load(str(folder))] == ["0", "1"]
     assert [row["prompt"] for row in load(str(folder), split="train[:1]")] == ["0"]
+    # a pattern and an address are not looked for as a path
+    assert len(load(str(folder / "part-*.snappy.parquet"))) == 2
+    assert len(load(f"file://{folder}/part-0.snappy.parquet")) == 1
+    said = refusal(load, str(folder), config="sums")
+    check_words(said, "'sums'", "dataset.config='' clears one left over")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
@@ -122,6 +128,29 @@ def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, caps
         assert changed == (number < 2) == ("warning" in said), said
         if changed:
             check_words(said, str(folder), "'answer'", "name a .jsonl file itself")
+    dates = parquet(tmp_path, prompt=["a"], answer=[datetime.datetime(2026, 1, 1)])
+    assert load(dates) and "warning" not in capsys.readouterr().out  # nobody has guessed
+
+
+def test_texts_within_a_column_that_the_library_takes_for_numbers_are_told(tmp_path, capsys):
+    """As in verl's files, where a ground truth may be a text or a list of texts."""
+    for number, inner in enumerate((["7", ["8"]], [[{"is": "7"}], [{"is": ["8"]}]])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        jsonl(folder, *({"prompt": "a", "rm": {"gold": gold}} for gold in inner))
+        assert load(str(folder), answer="rm.gold")[0]["answer"] in (7, [{"is": 7}])
+        check_words(capsys.readouterr().out, "warning", "'rm'", "name a .jsonl file itself")
+    jsonl(folder, *({"prompt": "a", "answer": {name: "7"}} for name in "bc"), {"prompt": "a"})
+    assert [row["answer"] for row in load(str(folder))] == [{"b": "7"}, {"c": "7"}]
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_misspelt_column_within_one_that_is_kept_as_json_is_refused(tmp_path):
+    (tmp_path / "rows").mkdir()
+    rows = [{"prompt": "a", "answer": "1", "x": {"m": 1}}, {"prompt": "b", "answer": "1", "x": [2]}]
+    jsonl(tmp_path / "rows", *rows)
+    assert [row["x.m"] for row in load(str(tmp_path / "rows"), more=["x.m"])] == [1, None]
+    check_words(refusal(load, str(tmp_path / "rows"), more=["x.n"]), "no row", "'x.n'")
 
 
 def test_a_column_that_the_config_asks_for_is_none_where_a_row_lacks_it(tmp_path):
@@ -170,6 +199,12 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
     assert len(load(str(tmp_path / "odd"), split="train-2")) == 2
     for part in ("train[", "dev[:1]"):
         check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
+    for part in ("train[5:]", "train[1:1]"):
+        check_words(refusal(load, two, split=part), f"split={part!r} has no rows", "'train': 2")
+    other = datasets.Dataset.from_dict({"prompt": ["1+1"], "answer": [2]})
+    datasets.DatasetDict(train=dataset, test=other).save_to_disk(tmp_path / "unlike")
+    said = refusal(load, str(tmp_path / "unlike"), split="train+test")
+    check_words(said, "split='train+test'", "can't be joined", "answer")
 
 
 def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
@@ -181,6 +216,7 @@ def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
     for name in map(str, (saved, folder)):
         check_words(refusal(load, name, split="test"), name, "--eval_dataset.split", "train[:256]")
         assert len(load(name, split="train[:1]")) == 1
+    assert "eval_dataset" not in refusal(load, str(folder), split="train[5:]")
 
 
 def test_rows_that_differ_from_what_the_readme_counts_are_told(tmp_path):

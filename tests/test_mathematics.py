@@ -481,6 +481,9 @@ def test_an_answer_inside_of_a_json_object_is_refused():
     with pytest.raises(ValueError, match="JSON object"):
         math_reward("\\boxed{4}", '{"ground_truth": "4"}')
     assert math_reward("\\boxed{4}", '["4"]') == 1
+    assert math_reward("\\boxed{4}", '{"thought": "2 + 2"}\n#### 4') == 1
+    assert math_reward("\\boxed{4}", '{"ground_truth": "it is \\boxed{4}"}') == 1
+    assert math_reward('<answer>{"x": 2, "y": 3}</answer>', '{"x":2, "y":3}') == 1
     assert math_reward("\\boxed{\\{1,2\\}}", "\\{1,2\\}") == 1
 
 

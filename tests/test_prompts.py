@@ -11,8 +11,9 @@ import numpy
 import pytest
 from row_files import check_words, refusal
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -319,6 +320,32 @@ def test_characters_that_the_tokenizer_leaves_out_are_told(capsys):
         ["×≤"], PreTrainedTokenizerFast(tokenizer_object=bytes_known), "prompts"
     )
     assert "warning" not in capsys.readouterr().out
+
+
+def test_characters_that_only_words_or_special_tokens_hold_are_not_told(capsys):
+    words = Tokenizer(WordLevel({"[UNK]": 0, "left": 1, "go": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    digits = Tokenizer(BPE({character: i for i, character in enumerate("0123456789+= ")}, []))
+    digits.add_special_tokens(["<|user|>"])
+    strict = Tokenizer(Unigram([("a", -1.0), ("b", -1.0)]))  # refuses all others itself
+    accents = Tokenizer(WordPiece({"[UNK]": 0, "cafe": 1, "c": 2}, unk_token="[UNK]"))
+    accents.normalizer = BertNormalizer()
+    accents.pre_tokenizer = BertPreTokenizer()
+    cases = [
+        (words, "[UNK]", ["left ", "go left"], ""),  # a space at the end makes no difference
+        (words, "[UNK]", ["go left", "go wild"], "'diw'"),  # but l, which "left" holds
+        (digits, None, ["<|user|>1+1=", "<|user|>2="], ""),
+        (digits, None, ["<|user|>1+1=", "<|user|>2×2="], "'×'"),
+        (strict, None, ["ab"], ""),
+        (accents, "[UNK]", ["Café"], ""),
+        (accents, "[UNK]", ["Café", "c ❤"], "'❤'"),
+    ]
+    for tokenizer, unknown, texts, told in cases:
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown)
+        prompts.warn_of_unknown(texts, fast, "prompts")
+        said = capsys.readouterr().out
+        assert ("no token for " in said) == bool(told), said
+        check_words(said, *([f"no token for {told}:", f"in 1 of {len(texts)}"] if told else []))
 
 
 def test_many_texts_are_tokenised_as_few_are(monkeypatch):

@@ -16,9 +16,11 @@ from deadlines import PATIENCE
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
+    MiniMaxConfig,
     MistralConfig,
     OpenAIGPTConfig,
     Qwen2Config,
+    RecurrentGemmaConfig,
 )
 
 import rollout
@@ -463,14 +465,20 @@ RECURRENT = {
     "mamba_d_state": 16,
     "head_dim": 16,
 }
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CACHES = [
+    (Qwen2Config(**SMALL), True),
     (MistralConfig(**SMALL, sliding_window=4), True),
     (FalconH1Config(**SMALL, **RECURRENT), False),
     (OpenAIGPTConfig(vocab_size=101, n_positions=64, n_embd=64, n_layer=2, n_head=4), False),
+    (MiniMaxConfig(**SMALL, **EXPERTS), False),
 ]
 
 
-@pytest.mark.parametrize("model_config, shares", CACHES, ids=["window", "recurrent", "no_cache"])
+KINDS = ["full", "window", "recurrent", "no_cache", "own_class"]
+
+
+@pytest.mark.parametrize("model_config, shares", CACHES, ids=KINDS)
 def test_transformers_compute_the_prompt_of_a_group_once(tmp_path, model_config, shares):
     """Where the cache allows it. Log-probs are those of plain forwards, prompts padded or not."""
     engine = hf_engine(tmp_path, model_config)
@@ -481,8 +489,10 @@ def test_transformers_compute_the_prompt_of_a_group_once(tmp_path, model_config,
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [13], [14, 15, 16]]
     sampling = rollout.Sampling(temperature=0.8, max_tokens=6, stop_token_ids=[0], seeds=[3, 5, 7])
     rollouts = engine.generate(prompts, 4, sampling)
+    engine.generate(prompts[:1], 1, sampling._replace(max_tokens=1, seeds=[3]))
     count.remove()
     assert engine.shares_prompts == shares
+    assert computed[-1] == 8  # alone in its group it is computed at once
     # all but the last token of each prompt, padded to 7, and then that one in every row
     assert computed[:2] == [3 * 7, 12 if shares else 12 * 8]
     for r in rollouts:
@@ -492,6 +502,15 @@ def test_transformers_compute_the_prompt_of_a_group_once(tmp_path, model_config,
             logits = engine.model(torch.tensor([r["prompt_ids"] + r["completion_ids"]])).logits[0]
         logps = (logits / 0.8).log_softmax(1)[begin - 1 : -1].gather(1, tokens[:, None])[:, 0]
         assert r["logprobs"] == pytest.approx(logps.tolist(), abs=5e-5)
+
+
+def test_a_state_that_the_model_keeps_beside_its_cache_is_not_taken_for_shared(tmp_path):
+    """The recurrent layer of RecurrentGemma has an entry in the cache, which stays empty."""
+    blocks = {"block_types": ["attention", "recurrent"], "attention_window_size": 16}
+    engine = hf_engine(tmp_path, RecurrentGemmaConfig(**SMALL, **blocks))
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=3, stop_token_ids=[0], seeds=[3])
+    engine.generate([[5, 6, 7]], 2, sampling)
+    assert not engine.shares_prompts
 
 
 def test_tokens_are_drawn_with_their_probabilities():
