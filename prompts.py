@@ -427,8 +427,8 @@ def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
         count = sum(not unknown.isdisjoint(text) for text in texts)
         say_on_rank_0(
             f"warning: the tokenizer has no token for {quoted(''.join(sorted(unknown)), 20)}: the "
-            f"model does not see these characters in {count} of {len(texts)} {what}; others in "
-            f"their place, or another model, would help"
+            f"model does not see these characters in {count} of {len(texts)} {what}: use other "
+            f"characters, or another model"
         )
 
 
