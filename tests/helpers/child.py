@@ -6,6 +6,7 @@ thread. A fork of pytest's own process would be as quick, but may inherit a lock
 thread (a progress bar's, an HTTP server's) held at that instant, and then waits for it for ever.
 """
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -27,14 +28,14 @@ context.set_forkserver_preload(
 )
 
 
-# as tests find it: one that starts torch.distributed or vLLM in this process writes into it, and
-# children have the environment in which the server was started
+# that of before the first test: one that starts torch.distributed or vLLM in this process writes
+# into it
 ENVIRONMENT = dict(os.environ)
 
 
-def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:
-    """A child that does work(*args), a function of a module with arguments that can be pickled;
-    what it prints goes to `log`."""
+@functools.cache
+def start_server() -> None:
+    """Starts the server, whose environment all children have."""
     before = dict(os.environ)
     try:
         os.environ.clear()
@@ -44,6 +45,12 @@ def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def start(work, *args, log: Path | str = os.devnull) -> multiprocessing.Process:
+    """A child that does work(*args), a function of a module with arguments that can be pickled;
+    what it prints goes to `log`."""
+    start_server()
     process = context.Process(target=logged, args=(work, args, str(log)), daemon=True)
     process.start()
     return process
