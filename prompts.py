@@ -386,43 +386,46 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     return ids
 
 
-ODD = "\U00010000"  # only vocabularies of bytes hold it, as they hold every character
+RARE = "\U00010000"  # Linear B: only a vocabulary of bytes, which holds every character, knows it
 
 
-def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
-    """Warns of characters that the tokenizer has no token for, because it silently leaves them out
-    or gives all of them the same token. what: such as "prompts"."""
+def unknown_characters(texts: list[str], tokenizer) -> set[str]:
+    """The characters of the texts that the tokenizer has no token for: it silently leaves them out,
+    or gives all of them the same token. White space and characters without width are not told of,
+    because a tokenizer may leave them out on purpose."""
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def is_known(character: str) -> bool:
+    def is_token(character: str) -> bool:
         ids = ids_of(character)
         return bool(ids) and tokenizer.unk_token_id not in ids
 
-    def is_seen(character: str, text: str) -> bool:
-        """Whether the character makes a difference where it stands: the vocabulary may hold it
-        within words and special tokens only."""
+    def matters(character: str, text: str) -> bool:
+        """To the ids of this text: a vocabulary may hold it only within words or special tokens."""
         before, _, after = text.partition(character)
-        before, after = before[-100:], after[:100]  # of a long text enough to hold a token
+        before, after = before[-100:], after[:100]  # enough of a long text to hold a token
         ids = ids_of(before + character + after)
-        return ids not in (ids_of(before + after), ids_of(before + ODD + after))
+        return ids not in (ids_of(before + after), ids_of(before + RARE + after))
 
     try:
-        if is_known(ODD):
-            return
+        if is_token(RARE):
+            return set()
     except Exception:  # a tokenizer without an unknown token refuses what it does not know
-        return
-    # a tokenizer may leave out white space and characters without width on purpose
+        return set()
     shown = sorted(filter(str.isprintable, set().union(*texts)))
-    alone = {character for character in shown if character != " " and not is_known(character)}
-    if not alone:
-        return
-    places = {}  # of each character the first text that holds it
-    for text in texts:
-        for character in alone.intersection(text) - places.keys():
-            places[character] = text
-    unknown = {character for character, text in places.items() if not is_seen(character, text)}
+    doubtful = {character for character in shown if character != " " and not is_token(character)}
+    places = {}  # character: the first text that holds it
+    if doubtful:
+        for text in texts:
+            for character in doubtful.intersection(text) - places.keys():
+                places[character] = text
+    return {character for character, text in places.items() if not matters(character, text)}
+
+
+def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
+    """Warns of characters that the model will not see. what: such as "prompts"."""
+    unknown = unknown_characters(texts, tokenizer)
     if unknown:
         count = sum(not unknown.isdisjoint(text) for text in texts)
         say_on_rank_0(
