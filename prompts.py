@@ -378,11 +378,16 @@ AT_ONCE = 10_000  # texts in a call of the tokenizer, which takes them in parall
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
     """The token ids of each text. A chat template writes special tokens itself; for a base model
     the tokenizer adds them."""
+    return token_ids(texts, tokenizer, special=not tokenizer.chat_template)
+
+
+def token_ids(texts: list[str], tokenizer, special: bool) -> list[list[int]]:
+    """The token ids of each text. special: whether the tokenizer adds special tokens."""
     ids = []
     # until it returns, a call needs several times the memory of the ids, and there may be millions
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
-        ids += tokenizer(part, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        ids += tokenizer(part, add_special_tokens=special)["input_ids"]
     return ids
 
 
@@ -413,8 +418,8 @@ def unknown_characters(texts: list[str], tokenizer) -> set[str]:
             return set()
     except Exception:  # a tokenizer without an unknown token refuses what it does not know
         return set()
-    shown = sorted(filter(str.isprintable, set().union(*texts)))
-    doubtful = {character for character in shown if character != " " and not is_token(character)}
+    shown = set(filter(str.isprintable, set().union(*texts))) - {" "}
+    doubtful = {character for character in shown if not is_token(character)}
     places = {}  # character: the first text that holds it
     if doubtful:
         for text in texts:

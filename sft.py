@@ -42,6 +42,7 @@ from prompts import (
     check_known,
     prompt_keys,
     seed_prompts,
+    token_ids,
     warn_of_unknown,
     with_trained,
     write_trained,
@@ -135,8 +136,8 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
         )
     warn_of_unknown(texts, tokenizer, "solutions")
     limit = c["max_completion_length"]
-    # one call for all texts is faster; next(encoded) below takes them in the same order
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    # many texts at once are faster; next(encoded) below takes them in the same order
+    encoded = iter(token_ids(texts, tokenizer, special=False))
     groups, taken = [], 0
     for row in rows:
         group = []
