@@ -60,16 +60,16 @@ from common import (
     memory_text,
     merge,
     near_path,
+    print_above_bar,
     quoted,
     say_on_rank_0,
     script,
-    tell,
 )
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 from prompts import TRAINED, read_trained, write_trained
 
 # Settings whose change at a resume is not reported: places, and what follows from memory.
-UNTOLD = (
+NOT_REPORTED = (
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -362,7 +362,7 @@ def discard(path: Path, aside: Path | None = None) -> None:
             path = path.rename(aside)
         delete(path)
     except OSError as error:
-        tell(
+        print_above_bar(
             f"warning: {path} is no longer needed and could not be deleted ({first_line(error)}): "
             f"delete it by hand"
         )
@@ -699,12 +699,12 @@ def find(config: dict) -> Path | None:
 
 def changes(path: Path, config: dict) -> str:
     """One sentence about the settings that differ from those that a checkpoint was made with,
-    except UNTOLD; "" if there are none."""
+    except NOT_REPORTED; "" if there are none."""
     before = as_read_back(settings_of(path))
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
     told = []
     for key, value in as_read_back(config).items():
-        if key in known and before[key] != value and key not in UNTOLD:
+        if key in known and before[key] != value and key not in NOT_REPORTED:
             told.append(f"{key} {before[key]!r} -> {value!r}")
     return f"changed since {path}: {', '.join(told)}" if told else ""
 
@@ -1105,7 +1105,7 @@ class Hub:
     """Uploads checkpoints in the background, in the single thread of HfApi's executor.
 
     Python waits for that thread when it exits. So a run that must not wait for its upload leaves
-    through leave(), and one that crashes through crash()."""
+    through die(), and one that crashes through crash()."""
 
     def __init__(self, repo: str, folder: Path):
         disable_progress_bars()  # they would garble ours
@@ -1129,7 +1129,9 @@ class Hub:
         if not holds_model(path):
             return
         if self.upload and not self.upload.future.done() and not last:
-            tell(f"not pushed: {path}, because {self.upload.path.name} is still being uploaded")
+            print_above_bar(
+                f"not pushed: {path}, because {self.upload.path.name} is still being uploaded"
+            )
             return
         self.finish(stop=False)  # report the upload before this one, and delete its copy
         copy = self.folder / f"push_{path.name}.tmp"
@@ -1155,7 +1157,7 @@ class Hub:
         self.upload = None
         try:
             commit = future.result(UPLOAD_SECONDS)
-            tell(f"pushed {path} to {in_one_line(commit.commit_url)}")
+            print_above_bar(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
             sentence = (
                 f"{path} was not pushed to {self.repo}: {type(error).__name__}: "
@@ -1163,7 +1165,7 @@ class Hub:
             )
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
-            tell(f"warning: {sentence}")
+            print_above_bar(f"warning: {sentence}")
         finally:
             shutil.rmtree(copy, ignore_errors=True)  # hard links: the checkpoint keeps its files
 
@@ -1171,7 +1173,9 @@ class Hub:
         """Reports that the upload under way will be cut off; False if there is none."""
         if not self.upload or self.upload.future.done():
             return False
-        tell(f"not pushed: {self.upload.path}, because the run ends before it is uploaded")
+        print_above_bar(
+            f"not pushed: {self.upload.path}, because the run ends before it is uploaded"
+        )
         return True
 
     def leave(self) -> None:

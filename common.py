@@ -99,7 +99,7 @@ def in_one_line(text, limit: int = 0) -> str:
     return line[: limit - 3] + "..." if 0 < limit < len(line) else line
 
 
-def leave(sentence: str, status: int) -> None:
+def die(sentence: str, status: int) -> None:
     """Prints an error, cut in the middle if it is long, and ends the process. Not by sys.exit:
     other ranks may be in a collective, and the atexit handlers of libraries would wait for them."""
     line = in_one_line(sentence)
@@ -166,10 +166,10 @@ def script(work, *arguments):
             sys.exit()
         if arguments:
             return work(*arguments)
-        tell_repeats(sys.argv[1:])
+        print_overridden(sys.argv[1:])
         return work(sys.argv[1:])
     except (UserError, RunStopped) as error:
-        leave(str(error), 2 if isinstance(error, UserError) else 1)
+        die(str(error), 2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
         if not reader_has_gone():  # another pipe broke, which is unexpected
             raise
@@ -179,17 +179,17 @@ def script(work, *arguments):
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             # not a full disk, a quota or a file size limit: unexpected, so the traceback is shown
             raise
-        leave(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
+        die(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
     except RuntimeError as error:
         if out_of_memory(error):  # while a model loads; for a step train.py has its own message
-            leave(
+            die(
                 f"memory ran out: {in_one_line(error, 300)}; train.py with --dry_run estimates "
                 f"what a run takes",
                 1,
             )
         if not lost_a_rank(error):
             raise
-        leave(
+        die(
             "another rank has died or left (its own message is above or below): "
             f"{str(error).splitlines()[0]}",
             1,
@@ -499,7 +499,7 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
-def tell_repeats(argv) -> None:
+def print_overridden(argv) -> None:
     """Prints which flags are overridden by a later one of the same key. This is allowed:
     scripts append flags to the user's."""
     last = {}
@@ -529,7 +529,7 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     return own, rest
 
 
-def unread(argv, instead: dict) -> str:
+def unused_flags(argv, instead: dict) -> str:
     """One line of warning for each flag that is for training runs and changes nothing in this
     script; "" if there is none. instead: an entry of checks.INSTEAD."""
     lines = []
@@ -558,14 +558,14 @@ def only_source(words: list[str], takes: str) -> Path:
 
 def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:
     """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
-    warning of unread(), if there is one."""
+    warning of unused_flags(), if there is one."""
     own, rest = own_flags(argv, defaults)
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
         near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
         if word.startswith("--") and near and name.partition(".")[0] not in default_config():
             raise UserError(f"{word}: did you mean --{near[0]}?")
-    if warning := unread(rest, instead or {}):
+    if warning := unused_flags(rest, instead or {}):
         say_on_rank_0(warning, file=sys.stderr)
     return own, load_config(rest)
 
@@ -778,7 +778,7 @@ def progress(**settings):
     return tqdm(dynamic_ncols=True, **calm, **settings)
 
 
-def tell(sentence: str, file=None) -> None:
+def print_above_bar(sentence: str, file=None) -> None:
     """Prints a line above the progress bar, if there is one."""
     # in a file a bar is plain lines: tqdm would "clear" the last one with blanks and write it again
     if sys.stderr.isatty():

@@ -20,7 +20,7 @@ import learner
 import rollout
 import scoring
 from checks import entries
-from common import scheduled, tell
+from common import print_above_bar, scheduled
 from data import all_rows
 from loss import equal_groups
 from preflight import Inputs
@@ -123,7 +123,7 @@ class Experience:
             metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
         self.sampler.sleep()  # its memory is the learner's until the next rollout
         if failed:
-            tell(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
         # all ranks reach the same verdict
         scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
         return sampled, rewards, metrics

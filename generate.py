@@ -39,11 +39,11 @@ from common import (
     check_writable,
     default_config,
     launched_rank,
+    print_above_bar,
     progress,
     quoted,
     read_settings,
     scheduled,
-    tell,
 )
 from journal import hold_folder, write_whole
 from preflight import check_prompts, load_checked_files
@@ -177,7 +177,7 @@ def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[st
     # values (p, G, F)
     rollouts, values, failed = scoring.sample_and_measure(exam, rows, G, sampling, c)
     if failed:
-        tell(
+        print_above_bar(
             f"warning: {len(failed)} reward(s) failed and are null in the file; the first: "
             f"{scoring.describe_failure(failed[0])}"
         )

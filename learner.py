@@ -92,7 +92,7 @@ class GroupTargets(NamedTuple):
     goals: torch.Tensor | None = None  # (P, G) flow's
     group_weight: torch.Tensor | None = None  # (P,)
 
-    def taken(self, groups):
+    def select(self, groups):
         """The targets of some groups, given by index, slice or mask."""
         return GroupTargets(*[None if value is None else value[groups] for value in self])
 
@@ -283,7 +283,7 @@ def step_counts(targets: GroupTargets, lengths) -> dict:
 def own_targets(targets: GroupTargets, world) -> GroupTargets:
     """This rank's groups (p, G) of the whole step's (P, G)."""
     local = world.share(len(targets.active))
-    return targets.taken(slice(local.start, local.stop))
+    return targets.select(slice(local.start, local.stop))
 
 
 # --- the loss of a micro-batch
@@ -463,7 +463,7 @@ def score_gradients(
     logps = forward_rows(engine, batch, MicroBatchPlan(micro_batches, [], missing))  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     split = plan.split.view(-1, G)[:, 0]  # (p,)
-    loss = group_loss(scores.view(-1, G)[split], targets.taken(split), c, counts)
+    loss = group_loss(scores.view(-1, G)[split], targets.select(split), c, counts)
     return torch.autograd.grad(loss, scores)[0], loss.item()
 
 
@@ -483,7 +483,7 @@ def coupled_loss(logps, micro_batch: dict, targets: GroupTargets, c: dict, count
         rows, scores = rows[~split], scores[~split]
     G = targets.task_rewards.shape[1]
     groups = rows[::G] // G  # only whole groups are left, so every G-th row begins one
-    loss = group_loss(scores.view(-1, G), targets.taken(groups), c, counts)
+    loss = group_loss(scores.view(-1, G), targets.select(groups), c, counts)
     return of_split + loss, loss.detach()
 
 
@@ -721,7 +721,7 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
     total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
     if pack:
-        shared = shared_tokens(batch, slice(None)).view(rows.shape)
+        shared = shared_with_previous(batch, slice(None)).view(rows.shape)
         # what the first row shares with the unit before it is left to fill_packed
         cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
@@ -729,7 +729,7 @@ def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
     return list(map(Unit, rows.tolist(), cost.tolist()))
 
 
-def shared_tokens(batch: dict, rows):
+def shared_with_previous(batch: dict, rows):
     """How many tokens each of these rows, in this order, shares with the one before; on the host.
     rows: their indices, or a slice, which copies nothing."""
     picked = [batch[name][rows] for name in ("ids", "prompt_lengths", "lengths")]
@@ -742,9 +742,9 @@ def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
         return []
     ends = torch.tensor([[unit.rows[0], unit.rows[-1]] for unit in units])  # (units, 2)
     # What a unit saves by following the one before it: the tokens that its first row shares with
-    # that one's last row. shared_tokens() compares each row of [first 0, last 0, first 1, last 1,
-    # ...] with the row before it, so every second result compares two units.
-    saved = shared_tokens(batch, ends.flatten())[::2].tolist()
+    # that one's last row. shared_with_previous() compares each row of [first 0, last 0, first 1,
+    # last 1, ...] with the row before it, so every second result compares two units.
+    saved = shared_with_previous(batch, ends.flatten())[::2].tolist()
     micro_batches = []
     used = 0  # tokens in the last micro-batch
     for unit, less in zip(units, saved, strict=True):

@@ -317,7 +317,9 @@ def sequence_scores(
     return scale * (logps.sum(1) / divisor)
 
 
-def over_groups(losses: Tensor, active: Tensor, norm: float, group_weight: Tensor | None) -> Tensor:
+def sum_active_groups(
+    losses: Tensor, active: Tensor, norm: float, group_weight: Tensor | None
+) -> Tensor:
     """Sum over active groups of group_weight * loss / norm. losses, active, group_weight (P,);
     group_weight None: 1."""
     if group_weight is not None:
@@ -356,7 +358,7 @@ def listwise_loss(
         lacking = (1 / G - log_p.detach().exp()).clamp(min=0) * floored  # (P, G)
         losses = losses + (lacking * (scores - scores.detach())).sum(1)  # adds 0, with a gradient
     norm = max(1, int(active.sum())) if norm is None else norm
-    return over_groups(losses, active, norm, group_weight)
+    return sum_active_groups(losses, active, norm, group_weight)
 
 
 def mle_loss(
@@ -365,7 +367,7 @@ def mle_loss(
     """loss = -sum_active sum_i w_i * s_i / norm, s (P, G) the mean log-prob of a row: weighted
     imitation without a baseline, for comparison only. Groups of equal rewards, if they are active,
     make their own samples more likely, short ones most."""
-    return over_groups(-(weights * scores).sum(1), active, norm, group_weight)
+    return sum_active_groups(-(weights * scores).sum(1), active, norm, group_weight)
 
 
 def balance_goals(utilities: Tensor, ref_scores: Tensor | None, tau: float, beta: float) -> Tensor:
@@ -392,7 +394,7 @@ def balance_loss(
     d = scores - goals  # (P, G)
     # the group's mean stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
-    return over_groups((d**2).mean(1) / 2, active, norm, group_weight)
+    return sum_active_groups((d**2).mean(1) / 2, active, norm, group_weight)
 
 
 def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor:

@@ -24,7 +24,7 @@ import rollout
 import tasks
 import workers
 from checks import completions_per_prompt
-from common import RewardsFailed, UserError, quoted, tell
+from common import RewardsFailed, UserError, print_above_bar, quoted
 from prompts import ADDED
 from tasks import last_answer, mathematics
 from workers import Failure
@@ -358,7 +358,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
         else:
             modes[i][j] = str(mode)  # a number is a mode too
     if lost:
-        tell(
+        print_above_bar(
             f"warning: mode() can't name the answers of {len(lost)} of {len(places)} right "
             f"completions, which do not count as different ones: {lost[0]}"
         )

@@ -61,10 +61,10 @@ from common import (
     launched_rank,
     launched_ranks,
     out_of_memory,
+    print_above_bar,
     progress,
     say_on_rank_0,
     scheduled,
-    tell,
     usable_cores,
     with_tau,
 )
@@ -149,7 +149,7 @@ class Run:
     def say(self, sentence: str) -> None:
         """Prints a line above the progress bar, on rank 0 only."""
         if self.world.rank == 0:
-            tell(sentence)
+            print_above_bar(sentence)
 
 
 # --- set-up

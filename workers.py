@@ -717,7 +717,7 @@ def let_go(held: list[int]) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is ignore:  # else it is the reward's own
             signal.signal(number, signal.SIG_DFL)
-    let_signals()
+    release_signals()
 
 
 FORKING = threading.local()  # .mask: the signals that this thread blocked before its fork
@@ -729,7 +729,7 @@ def hold_signals() -> None:
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def let_signals() -> None:
+def release_signals() -> None:
     """Runs after a fork, in the parent and in the child."""
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
 
@@ -752,7 +752,7 @@ def work(channel: int, keeper: int, output: int) -> None:
     held = [channel]
     os.register_at_fork(
         before=hold_signals,
-        after_in_parent=let_signals,
+        after_in_parent=release_signals,
         after_in_child=functools.partial(let_go, held),
     )
     try:

@@ -46,12 +46,12 @@ from common import (
     load_config,
     merge,
     own_flags,
+    print_above_bar,
     progress,
     read_config_file,
     read_settings,
     refuse_missing_folder,
     script,
-    tell,
     with_tau,
 )
 from compare.results import LAST, SET_HERE, draw, evaluation_seeds, settled_at, write_results
@@ -371,7 +371,7 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                     continue
                 if process.returncode:
                     log = run["folder"].with_suffix(".log")
-                    tell(f"failed: {run['folder']}, see {log}", file=sys.stderr)
+                    print_above_bar(f"failed: {run['folder']}, see {log}", file=sys.stderr)
             bar.set_postfix_str(f"{len(waiting) + len(live)} runs to do", refresh=False)
             bar.update(sum(steps.values()) - bar.n)
     finally:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import RunStopped, leave, quoted
+from common import RunStopped, die, quoted
 from policy import named_weights
 from ranks import wait_for_gpu
 from server.http import Server, on_each
@@ -34,7 +34,7 @@ def deadline(seconds: float):
         f"weight_sync='nccl': the servers did not take the weights in {seconds:.0f} s "
         f"(rollout_timeout); has one of them died?"
     )
-    timer = threading.Timer(seconds, leave, (sentence, 1))
+    timer = threading.Timer(seconds, die, (sentence, 1))
     timer.daemon = True  # otherwise a process that ends for another reason would wait for the timer
     timer.start()
     try:
@@ -175,7 +175,7 @@ class NcclTransfer:
         for server, size in zip(self.members, self.sizes):
             bodies[server.url] = {"init_info": init_info | {"rank_offset": place}}
             place += size
-        self.tell_all_or_leave("/init_weight_transfer_engine", bodies)
+        self.tell_all_or_die("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
         self.tell_all("/start_weight_update", {})
@@ -183,7 +183,7 @@ class NcclTransfer:
     def update_weights(self, update_info: dict) -> None:
         body = {"update_info": update_info}
         bodies = {server.url: body for server in self.members}
-        self.tell_all_or_leave("/update_weights", bodies)
+        self.tell_all_or_die("/update_weights", bodies)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.tell_all("/finish_weight_update", {})
@@ -195,10 +195,10 @@ class NcclTransfer:
         if failed:
             raise RunStopped(f"weight_sync='nccl': {'; '.join(failed.values())}")
 
-    def tell_all_or_leave(self, path: str, bodies: dict[str, dict]) -> None:
+    def tell_all_or_die(self, path: str, bodies: dict[str, dict]) -> None:
         """tell_all(), but if a request fails the process ends at once: in NCCL it would wait for
         that server until the deadline, and hear of the error only then."""
         try:
             self.tell_all(path, bodies)
         except RunStopped as error:
-            leave(f"{error}; start the servers again: they may hold a part of the new weights", 1)
+            die(f"{error}; start the servers again: they may hold a part of the new weights", 1)

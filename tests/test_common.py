@@ -14,9 +14,9 @@ from common import (
     RunStopped,
     UserError,
     choose_waiting,
+    die,
     in_one_line,
     launched_rank,
-    leave,
     quoted,
     running_elsewhere,
     script,
@@ -108,7 +108,7 @@ def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
 @pytest.mark.parametrize("length", [1000, 1_000_000])
 def test_an_error_about_a_name_of_a_megabyte_is_cut_in_the_middle(length, monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", lambda status: None)
-    leave(f"there is no column {'x' * length}; it has a and b", 2)
+    die(f"there is no column {'x' * length}; it has a and b", 2)
     said = capfd.readouterr().err
     assert said.startswith("error: there is no column xxx")
     assert said.endswith("xxx; it has a and b\n")

@@ -410,7 +410,7 @@ def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
     told = []
     left = threading.Event()
 
-    def leave(sentence, status):
+    def die(sentence, status):
         told.append((sentence, status))
         left.set()  # the process would be gone: what waits need wait no longer
 
@@ -418,7 +418,7 @@ def test_an_error_of_a_server_is_told_while_the_trainer_waits_in_nccl(
         assert left.wait(PATIENCE)
         return SimpleNamespace(destroy=lambda: None)
 
-    monkeypatch.setattr(nccl, "leave", leave)
+    monkeypatch.setattr(nccl, "die", die)
     waits = "open_trainer_endpoint" if path == BEGIN else "packed_nccl_broadcast_producer"
     monkeypatch.setattr(nccl_engine, waits, until_it_leaves)
     three[1].other[path] = lambda request: (500, {"error": "out of memory"}, {})

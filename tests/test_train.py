@@ -388,23 +388,25 @@ def test_an_evaluation_replaces_no_file_of_another_kind(there, refused, tmp_path
 def test_flags_of_training_that_another_script_does_not_read_are_warned_about(capsys):
     instead = checks.INSTEAD["evaluate"]
     read = ["config/a.py", "--model=m", "--eval_temperature=0.1", "seed=9"]
-    assert common.unread(read, instead) == ""
-    said = common.unread(["config/a.py", "--temperature=0.1"], instead)
+    assert common.unused_flags(read, instead) == ""
+    said = common.unused_flags(["config/a.py", "--temperature=0.1"], instead)
     assert "--temperature=0.1 is for training runs" in said and "--eval_temperature" in said
     for script, table in checks.INSTEAD.items():
         for key, cure in table.items():
             assert key in common.default_config()
             assert cure in common.default_config() or cure in checks.FLAGS[script]
-            assert f"set --{cure}" in common.unread([f"--{key}=9"], table)
+            assert f"set --{cure}" in common.unused_flags([f"--{key}=9"], table)
     common.load_with_flags(["--temperature=0.1"], checks.FLAGS["evaluate"], instead)
     assert said in capsys.readouterr().err
     # each of several, and by another trainer's name
-    several = common.unread(["--temperature=0.1", "--num_generations=4"], instead)
+    several = common.unused_flags(["--temperature=0.1", "--num_generations=4"], instead)
     assert [line.split()[1] for line in several.splitlines()] == [
         "--temperature=0.1",
         "--num_generations=4",
     ]
-    assert "--batch_size" in common.unread(["--data.train_batch_size=8"], checks.INSTEAD["sft"])
+    assert "--batch_size" in common.unused_flags(
+        ["--data.train_batch_size=8"], checks.INSTEAD["sft"]
+    )
 
 
 def test_a_scripts_own_flag_is_known_by_other_trainers_names_too():
@@ -507,8 +509,8 @@ def test_progress_in_a_log_file_is_a_few_lines(capsys):
 def test_a_sentence_beside_the_bar_is_one_plain_line_of_a_log_file(tmp_path):
     """`train.py > log 2>&1`: no blanks over the bar's last line, and no second copy of it."""
     code = (
-        "from common import progress, tell; bar = progress(total=9); "
-        "[(bar.update(), tell(f'sentence {i}')) for i in range(3)]"
+        "from common import progress, print_above_bar; bar = progress(total=9); "
+        "[(bar.update(), print_above_bar(f'sentence {i}')) for i in range(3)]"
     )
     with open(tmp_path / "log", "wb") as log:
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=log, check=True)
