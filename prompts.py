@@ -15,7 +15,15 @@ from numbers import Number
 from pathlib import Path
 from types import NoneType
 
-from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
+from common import (
+    LONGEST_CONFIG,
+    UserError,
+    in_one_line,
+    launched_rank,
+    progress,
+    quoted,
+    say_on_rank_0,
+)
 
 ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
 # types whose repr() tells all of a value and nothing of the process
@@ -372,7 +380,8 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 # --- token ids
 
 
-AT_ONCE = 10_000  # texts in a call of the tokenizer, which takes them in parallel
+AT_ONCE = 1000  # texts in a call of the tokenizer, which takes them in parallel
+PATIENCE = 10  # seconds without a progress bar: most data are ready by then
 
 
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
@@ -384,11 +393,22 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
 def token_ids(texts: list[str], tokenizer, special: bool) -> list[list[int]]:
     """The token ids of each text. special: whether the tokenizer adds special tokens."""
     ids = []
+    bar = bar_of(len(texts), "tokenised")
     # until it returns, a call needs several times the memory of the ids, and there may be millions
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
         ids += tokenizer(part, add_special_tokens=special)["input_ids"]
+        bar.update(len(part))
+    bar.close()
     return ids
+
+
+def bar_of(count: int, what: str):
+    """A progress bar of so many texts, on rank 0, for what takes longer than PATIENCE. what: what
+    has been done to them."""
+    few = count <= AT_ONCE  # as in every step, which has a bar of its own
+    off = few or launched_rank() > 0
+    return progress(total=count, desc=f"{what}: ", unit="text", delay=PATIENCE, disable=off)
 
 
 RARE = "\U00010000"  # Linear B: only a vocabulary of bytes, which holds every character, knows it
@@ -513,7 +533,12 @@ class Encoder:
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
-        texts = [self.render(row) for row in rows]
+        texts = []
+        bar = bar_of(len(rows), "written by the chat template")
+        for row in rows:
+            texts.append(self.render(row))
+            bar.update()
+        bar.close()
         warn_of_unknown(texts, self.tokenizer, "prompts")
         all_ids = tokenise(texts, self.tokenizer)
         encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
