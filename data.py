@@ -25,7 +25,7 @@ import huggingface_hub.constants
 import tasks
 from checks import SOURCE, entries, sources
 from common import PATHS, ROOT, UserError, in_one_line, near_path, quoted, say_on_rank_0
-from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
+from prompts import encode_prompts, is_blank, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
@@ -168,11 +168,13 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         if found and all(column_of(raw, column, found) is found for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
+    left_out = []  # their places
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
         # 0 and False are answers, NaN (which does not equal itself) is not
-        if prompt in (None, "") or answer in (None, "") or answer != answer:
+        if prompt is None or is_blank(prompt) or answer in (None, "") or answer != answer:
+            left_out.append(place)
             continue
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
@@ -205,10 +207,10 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
             f"needs eval_dataset.prompt and .answer"
         )
     make_ids_unique(rows, name)
-    if len(rows) < len(found):
+    if left_out:
         say_on_rank_0(
-            f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
-            f"and are left out"
+            f"{name}: {len(left_out)} of {len(found)} rows have no prompt or no answer and are "
+            f"left out, the first is {left_out[0]}"
         )
     return rows
 

@@ -38,6 +38,8 @@ MOST_MESSAGES = 1000  # in a conversation: a template goes through all of them
 def prompt_fault(prompt) -> str:
     """What is wrong with a row's prompt, as the end of a sentence that begins "the prompt"; "" if
     nothing is."""
+    if is_blank(prompt):
+        return "is empty or white space: give it a text, or leave the row out"
     if isinstance(prompt, str):
         return ""
     if not isinstance(prompt, list):
@@ -54,9 +56,14 @@ def prompt_fault(prompt) -> str:
     last = prompt[-1]
     if last["role"] != "user":
         return f"ends with a message of the role {last['role']!r}; the last must be the user's"
-    if not last["content"]:
-        return "ends with a message of the user that is empty"
+    if is_blank(last["content"]):
+        return "ends with a message of the user that is empty or white space: leave the row out"
     return ""
+
+
+def is_blank(value) -> bool:
+    """Whether a value is a text without a character that can be seen."""
+    return isinstance(value, str) and not value.strip()
 
 
 def message_fault(i: int, message) -> str:
@@ -588,7 +595,7 @@ class Encoder:
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
             if excess <= 0:
-                if not prompt_text(shorter):
+                if is_blank(prompt_text(shorter)):
                     return None
                 # uncut_prompt: see with_uncut()
                 return {**shorter, "prompt_ids": ids, "uncut_prompt": row["prompt"]}
