@@ -370,6 +370,8 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     dataset has."""
     name = source["name"]
     split = source["split"]
+    check_part(source)
+    check_folder(name)
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         dataset = part_of(dataset, split, name)
@@ -404,6 +406,33 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     if dataset.builder_name == "json":
         warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def check_part(source: dict) -> None:
+    """UserError if what stands in brackets behind a split is not a part of it."""
+    import datasets
+
+    split = source["split"]
+    try:
+        if "[" in split:
+            datasets.ReadInstruction.from_spec(split)
+    except ValueError:
+        raise UserError(
+            f"dataset {source['name']!r}: split={split!r} is not written as a part of a split: "
+            f"write it as in 'train[:90%]', 'train[-10%:]' or 'train[100:200]', with whole numbers "
+            f"and at most 100%"
+        ) from None
+
+
+def check_folder(name: str) -> None:
+    """UserError for a folder for which the datasets library would read another: it looks for files
+    by a pattern that the folder's name is part of. What save_to_disk wrote it opens by name."""
+    whole = os.path.realpath(name)
+    if os.path.isdir(name) and glob.has_magic(whole) and not is_saved_to_disk(Path(name)):
+        raise UserError(
+            f"dataset {name!r}: the datasets library takes [, * and ? in the name of its folder, "
+            f"{whole!r}, for a pattern, and may read another folder: rename it"
+        )
 
 
 def part_of(dataset: dict, split: str, name: str):
@@ -525,7 +554,7 @@ def open_dataset(source: dict):
     try:
         if is_parquet:  # datasets calls its only split "train"
             # escaped: in the name of a file * and ? are not patterns
-            files = glob.escape(name) if os.path.isfile(name) else name
+            files = glob.escape(os.path.abspath(name)) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)
