@@ -86,6 +86,7 @@ from prompts import (
     render_prompt,
     set_chat_template,
     tokenise,
+    warn_of_seeds,
     with_prompt,
     with_trained,
 )
@@ -675,6 +676,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     try_optimizer(c)
 
     # rows and the rewards that judge them
+    warn_of_seeds(files.tokenizer, c)
     pools, pool_weights = data.training_pools(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     loaded_rows = data.all_rows([*pools, easy])  # evaluation prompts are still among them

@@ -608,8 +608,16 @@ class Encoder:
 
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
-    """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with
-    {seed} and {prompt} filled in. A template without {prompt} is added below the prompt."""
+    """The token ids of a row's prompt for every InfoSeed seed."""
+    texts = []
+    for text in seed_texts(prompt_text(row), c):
+        texts.append(render_prompt(with_prompt(row, text), tokenizer, c))
+    return tokenise(texts, tokenizer)
+
+
+def seed_texts(text: str, c: dict) -> list[str]:
+    """The user's text for every seed: info_seed_prompt_template with {seed} and {prompt} filled in.
+    A template without {prompt} is added below the text."""
     template = c["info_seed_prompt_template"]
     if "{prompt}" not in template:
         template = "{prompt}\n" + template
@@ -617,6 +625,10 @@ def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     texts = []
     for z in range(c["info_seed_num_seeds"]):
         filled = [part.replace("{seed}", str(z)) for part in parts]
-        seeded = with_prompt(row, prompt_text(row).join(filled))
-        texts.append(render_prompt(seeded, tokenizer, c))
-    return tokenise(texts, tokenizer)
+        texts.append(text.join(filled))
+    return texts
+
+
+def warn_of_seeds(tokenizer, c: dict) -> None:
+    """Warns of characters of info_seed_prompt_template that the model will not see."""
+    warn_of_unknown(seed_texts("", c), tokenizer, "prompts with a seed (info_seed_prompt_template)")
