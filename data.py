@@ -25,7 +25,7 @@ import huggingface_hub.constants
 import tasks
 from checks import SOURCE, entries, sources
 from common import PATHS, ROOT, UserError, in_one_line, near_path, quoted, say_on_rank_0
-from prompts import encode_prompts, messages_of, prompt_fault, prompt_key, with_uncut
+from prompts import encode_prompts, is_blank, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
 OURS = ("id", "task", "solutions", "num_modes", "enumeration")
@@ -168,11 +168,13 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         if found and all(column_of(raw, column, found) is found for raw in found.values()):
             raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
     rows = []
+    left_out = []  # their places
     for i, (place, raw) in enumerate(found.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
         # 0 and False are answers, NaN (which does not equal itself) is not
-        if prompt in (None, "") or answer in (None, "") or answer != answer:
+        if prompt is None or is_blank(prompt) or answer in (None, "") or answer != answer:
+            left_out.append(place)
             continue
         if fault := prompt_fault(prompt):
             raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
@@ -205,10 +207,10 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
             f"needs eval_dataset.prompt and .answer"
         )
     make_ids_unique(rows, name)
-    if len(rows) < len(found):
+    if left_out:
         say_on_rank_0(
-            f"{name}: {len(found) - len(rows)} of {len(found)} rows have no prompt or no answer "
-            f"and are left out"
+            f"{name}: {len(left_out)} of {len(found)} rows have no prompt or no answer and are "
+            f"left out, the first is {left_out[0]}"
         )
     return rows
 
@@ -368,6 +370,8 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     dataset has."""
     name = source["name"]
     split = source["split"]
+    check_part(source)
+    check_folder(name)
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         dataset = part_of(dataset, split, name)
@@ -402,6 +406,33 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     if dataset.builder_name == "json":
         warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def check_part(source: dict) -> None:
+    """UserError if what stands in brackets behind a split is not a part of it."""
+    import datasets
+
+    split = source["split"]
+    try:
+        if "[" in split:
+            datasets.ReadInstruction.from_spec(split)
+    except ValueError:
+        raise UserError(
+            f"dataset {source['name']!r}: split={split!r} is not written as a part of a split: "
+            f"write it as in 'train[:90%]', 'train[-10%:]' or 'train[100:200]', with whole numbers "
+            f"and at most 100%"
+        ) from None
+
+
+def check_folder(name: str) -> None:
+    """UserError for a folder for which the datasets library would read another: it looks for files
+    by a pattern that the folder's name is part of. What save_to_disk wrote it opens by name."""
+    whole = os.path.realpath(name)
+    if os.path.isdir(name) and glob.has_magic(whole) and not is_saved_to_disk(Path(name)):
+        raise UserError(
+            f"dataset {name!r}: the datasets library takes [, * and ? in the name of its folder, "
+            f"{whole!r}, for a pattern, and may read another folder: rename it"
+        )
 
 
 def part_of(dataset: dict, split: str, name: str):
@@ -523,7 +554,7 @@ def open_dataset(source: dict):
     try:
         if is_parquet:  # datasets calls its only split "train"
             # escaped: in the name of a file * and ? are not patterns
-            files = glob.escape(name) if os.path.isfile(name) else name
+            files = glob.escape(os.path.abspath(name)) if os.path.isfile(name) else name
             return datasets.load_dataset("parquet", data_files=files, split="train")
         if is_saved_to_disk(Path(name)):
             return datasets.load_from_disk(name)

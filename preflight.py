@@ -25,6 +25,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file, logging
 
 import checkpoint
@@ -85,6 +86,7 @@ from prompts import (
     render_prompt,
     set_chat_template,
     tokenise,
+    warn_of_seeds,
     with_prompt,
     with_trained,
 )
@@ -143,10 +145,10 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         tokenizer = load_tokenizer(model)
         check_tokenizer(model, tokenizer, vocab_size)
         choose_template(model, tokenizer, chat_template, vocab_size)
-        stop_ids = stop_token_ids(model, tokenizer, vocab_size)
+        stop_ids = stop_token_ids(model, tokenizer, config)
         refuse_closed_prompts(model, tokenizer, stop_ids)
         if not dry_run or has_weights(model):
-            check_weights(model, quantised(config))
+            check_weights(model, quantised(config) or unknown_rope(config))
         else:
             empty_model(model, config)  # at least config.json must describe one
             if os.path.isdir(model):
@@ -349,10 +351,15 @@ def refuse_closed_prompts(model: str, tokenizer, stop_ids: list[int]) -> None:
         )
 
 
-def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
+def stop_token_ids(model: str, tokenizer, config) -> list[int]:
     """The ids of tokens that end a completion: the tokenizer's EOS and those of
-    generation_config.json."""
+    generation_config.json or, without such a file, of a list in config.json. A single number there
+    may be no more than the default of its class. config: Hugging Face's."""
+    vocab_size = config.vocab_size
     eos = generation_eos(model)
+    of_config = getattr(config, "eos_token_id", None)
+    if isinstance(of_config, list) and not is_there(model, "generation_config.json"):
+        eos = of_config
     ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     stop_ids = []
     for i in ids:
@@ -360,9 +367,9 @@ def stop_token_ids(model: str, tokenizer, vocab_size: int) -> list[int]:
             continue
         if type(i) is not int or not 0 <= i < vocab_size:
             raise UserError(
-                f"model={model!r}: the end-of-sequence token {i!r} of its tokenizer or of "
-                f"generation_config.json must be a number from 0 to {vocab_size - 1}: "
-                f"the model has no other token, so no completion would ever end"
+                f"model={model!r}: the end-of-sequence token {i!r} of its tokenizer, "
+                f"generation_config.json or config.json must be a number from 0 to "
+                f"{vocab_size - 1}: the model has no other token, so no completion would ever end"
             )
         stop_ids.append(i)
     if not stop_ids:
@@ -405,7 +412,22 @@ def empty_model(model: str, config):
         with torch.device("meta"):  # shapes without storage
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # as in load_part
-        raise unusable(model, "config.json", error) from None
+        raise unusable(model, "config.json", unknown_rope(config) or error) from None
+
+
+def unknown_rope(config) -> str:
+    """A sentence if transformers does not know the type of the model's rotary positions, else "":
+    it would say no more than KeyError."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    for part in (rope, *rope.values()):  # some models have one for each type of layer
+        kind = part.get("rope_type", "default") if isinstance(part, dict) else "default"
+        if kind not in known:
+            return (
+                f"config.json has rope_type={quoted(kind)}, which this version of transformers "
+                f"does not know; it knows {', '.join(known)}"
+            )
+    return ""
 
 
 def has_weights(model: str) -> bool:
@@ -431,7 +453,7 @@ def quantised(config) -> str:
 
 def check_weights(model: str, kind: str) -> None:
     """UserError if a model's weights can't be loaded, don't match config.json, or are NaN. kind:
-    the result of quantised()."""
+    what quantised() or unknown_rope() says, which tells more than the error that it causes."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
@@ -654,6 +676,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     try_optimizer(c)
 
     # rows and the rewards that judge them
+    warn_of_seeds(files.tokenizer, c)
     pools, pool_weights = data.training_pools(c, files.tokenizer)
     easy = data.easy_rows(c, files.tokenizer)
     loaded_rows = data.all_rows([*pools, easy])  # evaluation prompts are still among them

@@ -15,7 +15,15 @@ from numbers import Number
 from pathlib import Path
 from types import NoneType
 
-from common import LONGEST_CONFIG, UserError, in_one_line, quoted, say_on_rank_0
+from common import (
+    LONGEST_CONFIG,
+    UserError,
+    in_one_line,
+    launched_rank,
+    progress,
+    quoted,
+    say_on_rank_0,
+)
 
 ADDED = ("prompt_ids", "uncut_prompt")  # what encode_prompts() adds to a row
 # types whose repr() tells all of a value and nothing of the process
@@ -30,6 +38,8 @@ MOST_MESSAGES = 1000  # in a conversation: a template goes through all of them
 def prompt_fault(prompt) -> str:
     """What is wrong with a row's prompt, as the end of a sentence that begins "the prompt"; "" if
     nothing is."""
+    if is_blank(prompt):
+        return "is empty or white space: give it a text, or leave the row out"
     if isinstance(prompt, str):
         return ""
     if not isinstance(prompt, list):
@@ -46,9 +56,14 @@ def prompt_fault(prompt) -> str:
     last = prompt[-1]
     if last["role"] != "user":
         return f"ends with a message of the role {last['role']!r}; the last must be the user's"
-    if not last["content"]:
-        return "ends with a message of the user that is empty"
+    if is_blank(last["content"]):
+        return "ends with a message of the user that is empty or white space: leave the row out"
     return ""
+
+
+def is_blank(value) -> bool:
+    """Whether a value is a text without a character that can be seen."""
+    return isinstance(value, str) and not value.strip()
 
 
 def message_fault(i: int, message) -> str:
@@ -372,7 +387,8 @@ def end_of_turn(tokenizer, stop_ids: list[int]) -> str:
 # --- token ids
 
 
-AT_ONCE = 10_000  # texts in a call of the tokenizer, which takes them in parallel
+AT_ONCE = 1000  # texts in a call of the tokenizer, which takes them in parallel
+PATIENCE = 10  # seconds without a progress bar: most data are ready by then
 
 
 def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
@@ -384,11 +400,22 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
 def token_ids(texts: list[str], tokenizer, special: bool) -> list[list[int]]:
     """The token ids of each text. special: whether the tokenizer adds special tokens."""
     ids = []
+    bar = bar_of(len(texts), "tokenised")
     # until it returns, a call needs several times the memory of the ids, and there may be millions
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
         ids += tokenizer(part, add_special_tokens=special)["input_ids"]
+        bar.update(len(part))
+    bar.close()
     return ids
+
+
+def bar_of(count: int, what: str):
+    """A progress bar of so many texts, on rank 0, for what takes longer than PATIENCE. what: what
+    has been done to them."""
+    few = count <= AT_ONCE  # as in every step, which has a bar of its own
+    off = few or launched_rank() > 0
+    return progress(total=count, desc=f"{what}: ", unit="text", delay=PATIENCE, disable=off)
 
 
 RARE = "\U00010000"  # Linear B: only a vocabulary of bytes, which holds every character, knows it
@@ -513,7 +540,12 @@ class Encoder:
 
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
-        texts = [self.render(row) for row in rows]
+        texts = []
+        bar = bar_of(len(rows), "written by the chat template")
+        for row in rows:
+            texts.append(self.render(row))
+            bar.update()
+        bar.close()
         warn_of_unknown(texts, self.tokenizer, "prompts")
         all_ids = tokenise(texts, self.tokenizer)
         encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
@@ -563,7 +595,7 @@ class Encoder:
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)
             excess = self.size(shorter, ids) - self.limit
             if excess <= 0:
-                if not prompt_text(shorter):
+                if is_blank(prompt_text(shorter)):
                     return None
                 # uncut_prompt: see with_uncut()
                 return {**shorter, "prompt_ids": ids, "uncut_prompt": row["prompt"]}
@@ -576,8 +608,16 @@ class Encoder:
 
 
 def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
-    """The token ids of a row's prompt for every InfoSeed seed: info_seed_prompt_template with
-    {seed} and {prompt} filled in. A template without {prompt} is added below the prompt."""
+    """The token ids of a row's prompt for every InfoSeed seed."""
+    texts = []
+    for text in seed_texts(prompt_text(row), c):
+        texts.append(render_prompt(with_prompt(row, text), tokenizer, c))
+    return tokenise(texts, tokenizer)
+
+
+def seed_texts(text: str, c: dict) -> list[str]:
+    """The user's text for every seed: info_seed_prompt_template with {seed} and {prompt} filled in.
+    A template without {prompt} is added below the text."""
     template = c["info_seed_prompt_template"]
     if "{prompt}" not in template:
         template = "{prompt}\n" + template
@@ -585,6 +625,10 @@ def seed_prompts(row: dict, tokenizer, c: dict) -> list[list[int]]:
     texts = []
     for z in range(c["info_seed_num_seeds"]):
         filled = [part.replace("{seed}", str(z)) for part in parts]
-        seeded = with_prompt(row, prompt_text(row).join(filled))
-        texts.append(render_prompt(seeded, tokenizer, c))
-    return tokenise(texts, tokenizer)
+        texts.append(text.join(filled))
+    return texts
+
+
+def warn_of_seeds(tokenizer, c: dict) -> None:
+    """Warns of characters of info_seed_prompt_template that the model will not see."""
+    warn_of_unknown(seed_texts("", c), tokenizer, "prompts with a seed (info_seed_prompt_template)")

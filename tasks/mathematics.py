@@ -115,7 +115,7 @@ def gold_text(answer) -> str:
 # an answer that a dataset keeps within JSON; {"x": 2, "y": 3} may be an answer itself
 WRAPPED = re.compile(r'\s*\{\s*"(?:ground_truth|answer)"\s*:')
 SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all spaces except between two digits
-NUMBER = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?")
+NUMBER = re.compile(r"-?[0-9]{1,400}(?:\.[0-9]{1,400})?")  # any float, as gold_text() writes it
 # groups: minus sign, numerator, denominator
 LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]{1,18})\}\{([0-9]{1,18})\}")
 PLAIN_FRACTION = re.compile(r"(-?)(-?[0-9]{1,18})/([0-9]{1,18})")

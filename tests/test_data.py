@@ -63,13 +63,14 @@ def test_rows_without_prompt_or_answer_are_left_out_and_counted(tmp_path, capsys
         {"prompt": "a", "answer": "1"},
         {"prompt": "b"},
         {"prompt": "", "answer": "1"},
+        {"prompt": " \n\u3000", "answer": "1"},
         {"prompt": "c", "answer": ""},
         {"prompt": "d", "answer": None},
-        {"prompt": "e", "answer": "1"},
+        {"prompt": "e", "answer": " "},
     )
     # the others keep the numbers that they have in the file
-    assert [(row["id"], row["prompt"]) for row in load(path)] == [("0", "a"), ("5", "e")]
-    assert "4 of 6" in capsys.readouterr().out
+    assert [(row["id"], row["prompt"]) for row in load(path)] == [("0", "a"), ("6", "e")]
+    check_words(capsys.readouterr().out, "5 of 7", f"the first is {path}:2")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,10 @@ ODD_MESSAGE = {"role": "user", "content": "a", "at": datetime.date(2026, 1, 1)}
         ([{**GOOD, 1: 2} | {"answer": 1}, "text"], ["row 1 must be a dict, not 'text'"]),
         ([{"id": "0", "task": "t", "prompt": "p"}], ["lacks 'answer': it has id, task, prompt"]),
         ([GOOD | {"prompt": 5}], ["row 0: the prompt must be text", "not a int"]),
+        (
+            [GOOD | {"prompt": " "}],
+            ["row 0: the prompt is empty or white space", "leave the row out"],
+        ),
         ([GOOD | {"task": 5}], ["row 0: 'task' must be a name, not 5"]),
         ([GOOD | {"check": lambda: 0}], ["row 0 can't be sent to a reward", "pickle"]),
         ([GOOD | {"answer": {(0, 1): 2}}], ["row 0 can't be sent to a reward", "keys must be"]),

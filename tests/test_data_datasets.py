@@ -197,8 +197,7 @@ def test_a_folder_of_save_to_disk_is_read_with_or_without_splits(tmp_path):
         assert [row["prompt"] for row in load(two, split=part)] == prompts
     datasets.DatasetDict({"train-2": dataset}).save_to_disk(tmp_path / "odd")
     assert len(load(str(tmp_path / "odd"), split="train-2")) == 2
-    for part in ("train[", "dev[:1]"):
-        check_words(refusal(load, two, split=part), f"no split {part!r}", "train, test")
+    check_words(refusal(load, two, split="dev[:1]"), "no split 'dev[:1]'", "train, test")
     for part in ("train[5:]", "train[1:1]"):
         check_words(refusal(load, two, split=part), f"split={part!r} has no rows", "'train': 2")
     other = datasets.Dataset.from_dict({"prompt": ["1+1"], "answer": [2]})
@@ -217,6 +216,32 @@ def test_without_a_test_split_it_is_told_what_to_evaluate(tmp_path):
         check_words(refusal(load, name, split="test"), name, "--eval_dataset.split", "train[:256]")
         assert len(load(name, split="train[:1]")) == 1
     assert "eval_dataset" not in refusal(load, str(folder), split="train[5:]")
+
+
+@pytest.mark.parametrize("part", ["train[:120%]", "train[:1", "train[::2]", "train[:.5%]"])
+def test_a_part_that_is_not_written_as_one_is_refused(part, tmp_path):
+    dataset = datasets.Dataset.from_dict({"prompt": ["1+1", "2+2"], "answer": ["2", "4"]})
+    datasets.DatasetDict(train=dataset).save_to_disk(tmp_path / "saved")
+    (tmp_path / "folder").mkdir()
+    dataset.to_parquet(tmp_path / "folder" / "train.parquet")
+    for name in (str(tmp_path / "saved"), str(tmp_path / "folder")):
+        said = refusal(load, name, split=part)
+        check_words(said, f"{name!r}: split={part!r}", "not written as a part", "at most 100%")
+
+
+def test_a_folder_whose_name_is_a_pattern_is_not_taken_for_another(tmp_path, monkeypatch):
+    """The datasets library would read the rows of run1 for those of run[1]."""
+    odd = tmp_path / "run[1]"
+    for folder, prompt in ((odd, "ours"), (tmp_path / "run1", "others")):
+        folder.mkdir()
+        parquet(folder, prompt=[prompt], answer=["1"])
+    check_words(refusal(load, str(odd)), repr(str(odd)), "for a pattern", "rename it")
+    monkeypatch.chdir(odd)
+    for name in (".", "rows.parquet", str(odd / "rows.parquet")):
+        if name == ".":
+            check_words(refusal(load, name), repr(str(odd)), "rename it")
+        else:
+            assert [row["prompt"] for row in load(name)] == ["ours"]
 
 
 def test_rows_that_differ_from_what_the_readme_counts_are_told(tmp_path):

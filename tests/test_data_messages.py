@@ -152,6 +152,7 @@ def test_leakage_is_of_whole_conversations():
         ([{"role": "user", "content": None}], ["number 1 must have a text", "None"]),
         ([{"role": "user", "content": [{"type": "text"}]}], ["must have a text", "[{'type'"]),
         ([QUESTION, ANSWER, {"role": "user", "content": ""}], ["that is empty"]),
+        ([{"role": "user", "content": " \n"}], ["empty or white space", "leave the row out"]),
     ],
 )
 def test_a_malformed_list_is_one_sentence_with_file_and_line(tmp_path, prompt, words):

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import data
 import infoseed
+import preflight
 import prompts
 import rollout
 import sft
@@ -171,6 +172,20 @@ def test_a_seed_prompt_fills_in_the_template_and_leaves_braces_of_the_prompt_alo
     assert tokenizer.decode(ids[0]) == f"<|user|>{first}<|assistant|>"
     assert len(ids) == 3
     assert len({tuple(i) for i in ids}) == 3
+
+
+def test_characters_of_the_template_that_the_tokenizer_leaves_out_are_told(tiny_model_dir, capsys):
+    flags = ["config/countdown_tiny.py", f"--model={tiny_model_dir}", "--eval_steps=0"]
+    flags += ["--info_seed_num_seeds=2", "--info_seed_prompt_template={prompt} №{seed}"]
+    preflight.load_inputs(load_config(flags), 1)
+    said = capsys.readouterr().out
+    assert (
+        "no token for '№': the model does not see these characters in 2 of 2 prompts with" in said
+    )
+    assert said.count("warning") == 1 and "info_seed_prompt_template" in said
+    for quiet in (flags[:-1], [*flags, "--info_seed_num_seeds=0"]):
+        preflight.load_inputs(load_config(quiet), 1)
+        assert "warning" not in capsys.readouterr().out
 
 
 # 8 and 5 tokens, 19 and 16 with a seed

@@ -357,6 +357,11 @@ def test_a_number_may_be_gold():
     assert math_reward("\\boxed{0.00001}", 0.00001) == 1.0
     assert math_reward("\\boxed{e-5}", 0.00001) == 0.0
     assert math_reward("\\boxed{10000000000000000}", 1e16) == 1.0
+    for right in ("1e21", "1e+21", "1{,}000{,}000{,}000{,}000{,}000{,}000{,}000", "10^{21}"):
+        assert math_reward(f"\\boxed{{{right}}}", 1e21) == 1.0
+    for wrong in ("1e20", "1000000000000000000001", "1e-21"):
+        assert math_reward(f"\\boxed{{{wrong}}}", 1e21) == 0.0
+    assert math_reward("\\boxed{1.5e-30}", 1.5e-30) == 1.0
 
 
 @pytest.mark.parametrize(

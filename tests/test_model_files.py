@@ -70,7 +70,25 @@ def test_a_warm_start_stops_where_its_model_did_without_a_generation_config(
     lm, tokenizer = sft.load_model(load_config(["config/countdown_tiny.py", f"--model={model}"]))
     sft.save(tmp_path / "saved", lm, tokenizer, None, {"loss": 0.5, "seconds": 3.0})
     stops = [preflight.load_model_files(str(path)).stop_ids for path in (model, tmp_path / "saved")]
-    assert stops[0] == stops[1] == [tokenizer.eos_token_id]
+    assert stops[0] == stops[1] == [tokenizer.eos_token_id, 16]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_rotary_positions_of_an_unknown_type_are_one_sentence(
+    dry_run, nested, tiny_model_dir, tmp_path
+):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    if dry_run:
+        (model / "model.safetensors").unlink()
+    rope = {"rope_type": "spiral", "rope_theta": 10000.0}
+    settings = json.loads((model / "config.json").read_text())
+    if nested:
+        settings |= {"model_type": "gemma3_text", "head_dim": 32}
+        rope = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    (model / "config.json").write_text(json.dumps(settings | {"rope_parameters": rope}))
+    said = refusal(preflight.load_model_files, str(model), dry_run=dry_run)
+    check_words(said, "config.json has rope_type='spiral'", "it knows default, ", "llama3")
 
 
 @pytest.mark.parametrize("asked", ["output_attentions", "return_dict"])

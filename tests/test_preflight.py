@@ -445,14 +445,19 @@ def test_special_tokens_beyond_the_model_matter_only_where_prompts_hold_them(fol
 
 def test_the_tokens_that_end_a_completion_are_the_tokenizers_and_the_models(folder, tmp_path):
     tokenizer = sft.tiny_tokenizer()
-    assert stop_token_ids(str(folder), tokenizer, 101) == [0]
+    config = SimpleNamespace(vocab_size=101, eos_token_id=[0, 7])  # read if no other file has them
+    assert stop_token_ids(str(folder), tokenizer, config) == [0]
     generation = tmp_path / "generation_config.json"
     generation.write_text('{"eos_token_id": [4, 0]}')
-    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [0, 4]
+    assert stop_token_ids(str(tmp_path), tokenizer, config) == [0, 4]
     tokenizer.eos_token = None
-    assert stop_token_ids(str(tmp_path), tokenizer, 101) == [4, 0]
+    assert stop_token_ids(str(tmp_path), tokenizer, config) == [4, 0]
     generation.write_text("{}")
-    assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, 101)
+    assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, config)
+    generation.unlink()
+    assert stop_token_ids(str(tmp_path), tokenizer, config) == [0, 7]
+    config.eos_token_id = 7
+    assert "end-of-sequence" in refusal(stop_token_ids, str(tmp_path), tokenizer, config)
 
 
 def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, capsys):

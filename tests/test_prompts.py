@@ -355,3 +355,17 @@ def test_many_texts_are_tokenised_as_few_are(monkeypatch):
     assert prompts.tokenise(texts, TOKENIZER) == whole
     assert len(whole) == 5
     assert prompts.tokenise([], TOKENIZER) == []
+
+
+def test_only_what_takes_long_has_a_progress_bar_and_only_on_rank_0(monkeypatch, capsys):
+    rows = [ROW] * 5
+
+    def shown(patience: int, rank: int = 0, at_once: int = 2) -> str:
+        monkeypatch.setattr(prompts, "PATIENCE", patience)
+        monkeypatch.setattr(prompts, "AT_ONCE", at_once)
+        monkeypatch.setenv("RANK", str(rank))
+        prompts.encode_prompts(rows, TOKENIZER, load_config([]))
+        return capsys.readouterr().err
+
+    check_words(shown(0), "written by the chat template: 100% 5/5", "tokenised: 100% 5/5")
+    assert shown(0, rank=1) == shown(0, at_once=5) == shown(3600) == ""
