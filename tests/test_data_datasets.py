@@ -177,6 +177,9 @@ def test_a_column_of_which_no_row_has_a_value_is_there(tmp_path):
         (loaded,) = load(source, more=["tools", "info.x"])
         assert (loaded["tools"], loaded["info.x"]) == (None, None)
     check_words(refusal(load, jsonl(tmp_path, row), more=["info.y"]), "no row", "'info.y'")
+    two = datasets.Dataset.from_list([row, row | {"info": None}])
+    two.select([1]).to_parquet(file)  # a null where others have columns within
+    assert [loaded["info.x"] for loaded in load(str(file), more=["info.x"])] == [None]
 
 
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
