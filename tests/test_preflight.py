@@ -547,6 +547,11 @@ def test_positions_that_follow_the_longest_row_of_a_batch_are_refused():
         max_position_embeddings=None, rope_parameters={"rope_type": "dynamic"}
     )
     preflight.check_context(endless, c)
+    # YaRN's factor adds positions to those of config.json; vLLM knows how many
+    model = SimpleNamespace(max_position_embeddings=63, rope_parameters={"rope_type": "yarn"})
+    preflight.check_context(model, c)
+    model.rope_parameters["rope_type"] = "default"
+    check_words(refusal(preflight.check_context, model, c), "more than the 63 positions")
 
 
 def test_a_servers_address_is_checked_before_anything_loads():
