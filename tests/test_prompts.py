@@ -137,7 +137,8 @@ def test_the_hash_of_answers_is_the_same_in_every_process():
 
 def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text(OWN)
-    for given_as in (OWN, str(tmp_path / "template.jinja")):
+    (tmp_path / "windows.jinja").write_text(OWN, encoding="utf-8-sig")  # a byte order mark
+    for given_as in (OWN, str(tmp_path / "template.jinja"), str(tmp_path / "windows.jinja")):
         tokenizer = load_model_files(str(tiny_model_dir), given_as).tokenizer
         assert rendered(tokenizer, "--system_prompt=S") == "[system]S[user]1+1?[me]"
     assert load_model_files(str(tiny_model_dir)).tokenizer.chat_template == sft.TEMPLATE
