@@ -340,10 +340,10 @@ def choose_template(model: str, tokenizer, chat_template: str, vocab_size: int) 
 
 
 def refuse_closed_prompts(model: str, tokenizer, stop_ids: list[int]) -> None:
-    """UserError if the tokenizer of a base model appends a token that ends a text to every
-    prompt."""
+    """UserError if the tokenizer of a base model appends a token that ends a text to every prompt.
+    With a chat template it appends none, see tokenise()."""
     last = tokenise(["1"], tokenizer)[0][-1:]
-    if not tokenizer.chat_template and last and last[0] in stop_ids:
+    if last and last[0] in stop_ids:
         raise UserError(
             f"model={model!r}: its tokenizer ends every prompt with {tokenizer.decode(last)!r}, "
             f"after which there is nothing to complete: remove that from the post_processor in "

@@ -498,8 +498,9 @@ def check_alike(told: dict) -> None:
         for what in first | other:  # a rank with other code has other keys
             here, there = first.get(what), other.get(what)
             if here != there:
+                # at length: long settings, such as a mixture, may differ at their ends only
                 raise RunStopped(
-                    f"rank {rank} was started with {what}={quoted(there)} and rank 0 with "
-                    f"{quoted(here)}: start all ranks with the same command, code, "
-                    "packages and data"
+                    f"rank {rank} was started with {what}={quoted(there, 2000)} and rank 0 with "
+                    f"{quoted(here, 2000)}: start all ranks with the same command, code, packages "
+                    f"and data"
                 )

@@ -50,6 +50,8 @@ SYMBOLS = MINUS | str.maketrans(
     }
 )
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ matches as \\. and so does not count as a brace
+# an answer that a dataset keeps within JSON; {"x": 2, "y": 3} may be an answer itself
+WRAPPED = re.compile(r'\s*\{\s*"(?:ground_truth|answer)"\s*:')
 
 
 # --- finding the answer
@@ -96,8 +98,8 @@ def stated_answer(text: str) -> str | None:
 
 
 def gold_text(answer) -> str:
-    """The row's answer as text. TypeError unless it is a text or a number, ValueError for NaN and
-    infinity."""
+    """The row's answer as text. TypeError unless it is a text or a number, ValueError for NaN,
+    infinity and an answer inside a JSON object, which no answer would equal."""
     if not isinstance(answer, (str, int, float)):
         kind = type(answer).__name__
         raise TypeError(f"the right answer must be a text or a number, not a {kind}")
@@ -107,13 +109,14 @@ def gold_text(answer) -> str:
         return format(Decimal(repr(float(answer))), "f")  # 0.00001, not 1e-05
     text = str(answer).rpartition("####")[2]  # GSM8K has the reasoning before this mark
     stated = stated_answer(text)  # in a whole solution, as in the column `solution` of MATH
-    return text if stated is None else stated
+    right = text if stated is None else stated
+    if WRAPPED.match(right):  # as in SYNTHETIC-1
+        raise ValueError("the right answer must be bare, not inside a JSON object")
+    return right
 
 
 # --- by value
 
-# an answer that a dataset keeps within JSON; {"x": 2, "y": 3} may be an answer itself
-WRAPPED = re.compile(r'\s*\{\s*"(?:ground_truth|answer)"\s*:')
 SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")  # all spaces except between two digits
 NUMBER = re.compile(r"-?[0-9]{1,400}(?:\.[0-9]{1,400})?")  # any float, as gold_text() writes it
 # groups: minus sign, numerator, denominator
@@ -369,8 +372,6 @@ def math_reward(completion: str, answer: str, **row) -> float:
     number in \text{} after the answer, 5\text{ or 6}. Numbers after the first unit are not read:
     3\text{ hours }40\text{ minutes} is 3, unless the right answer has two units."""
     right = gold_text(answer)
-    if WRAPPED.match(right):  # as in SYNTHETIC-1
-        raise ValueError("the right answer must be bare, not inside a JSON object")
     given = stated_answer(completion) or ""
     if len(given) > MAX_CHARACTERS:
         return 0.0

@@ -350,6 +350,8 @@ def test_columns_that_rewards_or_evaluations_know_come_by_themselves_and_others_
         tmp_path, {"prompt": "a", "answer": "1", "level": 7}, {"prompt": "b", "answer": math.nan}
     )
     assert "no row has the column 'depth'" in refusal(load, lines, more=["depth"])
+    (tmp_path / "empty.jsonl").touch()
+    assert "its 0 rows" in refusal(load, str(tmp_path / "empty.jsonl"), more=["depth"])
     assert "no row has the column 'depth' (\"more\"" in refusal(load, "countdown", more=["depth"])
     (row,) = load(lines, more=["level"])  # NaN is no answer
     assert row["level"] == 7
@@ -367,8 +369,9 @@ def test_the_other_sources_bring_the_training_datas_columns_where_they_have_them
         return data.easy_rows(c, TOKENIZER) + preflight.checked_eval_rows(c, FILES)
 
     assert [row["level"] for row in others("level")] == [7, 7]
-    for row in others("depth"):  # they may be of another kind
-        assert "depth" not in row and "level" not in row
+    for column in ("depth", "depth.of"):  # they may be of another kind
+        for row in others(column):
+            assert column not in row and "level" not in row
 
 
 @pytest.mark.parametrize("task", ["os:system", 3])

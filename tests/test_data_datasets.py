@@ -68,6 +68,13 @@ def test_a_link_that_leads_nowhere_is_told_where_it_leads(ending, tmp_path):
     assert "did you mean" not in said
 
 
+def test_brackets_in_the_name_of_a_file_are_no_pattern(tmp_path):
+    first, other = tmp_path / "rows[1].parquet", tmp_path / "rows1.parquet"
+    for file in (first, other):
+        datasets.Dataset.from_dict({"prompt": [file.name], "answer": ["1"]}).to_parquet(file)
+    assert [row["prompt"] for row in load(str(first))] == [first.name]
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
     """As Spark and Dask call the one that they write the parts into."""
@@ -117,7 +124,7 @@ def test_dots_lead_into_a_column_of_which_no_two_rows_are_alike(tmp_path):
 def test_texts_that_the_library_takes_for_something_else_are_told(tmp_path, capsys):
     """It makes 7 of "007" where another row holds a number, and datetimes of dates."""
     for number, answers in enumerate(
-        (["007", 8], ["2020-01-01"], ["7", "8"], [{"a": 1}, {"b": 2}])
+        (["007", 8], ["2020-01-01"], ["7", "8"], [{"a": 1}, {"b": 2}], [["7"], {"a": "7"}])
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -137,7 +144,8 @@ def test_texts_within_a_column_that_the_library_takes_for_numbers_are_told(tmp_p
     for number, inner in enumerate((["7", ["8"]], [[{"is": "7"}], [{"is": ["8"]}]])):
         folder = tmp_path / str(number)
         folder.mkdir()
-        jsonl(folder, *({"prompt": "a", "rm": {"gold": gold}} for gold in inner))
+        rows = [{"prompt": "a", "rm": {"gold": gold}} for gold in inner]
+        jsonl(folder, {"prompt": "a", "rm": None}, *rows)
         assert load(str(folder), answer="rm.gold")[0]["answer"] in (7, [{"is": 7}])
         check_words(capsys.readouterr().out, "warning", "'rm'", "name a .jsonl file itself")
     jsonl(folder, *({"prompt": "a", "answer": {name: "7"}} for name in "bc"), {"prompt": "a"})
@@ -169,6 +177,9 @@ def test_a_column_of_which_no_row_has_a_value_is_there(tmp_path):
         (loaded,) = load(source, more=["tools", "info.x"])
         assert (loaded["tools"], loaded["info.x"]) == (None, None)
     check_words(refusal(load, jsonl(tmp_path, row), more=["info.y"]), "no row", "'info.y'")
+    two = datasets.Dataset.from_list([row, row | {"info": None}])
+    two.select([1]).to_parquet(file)  # a null where others have columns within
+    assert [loaded["info.x"] for loaded in load(str(file), more=["info.x"])] == [None]
 
 
 def test_a_column_within_a_column_that_is_misspelt_is_told_what_there_is(tmp_path):
@@ -316,10 +327,13 @@ def test_files_that_are_not_there_or_not_what_they_seem_are_one_sentence(tmp_pat
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "dataset_info.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    for name in ("broken.parquet", "nowhere.parquet", "folder", "empty"):
+    (tmp_path / "half").mkdir()
+    jsonl(tmp_path / "half", '{"prompt": "a", "ans')
+    for name in ("broken.parquet", "nowhere.parquet", "folder", "empty", "half"):
         message = refusal(load, str(tmp_path / name))
         assert name in message
         assert "not a task" not in message
+    assert "JSON parse error" in message  # not only that the library could not generate a dataset
 
 
 def test_datasets_in_offline_mode_are_one_sentence():

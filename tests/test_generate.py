@@ -25,6 +25,7 @@ import journal
 import rollout
 import scoring
 from common import UserError, load_config, load_with_flags
+from prompts import answers_hash, prompts_hash
 from scoring import RewardFunction
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,19 +109,24 @@ def test_without_a_limit_it_takes_every_row_of_every_source(tiny_model_dir, tmp_
         rows = [{"prompt": f"{name}{i}", "answer": "1"} for i in range(size)]
         sources.append({"name": jsonl(tmp_path / name, *rows)})
     asked = []
+    told = []
 
     def batch_lines(exam, places, c):
-        asked.extend(exam.rows[i]["prompt"] for i in places)
+        asked.extend(exam.rows[i] for i in places)
         return {}
 
     monkeypatch.setattr(generate, "batch_lines", batch_lines)
+    monkeypatch.setattr(generate, "check_alike", told.append)
     monkeypatch.setattr(generate, "leave_together", lambda sampler: None)
     monkeypatch.setattr(rollout, "start_sampler", lambda *args: None)
     flags = [f"--model={tiny_model_dir}", f"--dataset={sources}", "--reward_funcs=['length']"]
     c = load_config([*flags, "--prompts_per_step=2", "--reward_workers=0"])
     own = checks.FLAGS["generate"] | {"output": str(tmp_path / "out.jsonl")}
     generate.main(c, own)
-    assert asked == ["a0", "a1", "a2", "b0", "b1"]
+    assert [row["prompt"] for row in asked] == ["a0", "a1", "a2", "b0", "b1"]
+    # ranks compare what they sample for: each writes its own prompts' lines
+    assert told[0]["hash of the prompts"] == prompts_hash(asked)
+    assert told[0]["hash of the answers"] == answers_hash(asked)
 
 
 def lines_of(path: Path) -> list[dict]:

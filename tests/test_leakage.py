@@ -240,4 +240,6 @@ def test_evaluate_warns_of_them(monkeypatch, capsys):
         evaluate.main(load_config(["--model=some/where"]))
     assert asked == [(rows, "some/where")]
     assert told[0]["hash of the prompts"] == prompts.prompts_hash(rows)
+    # ranks with other numbers of seeds would wait for each other
+    assert told[0]["seeds"] == evaluate.FLAGS["evaluate"]["seeds"]
     assert capsys.readouterr().out == "it may\n"

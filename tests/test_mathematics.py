@@ -483,8 +483,10 @@ def test_no_number_is_no_gold(gold):
 
 def test_an_answer_inside_of_a_json_object_is_refused():
     """As SYNTHETIC-1 has it: compared as mathematics it would equal nothing. A list is read."""
-    with pytest.raises(ValueError, match="JSON object"):
-        math_reward("\\boxed{4}", '{"ground_truth": "4"}')
+    for gold in ('{"ground_truth": "4"}', '{"answer": 4}', ' {\n  "answer" : 4\n}'):
+        for reward in (math_reward, math_exact):
+            with pytest.raises(ValueError, match="JSON object"):
+                reward("\\boxed{4}<answer>4</answer>", gold)
     assert math_reward("\\boxed{4}", '["4"]') == 1
     assert math_reward("\\boxed{4}", '{"thought": "2 + 2"}\n#### 4') == 1
     assert math_reward("\\boxed{4}", '{"ground_truth": "it is \\boxed{4}"}') == 1

@@ -114,6 +114,16 @@ def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
     assert words in logs[0].read_text()
 
 
+def test_ranks_that_differ_at_the_end_of_a_mixture_are_told_where(monkeypatch):
+    mixture = [{"name": f"/data/sums_of_numbers_{i}.jsonl", "weight": 1.0} for i in range(9)]
+    other = mixture[:-1] + [mixture[-1] | {"weight": 2.0}]
+    monkeypatch.setattr(ranks, "gather_objects", lambda told: [told, told | {"dataset": other}])
+    with pytest.raises(common.RunStopped) as stopped:
+        ranks.check_alike({"dataset": mixture})
+    assert "'weight': 1.0}]: start" in str(stopped.value)
+    assert "'weight': 2.0}] and rank 0" in str(stopped.value)
+
+
 @pytest.mark.parametrize("asked, threads", [({}, 2), ({"OMP_NUM_THREADS": "3"}, 3)])
 def test_a_rank_has_no_more_threads_than_cores_it_may_use_unless_it_was_told(
     asked, threads, tmp_path

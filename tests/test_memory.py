@@ -279,6 +279,8 @@ def test_transformers_sample_as_many_rows_at_once_as_they_like():
         with pytest.raises(RunStopped, match=f"memory ran out .*: {cure}_TOKENS"):
             with train.enough_memory(phase, c):
                 more_than_any_machine_has()
+        for engine in ("vllm", "server"):
+            assert "HF_TOKENS" not in train.less_memory(phase, c | {"rollout_engine": engine})
 
 
 @pytest.mark.parametrize("engine, at_gpu", [("vllm", True), ("vllm", False), ("server", True)])

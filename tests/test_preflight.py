@@ -425,9 +425,9 @@ def smaller_model(folder: Path, vocab_size: int) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_tokenizer_larger_than_the_model_is_refused(folder, dry_run):
-    smaller_model(folder, 90)
+    smaller_model(folder, 100)
     message = refusal(load_model_files, str(folder), dry_run=dry_run)
-    check_words(message, "number 100", "vocab_size=90")
+    check_words(message, "number 100", "vocab_size=100")
 
 
 def test_special_tokens_beyond_the_model_matter_only_where_prompts_hold_them(folder):
@@ -552,6 +552,11 @@ def test_positions_that_follow_the_longest_row_of_a_batch_are_refused():
         max_position_embeddings=None, rope_parameters={"rope_type": "dynamic"}
     )
     preflight.check_context(endless, c)
+    # YaRN's factor adds positions to those of config.json; vLLM knows how many
+    model = SimpleNamespace(max_position_embeddings=63, rope_parameters={"rope_type": "yarn"})
+    preflight.check_context(model, c)
+    model.rope_parameters["rope_type"] = "default"
+    check_words(refusal(preflight.check_context, model, c), "more than the 63 positions")
 
 
 def test_a_servers_address_is_checked_before_anything_loads():

@@ -12,7 +12,7 @@ import pytest
 from row_files import check_words, refusal
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
-from tokenizers.normalizers import BertNormalizer
+from tokenizers.normalizers import BertNormalizer, Replace
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -137,7 +137,8 @@ def test_the_hash_of_answers_is_the_same_in_every_process():
 
 def test_a_chat_template_comes_as_text_or_as_a_file(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text(OWN)
-    for given_as in (OWN, str(tmp_path / "template.jinja")):
+    (tmp_path / "windows.jinja").write_text(OWN, encoding="utf-8-sig")  # a byte order mark
+    for given_as in (OWN, str(tmp_path / "template.jinja"), str(tmp_path / "windows.jinja")):
         tokenizer = load_model_files(str(tiny_model_dir), given_as).tokenizer
         assert rendered(tokenizer, "--system_prompt=S") == "[system]S[user]1+1?[me]"
     assert load_model_files(str(tiny_model_dir)).tokenizer.chat_template == sft.TEMPLATE
@@ -306,10 +307,10 @@ def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_one_sentence():
 
 def test_characters_that_the_tokenizer_leaves_out_are_told(capsys):
     config = load_config([])
-    rows = [ROW | {"prompt": text} for text in ("3 × 4 ≤ a", "a\tb\u200b", "1+1?")]
+    rows = [ROW | {"prompt": text} for text in ("3 × 4 ≤ a", "2×2", "a\tb\u200b", "1+1?")]
     prompts.encode_prompts(rows, TOKENIZER, config)
-    check_words(capsys.readouterr().out, "warning", "'×≤'", "1 of 3 prompts")
-    prompts.encode_prompts(rows[1:], TOKENIZER, config)
+    check_words(capsys.readouterr().out, "warning", "'×≤'", "2 of 4 prompts")
+    prompts.encode_prompts(rows[2:], TOKENIZER, config)
     row = ROW | {"prompt_ids": [1], "solutions": ["2 €", "2"]}
     assert "warning" not in capsys.readouterr().out
     sft.demonstrations([row], TOKENIZER, config)
@@ -331,12 +332,17 @@ def test_characters_that_only_words_or_special_tokens_hold_are_not_told(capsys):
     accents = Tokenizer(WordPiece({"[UNK]": 0, "cafe": 1, "c": 2}, unk_token="[UNK]"))
     accents.normalizer = BertNormalizer()
     accents.pre_tokenizer = BertPreTokenizer()
+    no_sign = Tokenizer(WordLevel({"[UNK]": 0, "go": 1}, unk_token="[UNK]"))
+    no_sign.normalizer = Replace("×", "")
+    far = "1" * 150
     cases = [
         (words, "[UNK]", ["left ", "go left"], ""),  # a space at the end makes no difference
         (words, "[UNK]", ["go left", "go wild"], "'diw'"),  # but l, which "left" holds
         (digits, None, ["<|user|>1+1=", "<|user|>2="], ""),
         (digits, None, ["<|user|>1+1=", "<|user|>2×2="], "'×'"),
+        (digits, None, [far + "<|user|>" + far], ""),
         (strict, None, ["ab"], ""),
+        (no_sign, "[UNK]", ["go×", "go"], "'×'"),  # other unknown signs get a token
         (accents, "[UNK]", ["Café"], ""),
         (accents, "[UNK]", ["Café", "c ❤"], "'❤'"),
     ]

@@ -206,3 +206,12 @@ def test_an_endless_prompt_is_refused_dropped_or_cut(tokenizer, seeds, capsys):
     assert 30 < len(cut["prompt_ids"]) <= 60
     assert other["id"] == ROW["id"]
     assert "1 have lost the beginning" in capsys.readouterr().out
+
+
+def test_only_a_prompt_that_is_trained_on_needs_room_for_a_seed():
+    c = load_config(["--model=x", "--info_seed_num_seeds=4", "--max_prompt_length=6"])
+    row = ROW | {"prompt": "1+1?"}  # four tokens between the template's two
+    (encoded,) = prompts.encode_prompts([row], TOKENIZER, c)
+    assert len(encoded["prompt_ids"]) == 6
+    message = refusal(prompts.encode_prompts, [row], TOKENIZER, c, seeds=True)
+    check_words(message, "1 of 1 prompts are longer", "tokens with its seed")

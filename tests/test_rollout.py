@@ -438,6 +438,13 @@ def test_transformers_sample_many_prompts_as_one_alone(tiny_model_dir, monkeypat
             assert r | {"logprobs": 0} == expected | {"logprobs": 0}
 
 
+def test_transformers_sample_nothing_for_a_rank_without_prompts(tiny_model_dir):
+    """As in an evaluation of fewer problems than ranks."""
+    engine = rollout.HfEngine(str(tiny_model_dir), {}, torch.float32, torch.device("cpu"))
+    sampling = rollout.Sampling(temperature=1.0, max_tokens=2, stop_token_ids=[0], seeds=[])
+    assert rollout.generate(engine, sft.tiny_tokenizer(), [], 2, sampling) == []
+
+
 def hf_engine(tmp_path, model_config) -> rollout.HfEngine:
     """An HfEngine with a model of random weights, large enough that its tokens matter."""
     torch.manual_seed(0)
@@ -489,10 +496,13 @@ def test_transformers_compute_the_prompt_of_a_group_once(tmp_path, model_config,
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [13], [14, 15, 16]]
     sampling = rollout.Sampling(temperature=0.8, max_tokens=6, stop_token_ids=[0], seeds=[3, 5, 7])
     rollouts = engine.generate(prompts, 4, sampling)
-    engine.generate(prompts[:1], 1, sampling._replace(max_tokens=1, seeds=[3]))
+    first = len(computed)
+    for n in (1, 2):
+        engine.generate(prompts[:1], n, sampling._replace(max_tokens=1, seeds=[3]))
     count.remove()
     assert engine.shares_prompts == shares
-    assert computed[-1] == 8  # alone in its group it is computed at once
+    # alone in its group it is computed at once; what can't be shared is tried only once
+    assert computed[first:] == ([8, 7, 2] if shares else [8, 16])
     # all but the last token of each prompt, padded to 7, and then that one in every row
     assert computed[:2] == [3 * 7, 12 if shares else 12 * 8]
     for r in rollouts:

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from row_files import check_words, refusal
+from tokenizers.processors import TemplateProcessing
 
 import sft
 from common import load_config
@@ -40,6 +41,15 @@ def test_solutions_that_are_too_long_are_counted(capsys):
     assert len(group) == 1
     sentence = "max_completion_length=20: 2 of 3 solutions are empty or longer, and are left out"
     assert sentence in capsys.readouterr().out
+
+
+def test_a_solution_does_not_begin_with_the_token_that_begins_a_prompt():
+    """As Llama's tokenizer would put it there: the model never samples it."""
+    tokenizer = sft.tiny_tokenizer()
+    single = TemplateProcessing("<|user|> $A", special_tokens=[("<|user|>", 3)])
+    tokenizer.backend_tokenizer.post_processor = single
+    ((group, _),) = sft.demonstrations([row_of(["12"])], tokenizer, load_config([]))
+    assert group[0]["completion_ids"] == [*tokenizer.convert_tokens_to_ids(["1", "2"]), 0]
 
 
 def test_half_of_a_rows_demonstrations_show_a_seed_and_lean_to_its_own_solutions():
