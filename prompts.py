@@ -541,7 +541,7 @@ class Encoder:
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
         texts = []
-        bar = bar_of(len(rows), "written by the chat template")
+        bar = bar_of(len(rows), "rendered")
         for row in rows:
             texts.append(self.render(row))
             bar.update()

@@ -373,5 +373,5 @@ def test_only_what_takes_long_has_a_progress_bar_and_only_on_rank_0(monkeypatch,
         prompts.encode_prompts(rows, TOKENIZER, load_config([]))
         return capsys.readouterr().err
 
-    check_words(shown(0), "written by the chat template: 100% 5/5", "tokenised: 100% 5/5")
+    check_words(shown(0), "rendered: 100% 5/5", "tokenised: 100% 5/5")
     assert shown(0, rank=1) == shown(0, at_once=5) == shown(3600) == ""
