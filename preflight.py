@@ -666,6 +666,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     if warning := leakage_warning(eval_rows, c["model"]):
         say_on_rank_0(warning)
+    warn_of_few_prompts(pools, c)
     train_rows = data.all_rows([*pools, easy])
     return Inputs(
         model_config=files.config,
@@ -694,6 +695,16 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
         say_on_rank_0(
             "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
             "same for all groups"
+        )
+
+
+def warn_of_few_prompts(pools: list[list[dict]], c: dict) -> None:
+    count = sum(map(len, pools))
+    if count < c["prompts_per_step"]:
+        say_on_rank_0(
+            f"warning: dataset has {count} prompts, fewer than prompts_per_step="
+            f"{c['prompts_per_step']}, so a step repeats some: a policy learns these by heart, and "
+            f"little for others"
         )
 
 

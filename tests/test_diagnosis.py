@@ -7,7 +7,9 @@ import in_child
 import pytest
 import torch
 
+import checks
 import common
+import preflight
 import train
 
 WRONG = torch.zeros(3, 4)  # (P, G)
@@ -166,3 +168,21 @@ def test_the_loop_tells_a_user_in_its_fifth_step(tiny_model_dir, tmp_path):
     assert "have been cut off at max_completion_length=12: raise it" in words
     assert "differed by 1 at most, and maxent_q_temperature * (maxent_tau + beta) = 9.2" in words
     assert "equal rewards" not in words
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.1, 0.05, {0: 1.0, 9: 0.01}])
+def test_a_temperature_at_which_a_group_says_one_thing_is_warned_about(temperature):
+    defaults = common.default_config()
+    config = common.with_tau(defaults | {"temperature": temperature}, 1000)
+    said = [line for line in checks.warn_config(config, 1000, defaults) if "temperature" in line]
+    cold = temperature in (0.05, {0: 1.0, 9: 0.01})
+    assert [line.startswith("temperature=") for line in said] == [True] * cold
+
+
+@pytest.mark.parametrize("sizes, warned", [([4], False), ([1, 3], False), ([3], True)])
+def test_fewer_prompts_than_a_step_takes_are_warned_about(sizes, warned, capsys):
+    pools = [[{"id": str(i)} for i in range(size)] for size in sizes]
+    preflight.warn_of_few_prompts(pools, {"prompts_per_step": 4})
+    said = capsys.readouterr().out
+    assert ("dataset has 3 prompts, fewer than prompts_per_step=4" in said) == warned
+    assert bool(said) == warned
