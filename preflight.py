@@ -699,12 +699,13 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
 
 
 def warn_of_few_prompts(pools: list[list[dict]], c: dict) -> None:
+    """Warns if a step must take the same prompt several times."""
     count = sum(map(len, pools))
     if count < c["prompts_per_step"]:
         say_on_rank_0(
-            f"warning: dataset has {count} prompts, fewer than prompts_per_step="
-            f"{c['prompts_per_step']}, so a step repeats some: a policy learns these by heart, and "
-            f"little for others"
+            f"warning: dataset has {count} prompt(s), fewer than prompts_per_step="
+            f"{c['prompts_per_step']}, so a step repeats some: these will be learnt by heart, "
+            f"and little for other prompts"
         )
 
 

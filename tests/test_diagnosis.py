@@ -184,5 +184,5 @@ def test_fewer_prompts_than_a_step_takes_are_warned_about(sizes, warned, capsys)
     pools = [[{"id": str(i)} for i in range(size)] for size in sizes]
     preflight.warn_of_few_prompts(pools, {"prompts_per_step": 4})
     said = capsys.readouterr().out
-    assert ("dataset has 3 prompts, fewer than prompts_per_step=4" in said) == warned
+    assert ("dataset has 3 prompt(s), fewer than prompts_per_step=4" in said) == warned
     assert bool(said) == warned
