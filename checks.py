@@ -1154,6 +1154,11 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"warmup_steps={c['warmup_steps']} is more than max_steps={c['max_steps']}: the "
             f"learning rate ends on its way up to learning_rate={c['learning_rate']}"
         )
+    if min(values_of(c["temperature"])) < 0.1:
+        warnings.append(
+            f"temperature={c['temperature']} goes below 0.1: the completions of a group are then "
+            f"nearly the same, and nothing is learnt from equal rewards; 0.6 to 1.0 is usual"
+        )
     if c["keep_every"] and c["save_steps"] <= 0:
         warnings.append(
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "

@@ -689,6 +689,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     if warning := leakage_warning(eval_rows, c["model"]):
         say_on_rank_0(warning)
+    warn_of_few_prompts(pools, c)
     train_rows = data.all_rows([*pools, easy])
     return Inputs(
         model_config=files.config,
@@ -717,6 +718,17 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
         say_on_rank_0(
             "warning: xdr_mode_adaptive_tau=True: no row is of a task with modes, so tau is the "
             "same for all groups"
+        )
+
+
+def warn_of_few_prompts(pools: list[list[dict]], c: dict) -> None:
+    """Warns if a step must take the same prompt several times."""
+    count = sum(map(len, pools))
+    if count < c["prompts_per_step"]:
+        say_on_rank_0(
+            f"warning: dataset has {count} prompt(s), fewer than prompts_per_step="
+            f"{c['prompts_per_step']}, so a step repeats some: these will be learnt by heart, "
+            f"and little for other prompts"
         )
 
 

@@ -464,7 +464,7 @@ def test_a_run_warns_of_a_turn_that_does_not_end_a_completion(folder, tmp_path, 
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<|user|>"
     rows = jsonl(tmp_path, {"prompt": "1+1?", "answer": "2"})
     flags = [f"--model={folder}", f"--dataset.name={rows}", "--reward_funcs=['math']"]
-    flags += ["--reward_workers=0"]
+    flags += ["--reward_workers=0", "--prompts_per_step=1"]
     preflight.load_inputs(load_config(flags), 1)
     spaced = template.replace("<|user|>", "\n<|end|>\n")  # as some end it
     preflight.load_inputs(load_config([*flags, f"--chat_template={spaced}"]), 1)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import child
 import in_child
@@ -413,40 +412,6 @@ def test_a_scripts_own_flag_is_known_by_other_trainers_names_too():
     own, config = common.load_with_flags(["--lr=2e-3"], checks.FLAGS["sft"])
     assert own["learning_rate"] == 2e-3
     assert config["learning_rate"] == common.default_config()["learning_rate"]
-
-
-def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
-    said = []
-    config = common.load_config(["--objective=dr_grpo", "--reward_funcs=countdown"])
-    run = SimpleNamespace(
-        equal_steps=0, say=said.append, config=config, controller_state={"beta": 0.0}
-    )
-    wrong = torch.zeros(3, 4)  # (P, G)
-    one_right = wrong.clone()
-    one_right[1, 2] = 1.0
-    almost = [wrong] * (train.EQUAL_STEPS - 1)
-    for rewards in [*almost, one_right, *almost]:
-        train.warn_of_equal_rewards(run, rewards)
-    assert not said
-    for _ in range(3):
-        train.warn_of_equal_rewards(run, wrong)
-    (warning,) = said
-    assert "equal rewards (mean 0), from which nothing is learnt" in warning
-    maxent = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
-    cases = [
-        ({"unlikeliness_coef": 0.5}, torch.ones(3, 4), False),
-        ({"unlikeliness_coef": 0.5}, wrong, True),
-        ({"policy_entropy_bonus_coef": 0.5}, wrong, True),
-        ({"objective": "token_entropy"}, wrong, False),
-        (maxent, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), False),
-        (maxent, wrong, True),
-    ]
-    for learns, rewards, warned in cases:
-        said.clear()
-        run.config = config | learns
-        run.equal_steps = train.EQUAL_STEPS - 1
-        train.warn_of_equal_rewards(run, rewards)
-        assert bool(said) == warned, learns  # where groups teach something it would be false
 
 
 def warm_start(folder: Path, ranks: int, *flags: str) -> float:

@@ -1,0 +1,188 @@
+"""What a run says in its first steps if it does not learn: which warning, when, how often; and that
+a healthy run gets none."""
+
+from types import SimpleNamespace
+
+import in_child
+import pytest
+import torch
+
+import checks
+import common
+import preflight
+import train
+
+WRONG = torch.zeros(3, 4)  # (P, G)
+ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
+HEALTHY = {"completions/clipped_ratio": 0.1, "completions/jaccard": 0.6}
+
+
+def run_of(*flags: str, beta: float = 0.0, tau: float = 0.2) -> SimpleNamespace:
+    """A run before its first step, as far as warnings read it; `said` collects them."""
+    said = []
+    return SimpleNamespace(
+        config=common.load_config(["--reward_funcs=countdown", *flags]),
+        controller_state={"tau": tau, "beta": beta},
+        step=0,
+        equal_steps=0,
+        cut_steps=0,
+        told_of_cuts=False,
+        widest=0.0,
+        said=said,
+        say=said.append,
+    )
+
+
+def take_steps(run, rewards, count: int = 1, all_right: bool = False, **metrics: float) -> None:
+    """The warnings of `count` steps. metrics: beside the healthy ones, by their last word."""
+    shown = HEALTHY | {f"completions/{name}": value for name, value in metrics.items()}
+    for _ in range(count):
+        run.step += 1
+        train.warn_of_cuts(run, shown)
+        train.warn_of_equal_rewards(run, rewards, shown, all_right)
+        train.warn_of_flat_weights(run, rewards)
+
+
+def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
+    run = run_of("--objective=dr_grpo")
+    for _ in range(2):
+        take_steps(run, WRONG, train.EQUAL_STEPS - 1)
+        take_steps(run, ONE_RIGHT)
+    assert not run.said
+    take_steps(run, WRONG, train.EQUAL_STEPS + 2)
+    (warning,) = run.said
+    assert "equal rewards (mean 0), from which nothing is learnt" in warning
+    maxent = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
+    cases = [
+        ({"unlikeliness_coef": 0.5}, torch.ones(3, 4), False),
+        ({"unlikeliness_coef": 0.5}, WRONG, True),
+        ({"policy_entropy_bonus_coef": 0.5}, WRONG, True),
+        ({"objective": "token_entropy"}, WRONG, False),
+        (maxent, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), False),
+        (maxent, WRONG, True),
+        ({"objective": "grpo", "beta": 0.1}, WRONG, True),  # a KL only
+        ({"objective": "grpo", "beta": 0.1}, ONE_RIGHT, False),
+    ]
+    run.controller_state["beta"] = 0.1
+    config = run.config
+    for learns, rewards, warned in cases:
+        run.said.clear()
+        run.config = config | learns
+        run.equal_steps = train.EQUAL_STEPS - 1
+        train.warn_of_equal_rewards(run, rewards, HEALTHY, all_right=False)
+        assert bool(run.said) == warned, learns  # where groups teach something it would be false
+
+
+def equal_rewards_said(run, rewards=WRONG, **shown) -> str:
+    take_steps(run, rewards, train.EQUAL_STEPS, **shown)
+    (warning,) = [line for line in run.said if "equal rewards" in line]
+    return warning.split("nothing is learnt: ")[1]
+
+
+def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common():
+    from_the_start = equal_rewards_said(run_of())
+    assert from_the_start.endswith("and at reward_funcs=['countdown']")
+    # a reward that was learnt from is no suspect
+    run = run_of("--learning_rate=0.02")
+    take_steps(run, ONE_RIGHT)
+    broken = equal_rewards_said(run)
+    assert "lower learning_rate=0.02" in broken and "reward_funcs" not in broken
+    # partly right: nothing was lost
+    run = run_of()
+    take_steps(run, ONE_RIGHT)
+    half = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    assert equal_rewards_said(run, half) == from_the_start
+    for rewards, looks in ((ONE_RIGHT, False), (torch.ones(3, 4), True)):
+        run = run_of()
+        take_steps(run, rewards, all_right=looks)  # else all were right before anything was learnt
+        right = equal_rewards_said(run, torch.ones(3, 4), all_right=True)
+        assert "take harder prompts" in right
+        assert ("reward_funcs" in right) == looks
+    cut = equal_rewards_said(run_of("--max_completion_length=5"), clipped_ratio=0.97)
+    assert cut == "97% of the completions are cut off at max_completion_length=5"
+    alike = equal_rewards_said(run_of("--temperature=0.1"), jaccard=1.0)
+    assert "raise temperature=0.1" in alike
+
+
+def test_completions_without_an_end_are_spoken_of_once():
+    run = run_of("--max_completion_length=9")
+    for _ in range(2):  # half of them is not more than half
+        take_steps(run, ONE_RIGHT, train.CUT_STEPS - 1, clipped_ratio=0.9)
+        take_steps(run, ONE_RIGHT, clipped_ratio=train.CUT_SHARE)
+    assert not run.said
+    for _ in range(2):
+        take_steps(run, ONE_RIGHT, train.CUT_STEPS + 2, clipped_ratio=0.9)
+        take_steps(run, ONE_RIGHT)
+    (warning,) = run.said
+    assert "(now 90%) have been cut off at max_completion_length=9" in warning
+    assert "if they ended before, the policy is breaking, so lower learning_rate=1e-06" in warning
+
+
+def test_completions_that_never_ended_are_no_sign_of_a_broken_policy():
+    run = run_of()
+    take_steps(run, ONE_RIGHT, train.CUT_STEPS, clipped_ratio=1.0)
+    (warning,) = run.said
+    assert "max_completion_length=512: raise it, or see with --dry_run" in warning
+
+
+@pytest.mark.parametrize(
+    "flags, beta, tau, size, warned",
+    [
+        ((), 0.0, 0.2, 1.0, False),
+        ((), 0.0, 0.9, 1.0, False),  # far above the bound, of which checks.tau_warnings warns
+        ((), 5.0, 0.2, 1.0, True),
+        ((), 0.0, 2.0, 1.0, True),
+        ((), 0.0, 2.0, 10.0, False),  # rewards of 0 and 10
+        ((), 0.0, 0.2, 0.1, True),  # rewards of 0 and 0.1
+        (("--maxent_q_temperature=10",), 0.0, 0.2, 1.0, True),
+        (("--objective=dr_grpo",), 5.0, 0.2, 1.0, False),  # no weights
+        (("--objective=xdr",), 0.0, 5.0, 1.0, False),  # softmax(advantage / tau): flat is dr_grpo
+    ],
+)
+def test_weights_that_rewards_hardly_move_are_spoken_of(flags, beta, tau, size, warned):
+    run = run_of(*flags, beta=beta, tau=tau)
+    take_steps(run, WRONG)
+    take_steps(run, size * ONE_RIGHT, 20)
+    assert [line for line in run.said if "hardly tell right from wrong" in line] == (
+        run.said if warned else []
+    )
+    assert len(run.said) == warned
+
+
+def test_small_differences_are_no_fault_beside_large_ones_nor_late():
+    run = run_of()
+    take_steps(run, ONE_RIGHT)
+    take_steps(run, 0.01 * ONE_RIGHT, 20)
+    assert not run.said
+    late = run_of()
+    late.step = train.FLAT_STEPS  # as after a resume
+    take_steps(late, 0.01 * ONE_RIGHT, 20)
+    assert not late.said
+
+
+def test_the_loop_tells_a_user_in_its_fifth_step(tiny_model_dir, tmp_path):
+    """An untrained model ends few of its texts; rewards of 0 and 1 mean nothing at beta = 9."""
+    flags = {"reward_funcs": "parity_reward:parity", "beta": 9, "max_steps": 5}
+    status, words = in_child.run(None, tiny_model_dir, tmp_path / "run", **flags)
+    assert status == 0, words
+    assert "have been cut off at max_completion_length=12: raise it" in words
+    assert "differed by 1 at most, and maxent_q_temperature * (maxent_tau + beta) = 9.2" in words
+    assert "equal rewards" not in words
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.1, 0.05, {0: 1.0, 9: 0.01}])
+def test_a_temperature_at_which_a_group_says_one_thing_is_warned_about(temperature):
+    defaults = common.default_config()
+    config = common.with_tau(defaults | {"temperature": temperature}, 1000)
+    said = [line for line in checks.warn_config(config, 1000, defaults) if "temperature" in line]
+    cold = temperature in (0.05, {0: 1.0, 9: 0.01})
+    assert [line.startswith("temperature=") for line in said] == [True] * cold
+
+
+@pytest.mark.parametrize("sizes, warned", [([4], False), ([1, 3], False), ([3], True)])
+def test_fewer_prompts_than_a_step_takes_are_warned_about(sizes, warned, capsys):
+    pools = [[{"id": str(i)} for i in range(size)] for size in sizes]
+    preflight.warn_of_few_prompts(pools, {"prompts_per_step": 4})
+    said = capsys.readouterr().out
+    assert ("dataset has 3 prompt(s), fewer than prompts_per_step=4" in said) == warned
+    assert bool(said) == warned
