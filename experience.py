@@ -19,13 +19,18 @@ import infoseed
 import learner
 import rollout
 import scoring
-from checks import entries
+from checks import OBJECTIVES, entries
 from common import print_above_bar, scheduled
 from data import all_rows
 from loss import equal_groups
 from preflight import Inputs
-from ranks import World, gather_objects, gather_rows, wait_for_ranks
+from ranks import World, any_rank, gather_objects, gather_rows, wait_for_ranks
 from stream import Replay, step_rows
+
+EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group taught anything
+CUT_STEPS = 5  # likewise, in which more than CUT_SHARE of the completions were cut off
+CUT_SHARE = 0.5
+FLAT_STEPS = 5  # a run warns if in its first steps, this many, no weights told right from wrong
 
 
 class Collected(NamedTuple):
@@ -316,3 +321,115 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         right=torch.stack([group.right for group in kept]),
         rewards=collected.rewards[order],
     )
+
+
+# --- why a run may not learn
+
+
+class Symptoms:
+    """Looks for what would explain that a run does not learn. Counts over the steps of this launch;
+    equal_steps goes on at a resume."""
+
+    def __init__(self, config: dict, equal_steps: int = 0):
+        self.config = config
+        self.equal_steps = equal_steps  # in a row, in which no group's rewards taught anything
+        self.cut_steps = 0  # in a row, in which more than CUT_SHARE of completions were cut off
+        self.told_of_cuts = False
+        self.widest = 0.0  # the largest difference of two rewards of a group
+
+    def look(
+        self, step: int, collected: Collected, metrics: dict, tau: float, beta: float
+    ) -> list[str]:
+        """The warnings after a step, usually none. All ranks together. step: how many are done;
+        tau, beta: those of this step; metrics: likewise, the same on all ranks."""
+        rewards = collected.rewards[:, : self.config["num_generations"]]  # (P, G)
+        looks = (
+            self.look_at_cuts(step, metrics["completions/clipped_ratio"]),
+            self.look_at_equal(step, rewards, metrics, collected.right),
+            self.look_at_weights(step, rewards, tau, beta),
+        )
+        return [f"warning: {sentence}" for sentence in looks if sentence]
+
+    def look_at_cuts(self, step: int, share: float) -> str:
+        """A sentence, once, when for CUT_STEPS steps more than CUT_SHARE of the completions had no
+        end. share: of this step."""
+        c = self.config
+        self.cut_steps = self.cut_steps + 1 if share > CUT_SHARE else 0
+        if self.cut_steps < CUT_STEPS or self.told_of_cuts:
+            return ""
+        self.told_of_cuts = True
+        cure = "raise it, or see with --dry_run which tokens end a completion"
+        if self.cut_steps < step:
+            cure = (
+                f"if they ended before, the policy is breaking, so lower "
+                f"learning_rate={c['learning_rate']}; if not, {cure}"
+            )
+        return (
+            f"for {CUT_STEPS} steps more than {CUT_SHARE:.0%} of the completions (now {share:.0%}) "
+            f"have been cut off at max_completion_length={c['max_completion_length']}: {cure}"
+        )
+
+    def look_at_equal(self, step: int, rewards, metrics: dict, right) -> str:
+        """A sentence when for EQUAL_STEPS steps no group's rewards (P, G) taught anything. right
+        (p, G + S): which of this rank's completions are correct."""
+        c = self.config
+        # InfoSeed's rows have rewards and a loss of their own; 0.0: the gradient of a KL, which any
+        # group has, teaches nothing new
+        teaches = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, 0.0, c).any()
+        self.equal_steps = 0 if teaches else self.equal_steps + 1
+        if self.equal_steps != EQUAL_STEPS:
+            return ""
+        all_right = not any_rank(not bool(right.all()))
+        return (
+            f"for {EQUAL_STEPS} steps all completions of a group have had equal rewards (mean "
+            f"{rewards.mean():.3g}), from which nothing is learnt: "
+            f"{self.suspect(step, rewards, metrics, all_right)}"
+        )
+
+    def suspect(self, step: int, rewards, metrics: dict, all_right: bool) -> str:
+        """The end of look_at_equal()'s sentence, by what the completions have in common."""
+        c = self.config
+        differed = self.equal_steps < step  # before these steps
+        cut_off = metrics["completions/clipped_ratio"]
+        to_see = (
+            f"look at a few with --log_rollouts_steps=1, and at reward_funcs={c['reward_funcs']}"
+        )
+        if all_right and differed:
+            return "all are right, so take harder prompts, or stop here"
+        if all_right:
+            return f"all have been right from the first step; take harder prompts, or {to_see}"
+        if cut_off > CUT_SHARE:  # look_at_cuts() says what to do
+            length = c["max_completion_length"]
+            return f"{cut_off:.0%} of the completions are cut off at max_completion_length={length}"
+        if metrics["completions/jaccard"] > 0.999:
+            return (
+                f"the completions of a group are the same, too; raise "
+                f"temperature={c['temperature']}, or, if they differed at first, lower "
+                f"learning_rate={c['learning_rate']}"
+            )
+        if differed and not (rewards > 0).any():
+            return (
+                f"rewards differed before, so the policy may have lost what it knew; lower "
+                f"learning_rate={c['learning_rate']}"
+            )
+        return to_see
+
+    def look_at_weights(self, step: int, rewards, tau: float, beta: float) -> str:
+        """A sentence if in the run's first FLAT_STEPS steps no rewards (P, G) of a group differed
+        enough for its weights to tell right from wrong. Only then: later, when all answers are
+        right, small differences, such as those of a penalty on length, may be all that is left."""
+        c = self.config
+        if step > FLAT_STEPS or OBJECTIVES[c["objective"]].group_loss != "weights":
+            return ""
+        self.widest = max(self.widest, float((rewards.amax(1) - rewards.amin(1)).max()))
+        # the weights are softmax(rewards / softness): if the widest difference is less than that,
+        # the best answer has at most e times the weight of the worst
+        softness = c["maxent_q_temperature"] * (tau + beta)
+        if step < FLAT_STEPS or not 0 < self.widest < softness:
+            return ""
+        return (
+            f"in the first {FLAT_STEPS} steps rewards of a group differed by {self.widest:.3g} at "
+            f"most, and maxent_q_temperature * (maxent_tau + beta) = {softness:.3g} is more: the "
+            f"weights hardly tell right from wrong; lower maxent_tau or beta, or raise "
+            f"reward_weights={c['reward_weights']}"
+        )

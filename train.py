@@ -49,7 +49,7 @@ import evaluate
 import infoseed
 import learner
 import rollout
-from checks import CHOICES, OBJECTIVES, entries, max_sequence_length, warn_config
+from checks import CHOICES, entries, max_sequence_length, warn_config
 from common import (
     RewardsFailed,
     RolloutsLost,
@@ -68,7 +68,7 @@ from common import (
     usable_cores,
     with_tau,
 )
-from experience import Experience, deal, log_rollouts
+from experience import Experience, Symptoms, deal, log_rollouts
 from journal import (
     MetricsLog,
     Timer,
@@ -117,10 +117,6 @@ TRIAL_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.25}
 TRIAL_PROMPTS = 4  # trial_batch() samples 2 completions of each
 TRIAL_TOKENS = 4  # at most, in each of these completions
 MAX_SKIPPED_STEPS = 5  # a run stops after this many steps in a row with a non-finite update
-EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group taught anything
-CUT_STEPS = 5  # likewise, in which more than CUT_SHARE of the completions were cut off
-CUT_SHARE = 0.5
-FLAT_STEPS = 5  # a run warns if in its first steps, this many, no weights told right from wrong
 
 
 @dataclass
@@ -142,10 +138,7 @@ class Run:
     controller_state: dict  # tau, beta and what their controllers remember
     saved_step: int  # a step that needs no save: the run began there, or has saved it
     skipped_steps: int  # how many steps in a row had an update that was not applied
-    equal_steps: int  # for how many steps in a row no group's rewards could teach anything
-    cut_steps: int = 0  # for how many more than CUT_SHARE of the completions were cut off
-    told_of_cuts: bool = False
-    widest: float = 0.0  # the largest difference of two rewards of a group in this launch
+    symptoms: Symptoms  # what it has seen that explains why a run may not learn
     stopping: bool = False
 
     @property
@@ -373,7 +366,7 @@ def start(c: dict) -> Run:
         controller_state=saved.controllers,
         saved_step=-1 if lacks_model else saved.step,
         skipped_steps=saved.streaks["skipped"],
-        equal_steps=saved.streaks["equal"],
+        symptoms=Symptoms(c, saved.streaks["equal"]),
     )
 
 
@@ -585,7 +578,7 @@ def save_now(run: Run) -> None:
             step=run.step,
             controllers=run.controller_state,
             replay=run.experience.replay_state,
-            streaks={"skipped": run.skipped_steps, "equal": run.equal_steps},
+            streaks={"skipped": run.skipped_steps, "equal": run.symptoms.equal_steps},
             prompts_hash=run.inputs.prompts_hash,
             answers_hash=run.inputs.answers_hash,
         )
@@ -720,96 +713,6 @@ def stop_if_folder_is_gone(run: Run) -> None:
         raise RunStopped(checkpoint.gone(run.folder))
 
 
-def warn_of_equal_rewards(run: Run, rewards, metrics: dict, all_right: bool) -> None:
-    """Warns when for EQUAL_STEPS steps in a row no group's rewards (P, G) could teach anything.
-    metrics: the step's; all_right: whether its completions are correct."""
-    c = run.config
-    # InfoSeed's rows have rewards and a loss of their own; 0.0: the gradient of a KL, which any
-    # group has, teaches nothing new
-    teach = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, 0.0, c).any()
-    run.equal_steps = 0 if teach else run.equal_steps + 1
-    if run.equal_steps == EQUAL_STEPS:
-        run.say(
-            f"warning: for {EQUAL_STEPS} steps all completions of a group have had equal rewards "
-            f"(mean {rewards.mean():.3g}), from which nothing is learnt: "
-            f"{what_to_do_about_equal(run, rewards, metrics, all_right)}"
-        )
-
-
-def what_to_do_about_equal(run: Run, rewards, metrics: dict, all_right: bool) -> str:
-    """The end of warn_of_equal_rewards()'s sentence, by what the completions have in common."""
-    c = run.config
-    looked_at = (
-        f"look at a few with --log_rollouts_steps=1, and at reward_funcs={c['reward_funcs']}"
-    )
-    if all_right and run.equal_steps < run.step:
-        return "all are right, so take harder prompts, or stop here"
-    if all_right:
-        return f"all have been right from the first step; take harder prompts, or {looked_at}"
-    if metrics["completions/clipped_ratio"] > CUT_SHARE:  # warn_of_cuts() says what to do
-        return (
-            f"{metrics['completions/clipped_ratio']:.0%} of the completions are cut off at "
-            f"max_completion_length={c['max_completion_length']}"
-        )
-    if metrics["completions/jaccard"] > 0.999:
-        return (
-            f"the completions of a group are the same, too; raise temperature={c['temperature']}, "
-            f"or, if they differed at first, lower learning_rate={c['learning_rate']}"
-        )
-    if run.equal_steps < run.step and not (rewards > 0).any():
-        return (
-            f"rewards differed before, so the policy may have lost what it knew; lower "
-            f"learning_rate={c['learning_rate']}"
-        )
-    return looked_at
-
-
-def warn_of_cuts(run: Run, metrics: dict) -> None:
-    """Warns, once, when for CUT_STEPS steps in a row more than CUT_SHARE of the completions had no
-    end."""
-    cut_off = metrics["completions/clipped_ratio"]
-    run.cut_steps = run.cut_steps + 1 if cut_off > CUT_SHARE else 0
-    if run.cut_steps == CUT_STEPS and not run.told_of_cuts:
-        run.told_of_cuts = True
-        run.say(
-            f"warning: for {CUT_STEPS} steps more than {CUT_SHARE:.0%} of the completions (now "
-            f"{cut_off:.0%}) have been cut off at "
-            f"max_completion_length={run.config['max_completion_length']}: "
-            f"{what_to_do_about_cuts(run)}"
-        )
-
-
-def what_to_do_about_cuts(run: Run) -> str:
-    """Part of a sentence about completions without an end."""
-    from_the_start = "raise it, or see with --dry_run which tokens end a completion"
-    if run.cut_steps >= run.step:
-        return from_the_start
-    return (
-        f"if they ended before, the policy is breaking, so lower "
-        f"learning_rate={run.config['learning_rate']}; if not, {from_the_start}"
-    )
-
-
-def warn_of_flat_weights(run: Run, rewards) -> None:
-    """Warns when in the run's first FLAT_STEPS steps no rewards (P, G) of a group differed enough
-    for its weights to tell right from wrong. Only then: later, when all answers are right, small
-    differences, such as those of a penalty on length, may be all that is left."""
-    c, state = run.config, run.controller_state
-    if run.step > FLAT_STEPS or OBJECTIVES[c["objective"]].group_loss != "weights":
-        return
-    run.widest = max(run.widest, float((rewards.amax(1) - rewards.amin(1)).max()))
-    softness = c["maxent_q_temperature"] * (state["tau"] + state["beta"])
-    # the weights are softmax(rewards / softness), so the best answer has e times the worst one's
-    # at most; at the largest safe tau it is the vocabulary's size times
-    if run.step == FLAT_STEPS and 0 < run.widest < softness:
-        run.say(
-            f"warning: in the first {FLAT_STEPS} steps rewards of a group differed by "
-            f"{run.widest:.3g} at most, and maxent_q_temperature * (maxent_tau + beta) = "
-            f"{softness:.3g} is more: the weights hardly tell right from wrong; lower maxent_tau "
-            f"or beta, or raise reward_weights={c['reward_weights']}"
-        )
-
-
 def stop_after_skipped_updates(run: Run) -> None:
     """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
     would change nothing. Warns at the first of them."""
@@ -929,10 +832,8 @@ def train(run: Run) -> None:
         metrics |= timer.take(tokens=counts["tokens"])
         log_step(run, metrics, bar)
         show_rollouts(run, collected)
-        unseeded_rewards = collected.rewards[:, :G]
-        warn_of_cuts(run, metrics)
-        warn_of_equal_rewards(run, unseeded_rewards, metrics, bool(collected.right.all()))
-        warn_of_flat_weights(run, unseeded_rewards)
+        for warning in run.symptoms.look(run.step, collected, metrics, tau, beta):
+            run.say(warning)
         stop_after_skipped_updates(run)
         evaluate_and_save(run)
     bar.close()

@@ -9,47 +9,50 @@ import torch
 
 import checks
 import common
+import experience
 import preflight
-import train
+from experience import CUT_SHARE, CUT_STEPS, EQUAL_STEPS, FLAT_STEPS, Symptoms
 
 WRONG = torch.zeros(3, 4)  # (P, G)
 ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
 HEALTHY = {"completions/clipped_ratio": 0.1, "completions/jaccard": 0.6}
 
 
-def run_of(*flags: str, beta: float = 0.0, tau: float = 0.2) -> SimpleNamespace:
-    """A run before its first step, as far as warnings read it; `said` collects them."""
-    said = []
-    return SimpleNamespace(
-        config=common.load_config(["--reward_funcs=countdown", *flags]),
-        controller_state={"tau": tau, "beta": beta},
-        step=0,
-        equal_steps=0,
-        cut_steps=0,
-        told_of_cuts=False,
-        widest=0.0,
-        said=said,
-        say=said.append,
-    )
+@pytest.fixture(autouse=True)
+def only_rank(monkeypatch):
+    monkeypatch.setattr(experience, "any_rank", lambda own: own)
 
 
-def take_steps(run, rewards, count: int = 1, all_right: bool = False, **metrics: float) -> None:
-    """The warnings of `count` steps. metrics: beside the healthy ones, by their last word."""
-    shown = HEALTHY | {f"completions/{name}": value for name, value in metrics.items()}
-    for _ in range(count):
-        run.step += 1
-        train.warn_of_cuts(run, shown)
-        train.warn_of_equal_rewards(run, rewards, shown, all_right)
-        train.warn_of_flat_weights(run, rewards)
+class Watched:
+    """A run before its first step, as far as its symptoms need it; `said` collects warnings."""
+
+    def __init__(self, *flags: str, beta: float = 0.0, tau: float = 0.2):
+        self.config = common.load_config(["--reward_funcs=countdown", *flags])
+        self.symptoms = Symptoms(self.config)
+        self.step = 0
+        self.tau = tau
+        self.beta = beta
+        self.said = []
+
+    def take_steps(self, rewards, count: int = 1, all_right: bool = False, **shown) -> None:
+        """`count` steps with these rewards (P, G). shown: metrics beside the healthy ones, by their
+        last word."""
+        self.config["num_generations"] = rewards.shape[1]
+        metrics = HEALTHY | {f"completions/{name}": value for name, value in shown.items()}
+        right = torch.full(rewards.shape, all_right)
+        collected = SimpleNamespace(rewards=rewards, right=right)
+        for _ in range(count):
+            self.step += 1
+            self.said += self.symptoms.look(self.step, collected, metrics, self.tau, self.beta)
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
-    run = run_of("--objective=dr_grpo")
+    run = Watched("--objective=dr_grpo")
     for _ in range(2):
-        take_steps(run, WRONG, train.EQUAL_STEPS - 1)
-        take_steps(run, ONE_RIGHT)
+        run.take_steps(WRONG, EQUAL_STEPS - 1)
+        run.take_steps(ONE_RIGHT)
     assert not run.said
-    take_steps(run, WRONG, train.EQUAL_STEPS + 2)
+    run.take_steps(WRONG, EQUAL_STEPS + 2)
     (warning,) = run.said
     assert "equal rewards (mean 0), from which nothing is learnt" in warning
     maxent = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
@@ -63,64 +66,68 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
         ({"objective": "grpo", "beta": 0.1}, WRONG, True),  # a KL only
         ({"objective": "grpo", "beta": 0.1}, ONE_RIGHT, False),
     ]
-    run.controller_state["beta"] = 0.1
-    config = run.config
     for learns, rewards, warned in cases:
-        run.said.clear()
-        run.config = config | learns
-        run.equal_steps = train.EQUAL_STEPS - 1
-        train.warn_of_equal_rewards(run, rewards, HEALTHY, all_right=False)
-        assert bool(run.said) == warned, learns  # where groups teach something it would be false
+        run = Watched(beta=0.1)
+        run.config |= learns
+        run.take_steps(rewards, EQUAL_STEPS)
+        equal = any("equal rewards" in line for line in run.said)
+        assert equal == warned, learns  # where groups teach something it would be false
 
 
 def equal_rewards_said(run, rewards=WRONG, **shown) -> str:
-    take_steps(run, rewards, train.EQUAL_STEPS, **shown)
+    run.take_steps(rewards, EQUAL_STEPS, **shown)
     (warning,) = [line for line in run.said if "equal rewards" in line]
     return warning.split("nothing is learnt: ")[1]
 
 
 def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common():
-    from_the_start = equal_rewards_said(run_of())
+    from_the_start = equal_rewards_said(Watched())
     assert from_the_start.endswith("and at reward_funcs=['countdown']")
     # a reward that was learnt from is no suspect
-    run = run_of("--learning_rate=0.02")
-    take_steps(run, ONE_RIGHT)
+    run = Watched("--learning_rate=0.02")
+    run.take_steps(ONE_RIGHT)
     broken = equal_rewards_said(run)
     assert "lower learning_rate=0.02" in broken and "reward_funcs" not in broken
     # partly right: nothing was lost
-    run = run_of()
-    take_steps(run, ONE_RIGHT)
+    run = Watched()
+    run.take_steps(ONE_RIGHT)
     half = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     assert equal_rewards_said(run, half) == from_the_start
     for rewards, looks in ((ONE_RIGHT, False), (torch.ones(3, 4), True)):
-        run = run_of()
-        take_steps(run, rewards, all_right=looks)  # else all were right before anything was learnt
+        run = Watched()
+        run.take_steps(rewards, all_right=looks)  # else all were right before anything was learnt
         right = equal_rewards_said(run, torch.ones(3, 4), all_right=True)
         assert "take harder prompts" in right
         assert ("reward_funcs" in right) == looks
-    cut = equal_rewards_said(run_of("--max_completion_length=5"), clipped_ratio=0.97)
+    cut = equal_rewards_said(Watched("--max_completion_length=5"), clipped_ratio=0.97)
     assert cut == "97% of the completions are cut off at max_completion_length=5"
-    alike = equal_rewards_said(run_of("--temperature=0.1"), jaccard=1.0)
+    alike = equal_rewards_said(Watched("--temperature=0.1"), jaccard=1.0)
     assert "raise temperature=0.1" in alike
 
 
+def test_all_are_right_only_if_those_of_other_ranks_are_too(monkeypatch):
+    monkeypatch.setattr(experience, "any_rank", lambda own: True)  # another has a wrong one
+    said = equal_rewards_said(Watched(), torch.ones(3, 4), all_right=True)
+    assert "right" not in said and said.startswith("look at a few")
+
+
 def test_completions_without_an_end_are_spoken_of_once():
-    run = run_of("--max_completion_length=9")
+    run = Watched("--max_completion_length=9")
     for _ in range(2):  # half of them is not more than half
-        take_steps(run, ONE_RIGHT, train.CUT_STEPS - 1, clipped_ratio=0.9)
-        take_steps(run, ONE_RIGHT, clipped_ratio=train.CUT_SHARE)
+        run.take_steps(ONE_RIGHT, CUT_STEPS - 1, clipped_ratio=0.9)
+        run.take_steps(ONE_RIGHT, clipped_ratio=CUT_SHARE)
     assert not run.said
     for _ in range(2):
-        take_steps(run, ONE_RIGHT, train.CUT_STEPS + 2, clipped_ratio=0.9)
-        take_steps(run, ONE_RIGHT)
+        run.take_steps(ONE_RIGHT, CUT_STEPS + 2, clipped_ratio=0.9)
+        run.take_steps(ONE_RIGHT)
     (warning,) = run.said
     assert "(now 90%) have been cut off at max_completion_length=9" in warning
     assert "if they ended before, the policy is breaking, so lower learning_rate=1e-06" in warning
 
 
 def test_completions_that_never_ended_are_no_sign_of_a_broken_policy():
-    run = run_of()
-    take_steps(run, ONE_RIGHT, train.CUT_STEPS, clipped_ratio=1.0)
+    run = Watched()
+    run.take_steps(ONE_RIGHT, CUT_STEPS, clipped_ratio=1.0)
     (warning,) = run.said
     assert "max_completion_length=512: raise it, or see with --dry_run" in warning
 
@@ -140,9 +147,9 @@ def test_completions_that_never_ended_are_no_sign_of_a_broken_policy():
     ],
 )
 def test_weights_that_rewards_hardly_move_are_spoken_of(flags, beta, tau, size, warned):
-    run = run_of(*flags, beta=beta, tau=tau)
-    take_steps(run, WRONG)
-    take_steps(run, size * ONE_RIGHT, 20)
+    run = Watched(*flags, beta=beta, tau=tau)
+    run.take_steps(WRONG)
+    run.take_steps(size * ONE_RIGHT, 20)
     assert [line for line in run.said if "hardly tell right from wrong" in line] == (
         run.said if warned else []
     )
@@ -150,13 +157,13 @@ def test_weights_that_rewards_hardly_move_are_spoken_of(flags, beta, tau, size, 
 
 
 def test_small_differences_are_no_fault_beside_large_ones_nor_late():
-    run = run_of()
-    take_steps(run, ONE_RIGHT)
-    take_steps(run, 0.01 * ONE_RIGHT, 20)
+    run = Watched()
+    run.take_steps(ONE_RIGHT)
+    run.take_steps(0.01 * ONE_RIGHT, 20)
     assert not run.said
-    late = run_of()
-    late.step = train.FLAT_STEPS  # as after a resume
-    take_steps(late, 0.01 * ONE_RIGHT, 20)
+    late = Watched()
+    late.step = FLAT_STEPS  # as after a resume
+    late.take_steps(0.01 * ONE_RIGHT, 20)
     assert not late.said
 
 

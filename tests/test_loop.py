@@ -173,7 +173,8 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     started = []
     monkeypatch.setattr(train.checkpoint, "save", lambda *args: "step_000004")
     monkeypatch.setattr(evaluate, "start_command", lambda *args: started.append(args))
-    run = SimpleNamespace(step=4, saved_step=0, skipped_steps=0, equal_steps=0, timer=Timer())
+    run = SimpleNamespace(step=4, saved_step=0, skipped_steps=0, timer=Timer())
+    run.symptoms = SimpleNamespace(equal_steps=0)
     run.config = {"save_steps": 1, "eval_command": "ls {checkpoint}", "max_steps": 9}
     run.experience = SimpleNamespace(replay_state={})
     run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", answers_hash="", trained=set())
