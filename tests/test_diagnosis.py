@@ -67,7 +67,7 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
         ({"objective": "grpo", "beta": 0.1}, ONE_RIGHT, False),
     ]
     for learns, rewards, warned in cases:
-        run = Watched(beta=0.1)
+        run = Watched("--objective=dr_grpo", beta=0.1)
         run.config |= learns
         run.take_steps(rewards, EQUAL_STEPS)
         equal = any("equal rewards" in line for line in run.said)
