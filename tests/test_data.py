@@ -98,9 +98,11 @@ def test_a_field_of_the_wrong_type_is_refused_with_file_and_line(tmp_path, field
 
 def test_fields_that_are_null_count_as_missing(tmp_path):
     nothing = {"id": None, "num_modes": None, "solutions": None, "task": None}
-    (row,) = load(jsonl(tmp_path, {"prompt": "a", "answer": "1"} | nothing))
+    given = {"prompt": "a", "answer": "1"}
+    row, unsolvable = load(jsonl(tmp_path, given | nothing, given | {"num_modes": 0}))
     assert row["id"] == "0"
     assert row["task"] == ""
+    assert unsolvable["num_modes"] == 0  # which is a number
 
 
 def test_a_whole_character_of_two_halves_is_read(tmp_path):

@@ -82,9 +82,12 @@ def dangling(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(folder / "elsewhere.safetensors")
 
 
-def pickled(folder: Path) -> None:
-    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
+def pickled(name: str):
+    def work(folder: Path) -> None:
+        torch.save(load_file(folder / WEIGHTS), folder / name)
+        (folder / WEIGHTS).unlink()
+
+    return work
 
 
 def index(names: list[str]):
@@ -133,7 +136,9 @@ BAD_WEIGHTS = {
     "random bytes": (write(WEIGHTS, bytes(range(256)) * 9), [f"{WEIGHTS} is damaged"]),
     "a folder": (replace_by_folder, [WEIGHTS]),
     "a dangling link": (dangling, [WEIGHTS]),
-    "pickles only": (pickled, ["pickle", "save_pretrained"]),
+    "pickles only": (pickled("pytorch_model.bin"), ["pickle", "save_pretrained"]),
+    "a part of a pickle": (pickled("pytorch_model-00001-of-00002.bin"), ["pickle can run code"]),
+    "Llama's own": (pickled("consolidated.00.pth"), ["pickle can run code"]),
     "a missing shard": (index(["model-00001-of-00002.safetensors", "gone.safetensors"]), ["gone"]),
     "a broken index": (
         lambda folder: [
@@ -191,8 +196,11 @@ BAD_FILES = {
         ["101", "from 0 to 100"],
     ),
     "a negative stop token": (change("generation_config.json", eos_token_id=-1), ["-1"]),
-    "no tokenizer files": (no_tokenizer, ["tokenizer"]),
-    "no tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
+    "no tokenizer files": (no_tokenizer, ["is tokenizer.json missing?"]),
+    "no tokenizer.json": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        ["is tokenizer.json missing?"],
+    ),
     "a tokenizer cut": (cut("tokenizer.json"), ["the tokenizer"]),
     "a tokenizer of random bytes": (write("tokenizer.json", bytes(range(256))), ["the tokenizer"]),
     "a template that divides by 0": (template("{{ 1/0 }}"), ["ZeroDivisionError"]),
