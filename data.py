@@ -320,6 +320,11 @@ def own_task(row: dict) -> str:
 def read_jsonl(path: str) -> dict[str, dict]:
     """{"path:line number": row}. UserError, with file and line number, for a line that can't be
     used."""
+    if "://" in path:
+        raise UserError(
+            f"dataset {path!r}: addresses are read of .parquet files only: download this file and "
+            f"name its path"
+        )
     rows = {}
     number = 0
     try:

@@ -336,6 +336,12 @@ def test_files_that_are_not_there_or_not_what_they_seem_are_one_sentence(tmp_pat
     assert "JSON parse error" in message  # not only that the library could not generate a dataset
 
 
+def test_an_address_of_a_jsonl_file_is_no_path():
+    message = refusal(load, "https://example.com/rows.jsonl")
+    check_words(message, "addresses are read of .parquet files only", "download this file")
+    assert "looked for" not in message
+
+
 def test_datasets_in_offline_mode_are_one_sentence():
     check_words(refusal(load, "nobody/nothing"), "'nobody/nothing'", "countdown", "HF_HUB_OFFLINE")
     assert "dataset.name" in refusal(load, "")
