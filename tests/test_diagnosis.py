@@ -88,6 +88,7 @@ def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common(
     run.take_steps(ONE_RIGHT)
     broken = equal_rewards_said(run)
     assert "lower learning_rate=0.02" in broken and "reward_funcs" not in broken
+    assert "if they seldom differed, take easier prompts" in broken
     # partly right: nothing was lost
     run = Watched()
     run.take_steps(ONE_RIGHT)
@@ -142,6 +143,9 @@ def test_completions_that_never_ended_are_no_sign_of_a_broken_policy():
         ((), 0.0, 2.0, 10.0, False),  # rewards of 0 and 10
         ((), 0.0, 0.2, 0.1, True),  # rewards of 0 and 0.1
         (("--maxent_q_temperature=10",), 0.0, 0.2, 1.0, True),
+        (("--maxent_score_scale=0.1",), 0.0, 2.17, 1.0, False),  # default_tau of 100 tokens
+        (("--maxent_score_scale=0.1",), 0.0, 12.0, 1.0, True),
+        (("--maxent_score_scale=10",), 0.0, 0.2, 1.0, False),
         (("--objective=dr_grpo",), 5.0, 0.2, 1.0, False),  # no weights
         (("--objective=xdr",), 0.0, 5.0, 1.0, False),  # softmax(advantage / tau): flat is dr_grpo
     ],
@@ -165,6 +169,10 @@ def test_small_differences_are_no_fault_beside_large_ones_nor_late():
     late.step = FLAT_STEPS  # as after a resume
     late.take_steps(0.01 * ONE_RIGHT, 20)
     assert not late.said
+    early = Watched()
+    early.step = FLAT_STEPS - 2  # a resume that has not seen the first of these steps
+    early.take_steps(0.01 * ONE_RIGHT, 20)
+    assert not early.said
 
 
 def test_the_loop_tells_a_user_in_its_fifth_step(tiny_model_dir, tmp_path):
