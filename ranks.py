@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -509,7 +510,9 @@ def differing_parts(*texts: str) -> list[str]:
     differ at its end only, and common.die() cuts what is longer than LONGEST_ERROR."""
     start = 0
     if max(map(len, texts)) > 400:
-        start = max(0, len(os.path.commonprefix(texts)) - 200)
+        pairs = zip_longest(*texts)
+        same = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), 0)
+        start = max(0, same - 200)
     parts = []
     for text in texts:
         part = text[start : start + 400]
