@@ -403,7 +403,9 @@ class Symptoms:
         if cut_off > CUT_SHARE:  # look_at_cuts() says what to do
             length = c["max_completion_length"]
             return f"{cut_off:.0%} of the completions are cut off at max_completion_length={length}"
-        if metrics["completions/jaccard"] > 0.999:
+        # the same tokens, and not more pairs of them than one completion has: not in another order
+        pairs = metrics["completions/distinct_2"] * c["num_generations"]
+        if metrics["completions/jaccard"] > 0.999 and pairs < 1.01:
             return (
                 f"the completions of a group are the same, too; raise "
                 f"temperature={c['temperature']}, or, if they differed at first, lower "

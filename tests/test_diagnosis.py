@@ -15,7 +15,7 @@ from experience import CUT_SHARE, CUT_STEPS, EQUAL_STEPS, FLAT_STEPS, Symptoms
 
 WRONG = torch.zeros(3, 4)  # (P, G)
 ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
-HEALTHY = {"completions/clipped_ratio": 0.1, "completions/jaccard": 0.6}
+HEALTHY = {"clipped_ratio": 0.1, "jaccard": 0.6, "distinct_2": 0.7}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class Watched:
         """`count` steps with these rewards (P, G). shown: metrics beside the healthy ones, by their
         last word."""
         self.config["num_generations"] = rewards.shape[1]
-        metrics = HEALTHY | {f"completions/{name}": value for name, value in shown.items()}
+        metrics = {f"completions/{name}": value for name, value in (HEALTHY | shown).items()}
         right = torch.full(rewards.shape, all_right)
         collected = SimpleNamespace(rewards=rewards, right=right)
         for _ in range(count):
@@ -102,8 +102,10 @@ def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common(
         assert ("reward_funcs" in right) == looks
     cut = equal_rewards_said(Watched("--max_completion_length=5"), clipped_ratio=0.97)
     assert cut == "97% of the completions are cut off at max_completion_length=5"
-    alike = equal_rewards_said(Watched("--temperature=0.1"), jaccard=1.0)
-    assert "raise temperature=0.1" in alike
+    alike = {"jaccard": 1.0, "distinct_2": 0.25}
+    assert "raise temperature=0.1" in equal_rewards_said(Watched("--temperature=0.1"), **alike)
+    # the same tokens in another order, such as 1+2 and 2+1
+    assert equal_rewards_said(Watched(), jaccard=1.0) == from_the_start
 
 
 def test_all_are_right_only_if_those_of_other_ranks_are_too(monkeypatch):
