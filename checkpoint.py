@@ -1105,7 +1105,7 @@ class Hub:
     """Uploads checkpoints in the background, in the single thread of HfApi's executor.
 
     Python waits for that thread when it exits. So a run that must not wait for its upload leaves
-    through die(), and one that crashes through crash()."""
+    through leave() or common.die(), and one that crashes through crash()."""
 
     def __init__(self, repo: str, folder: Path):
         disable_progress_bars()  # they would garble ours

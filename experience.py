@@ -19,7 +19,7 @@ import infoseed
 import learner
 import rollout
 import scoring
-from checks import OBJECTIVES, entries
+from checks import OBJECTIVES, entries, uses_scores
 from common import print_above_bar, scheduled
 from data import all_rows
 from loss import equal_groups
@@ -332,6 +332,7 @@ class Symptoms:
 
     def __init__(self, config: dict, equal_steps: int = 0):
         self.config = config
+        self.steps = 0  # that it has looked at
         self.equal_steps = equal_steps  # in a row, in which no group's rewards taught anything
         self.cut_steps = 0  # in a row, in which more than CUT_SHARE of completions were cut off
         self.told_of_cuts = False
@@ -343,6 +344,7 @@ class Symptoms:
         """The warnings after a step, usually none. All ranks together. step: how many are done;
         tau, beta: those of this step; metrics: likewise, the same on all ranks."""
         rewards = collected.rewards[:, : self.config["num_generations"]]  # (P, G)
+        self.steps += 1
         looks = (
             self.look_at_cuts(step, metrics["completions/clipped_ratio"]),
             self.look_at_equal(step, rewards, metrics, collected.right),
@@ -401,7 +403,9 @@ class Symptoms:
         if cut_off > CUT_SHARE:  # look_at_cuts() says what to do
             length = c["max_completion_length"]
             return f"{cut_off:.0%} of the completions are cut off at max_completion_length={length}"
-        if metrics["completions/jaccard"] > 0.999:
+        # the same tokens, and not more pairs of them than one completion has: not in another order
+        pairs = metrics["completions/distinct_2"] * c["num_generations"]
+        if metrics["completions/jaccard"] > 0.999 and pairs < 1.01:
             return (
                 f"the completions of a group are the same, too; raise "
                 f"temperature={c['temperature']}, or, if they differed at first, lower "
@@ -410,7 +414,8 @@ class Symptoms:
         if differed and not (rewards > 0).any():
             return (
                 f"rewards differed before, so the policy may have lost what it knew; lower "
-                f"learning_rate={c['learning_rate']}"
+                f"learning_rate={c['learning_rate']}, or, if they seldom differed, take easier "
+                f"prompts or raise num_generations={c['num_generations']}"
             )
         return to_see
 
@@ -421,11 +426,15 @@ class Symptoms:
         c = self.config
         if step > FLAT_STEPS or OBJECTIVES[c["objective"]].group_loss != "weights":
             return ""
+        if self.steps < step:  # a resume: rewards of the steps before are unknown
+            return ""
         self.widest = max(self.widest, float((rewards.amax(1) - rewards.amin(1)).max()))
         # the weights are softmax(rewards / softness): if the widest difference is less than that,
         # the best answer has at most e times the weight of the worst
         softness = c["maxent_q_temperature"] * (tau + beta)
-        if step < FLAT_STEPS or not 0 < self.widest < softness:
+        # scores that are scaled down turn a small lead in w into a large one of the policy
+        scale = min(1.0, c["maxent_score_scale"]) if uses_scores(c) else 1.0
+        if step < FLAT_STEPS or not 0 < self.widest < scale * softness:
             return ""
         return (
             f"in the first {FLAT_STEPS} steps rewards of a group differed by {self.widest:.3g} at "

@@ -62,7 +62,7 @@ def prompt_fault(prompt) -> str:
 
 
 def is_blank(value) -> bool:
-    """Whether a value is a text without a character that can be seen."""
+    """Whether a value is an empty text, or one of white space only."""
     return isinstance(value, str) and not value.strip()
 
 

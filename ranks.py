@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ from common import (
     DEADLINE,
     RunStopped,
     UserError,
-    quoted,
     under_torchrun,
     usable_cores,
     write_stderr,
@@ -498,9 +498,23 @@ def check_alike(told: dict) -> None:
         for what in first | other:  # a rank with other code has other keys
             here, there = first.get(what), other.get(what)
             if here != there:
-                # at length: long settings, such as a mixture, may differ at their ends only
+                here, there = differing_parts(repr(here), repr(there))
                 raise RunStopped(
-                    f"rank {rank} was started with {what}={quoted(there, 2000)} and rank 0 with "
-                    f"{quoted(here, 2000)}: start all ranks with the same command, code, packages "
-                    f"and data"
+                    f"rank {rank} was started with {what}={there} and rank 0 with {here}: start "
+                    f"all ranks with the same command, code, packages and data"
                 )
+
+
+def differing_parts(*texts: str) -> list[str]:
+    """Texts, cut to 400 characters around the first that differs if they are longer: a mixture may
+    differ at its end only, and common.die() cuts what is longer than LONGEST_ERROR."""
+    start = 0
+    if max(map(len, texts)) > 400:
+        pairs = zip_longest(*texts)
+        same = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), 0)
+        start = max(0, same - 200)
+    parts = []
+    for text in texts:
+        part = text[start : start + 400]
+        parts.append("..." * (start > 0) + part + "..." * (start + 400 < len(text)))
+    return parts

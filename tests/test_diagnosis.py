@@ -15,7 +15,7 @@ from experience import CUT_SHARE, CUT_STEPS, EQUAL_STEPS, FLAT_STEPS, Symptoms
 
 WRONG = torch.zeros(3, 4)  # (P, G)
 ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
-HEALTHY = {"completions/clipped_ratio": 0.1, "completions/jaccard": 0.6}
+HEALTHY = {"clipped_ratio": 0.1, "jaccard": 0.6, "distinct_2": 0.7}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class Watched:
         """`count` steps with these rewards (P, G). shown: metrics beside the healthy ones, by their
         last word."""
         self.config["num_generations"] = rewards.shape[1]
-        metrics = HEALTHY | {f"completions/{name}": value for name, value in shown.items()}
+        metrics = {f"completions/{name}": value for name, value in (HEALTHY | shown).items()}
         right = torch.full(rewards.shape, all_right)
         collected = SimpleNamespace(rewards=rewards, right=right)
         for _ in range(count):
@@ -88,6 +88,7 @@ def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common(
     run.take_steps(ONE_RIGHT)
     broken = equal_rewards_said(run)
     assert "lower learning_rate=0.02" in broken and "reward_funcs" not in broken
+    assert "if they seldom differed, take easier prompts" in broken
     # partly right: nothing was lost
     run = Watched()
     run.take_steps(ONE_RIGHT)
@@ -101,8 +102,10 @@ def test_the_warning_of_equal_rewards_names_what_the_completions_have_in_common(
         assert ("reward_funcs" in right) == looks
     cut = equal_rewards_said(Watched("--max_completion_length=5"), clipped_ratio=0.97)
     assert cut == "97% of the completions are cut off at max_completion_length=5"
-    alike = equal_rewards_said(Watched("--temperature=0.1"), jaccard=1.0)
-    assert "raise temperature=0.1" in alike
+    alike = {"jaccard": 1.0, "distinct_2": 0.25}
+    assert "raise temperature=0.1" in equal_rewards_said(Watched("--temperature=0.1"), **alike)
+    # the same tokens in another order, such as 1+2 and 2+1
+    assert equal_rewards_said(Watched(), jaccard=1.0) == from_the_start
 
 
 def test_all_are_right_only_if_those_of_other_ranks_are_too(monkeypatch):
@@ -142,6 +145,9 @@ def test_completions_that_never_ended_are_no_sign_of_a_broken_policy():
         ((), 0.0, 2.0, 10.0, False),  # rewards of 0 and 10
         ((), 0.0, 0.2, 0.1, True),  # rewards of 0 and 0.1
         (("--maxent_q_temperature=10",), 0.0, 0.2, 1.0, True),
+        (("--maxent_score_scale=0.1",), 0.0, 2.17, 1.0, False),  # default_tau of 100 tokens
+        (("--maxent_score_scale=0.1",), 0.0, 12.0, 1.0, True),
+        (("--maxent_score_scale=10",), 0.0, 0.2, 1.0, False),
         (("--objective=dr_grpo",), 5.0, 0.2, 1.0, False),  # no weights
         (("--objective=xdr",), 0.0, 5.0, 1.0, False),  # softmax(advantage / tau): flat is dr_grpo
     ],
@@ -165,6 +171,10 @@ def test_small_differences_are_no_fault_beside_large_ones_nor_late():
     late.step = FLAT_STEPS  # as after a resume
     late.take_steps(0.01 * ONE_RIGHT, 20)
     assert not late.said
+    early = Watched()
+    early.step = FLAT_STEPS - 2  # a resume that has not seen the first of these steps
+    early.take_steps(0.01 * ONE_RIGHT, 20)
+    assert not early.said
 
 
 def test_the_loop_tells_a_user_in_its_fifth_step(tiny_model_dir, tmp_path):

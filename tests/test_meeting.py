@@ -114,14 +114,17 @@ def test_ranks_that_were_started_otherwise_stop_before_they_wait_for_each_other(
     assert words in logs[0].read_text()
 
 
-def test_ranks_that_differ_at_the_end_of_a_mixture_are_told_where(monkeypatch):
-    mixture = [{"name": f"/data/sums_of_numbers_{i}.jsonl", "weight": 1.0} for i in range(9)]
+@pytest.mark.parametrize("sources", [1, 9, 90])
+def test_ranks_that_differ_at_the_end_of_a_mixture_are_told_where(sources, monkeypatch):
+    mixture = [{"name": f"/data/sums_of_{i}.jsonl", "weight": 1.0} for i in range(sources)]
     other = mixture[:-1] + [mixture[-1] | {"weight": 2.0}]
     monkeypatch.setattr(ranks, "gather_objects", lambda told: [told, told | {"dataset": other}])
     with pytest.raises(common.RunStopped) as stopped:
         ranks.check_alike({"dataset": mixture})
     assert "'weight': 1.0}]: start" in str(stopped.value)
     assert "'weight': 2.0}] and rank 0" in str(stopped.value)
+    assert len(str(stopped.value)) < common.LONGEST_ERROR  # else the middle would be cut out
+    assert str(stopped.value).count("=...") == (sources > 1)
 
 
 @pytest.mark.parametrize("asked, threads", [({}, 2), ({"OMP_NUM_THREADS": "3"}, 3)])
