@@ -689,7 +689,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     *pools, easy = data.leave_out_evaluated([*pools, easy], eval_rows, c)
     if warning := leakage_warning(eval_rows, c["model"]):
         say_on_rank_0(warning)
-    warn_of_few_prompts(pools, c)
+    warn_of_few_prompts([*pools, easy], c)
     train_rows = data.all_rows([*pools, easy])
     return Inputs(
         model_config=files.config,
@@ -722,7 +722,7 @@ def warn_without_modes(rows: list[dict], c: dict) -> None:
 
 
 def warn_of_few_prompts(pools: list[list[dict]], c: dict) -> None:
-    """Warns if a step must take the same prompt several times."""
+    """Warns if a step must take the same prompt several times. pools: the easy one too."""
     count = sum(map(len, pools))
     if count < c["prompts_per_step"]:
         say_on_rank_0(

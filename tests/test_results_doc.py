@@ -47,16 +47,16 @@ COUNTDOWN = {
     "token entropy .03": "token_entropy_03",
     "token entropy .01": "token_entropy_01",
     "flow, τ = .2": "flow_20",
+    "flow, τ = .1": "flow_10",
     "flow, τ = .05": "flow_05",
-    "flow, summed scores, τ = .02": "flow_sum_02",
-    "flow, summed scores, τ = .0068 (start .219 / .730)": "flow_sum_007",
+    "dr_grpo divided by row lengths": "dr_grpo_rowmean",
+    "flow, summed scores, τ = .0068: one of three destroyed": "flow_sum_007",
+    "flow, summed scores, τ = .02: two of three destroyed": "flow_sum_02",
     "maxent, τ = .4: two of three destroyed": "maxent_40",
     "token entropy .1: destroyed": "token_entropy_10",
 }
 # the document says so below the tables, or shows their last evaluations instead
 COUNTDOWN_LEFT_OUT = {
-    "flow_10",
-    "dr_grpo_rowmean",
     "maxent_pg_half",
     "maxent_soft_half",
     "maxent_scale2",
