@@ -400,22 +400,24 @@ def tokenise(texts: list[str], tokenizer) -> list[list[int]]:
 def token_ids(texts: list[str], tokenizer, special: bool) -> list[list[int]]:
     """The token ids of each text. special: whether the tokenizer adds special tokens."""
     ids = []
-    bar = bar_of(len(texts), "tokenised")
     # until it returns, a call needs several times the memory of the ids, and there may be millions
-    for start in range(0, len(texts), AT_ONCE):
+    for start in with_bar(range(0, len(texts), AT_ONCE), "tokenised", scale=AT_ONCE):
         part = texts[start : start + AT_ONCE]
         ids += tokenizer(part, add_special_tokens=special)["input_ids"]
-        bar.update(len(part))
-    bar.close()
     return ids
 
 
-def bar_of(count: int, what: str):
-    """A progress bar of so many texts, on rank 0, for what takes longer than PATIENCE. what: what
-    has been done to them."""
-    few = count <= AT_ONCE  # as in every step, which has a bar of its own
-    off = few or launched_rank() > 0
-    return progress(total=count, desc=f"{what}: ", unit="text", delay=PATIENCE, disable=off)
+def with_bar(items, what: str, scale: int = 1):
+    """The items, one after the other, with a progress bar on rank 0 for what takes longer than
+    PATIENCE. what: what is done to them; scale: the texts in an item.
+
+    No bar for few of them, as in every step: even one that shows nothing has a thread and a lock,
+    which a process that is killed may hold for ever."""
+    if len(items) * scale <= AT_ONCE or launched_rank() > 0:
+        return items
+    in_texts = scale if scale > 1 else False  # tqdm takes 1 for k, M, ...
+    settings = {"unit": "text", "unit_scale": in_texts, "delay": PATIENCE}
+    return progress(iterable=items, desc=f"{what}: ", **settings)
 
 
 RARE = "\U00010000"  # Linear B: only a vocabulary of bytes, which holds every character, knows it
@@ -541,11 +543,8 @@ class Encoder:
     def encode_all(self, rows: list[dict]) -> tuple[list[dict], list[int]]:
         """Rows with "prompt_ids", and the number of tokens that each needs."""
         texts = []
-        bar = bar_of(len(rows), "rendered")
-        for row in rows:
+        for row in with_bar(rows, "rendered"):
             texts.append(self.render(row))
-            bar.update()
-        bar.close()
         warn_of_unknown(texts, self.tokenizer, "prompts")
         all_ids = tokenise(texts, self.tokenizer)
         encoded = [{**row, "prompt_ids": ids} for row, ids in zip(rows, all_ids)]
