@@ -147,10 +147,25 @@ def set_up_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
+def open_missing_streams() -> None:
+    """Opens /dev/null as standard input, output or error if the process was started without it
+    (`train.py >&-`). Otherwise Python has None in its place, and the next file or connection that
+    is opened gets its number, so that libraries and signal handlers would write into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the smallest number that is free: this one
+            os.set_inheritable(number, True)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))
+
+
 def script(work, *arguments):
     """Runs a script and returns its result: work(*arguments), or work(sys.argv[1:]) if no arguments
     are given. Errors meant for the user end the process with one sentence and no traceback."""
     set_up_libraries()
+    open_missing_streams()
     # a terminal's encoding may lack characters of a model or dataset; stderr escapes them already
     sys.stdout.reconfigure(errors="backslashreplace")
     # before any import: libraries swallow KeyboardInterrupt while they load
@@ -159,7 +174,7 @@ def script(work, *arguments):
     try:
         # before the config is read: --help must work even if the other arguments are wrong
         if {"-h", "--help"} & set(sys.argv[1:]):
-            doc = sys.modules["__main__"].__doc__
+            doc = sys.modules["__main__"].__doc__ or ""  # `python -OO` drops it
             print(doc)
             if "config/" in doc:  # the command reads one
                 print("config/default.py lists every key with its meaning; --key=value sets one.")

@@ -83,6 +83,28 @@ def test_a_prompt_that_the_output_has_no_signs_for_ends_nothing():
     assert (done.returncode, done.stdout) == (0, rb"\u6570" + b"\n"), done.stderr
 
 
+@pytest.mark.parametrize("streams", ["0", "1", "2", "0 1 2"])
+def test_a_script_that_is_started_without_a_stream_runs_and_gives_its_number_to_no_file(streams):
+    """As from a daemon, or with `>&-`."""
+    work = "lambda argv: (print('τ'), print('τ', file=sys.stderr), sys.stdin.read(), first())"
+    code = (
+        "import os, sys; from common import script\n"
+        "def first():\n"
+        "    with open(os.devnull) as file: sys.exit(0 if file.fileno() > 2 else 9)\n"
+        f"script({work})"
+    )
+    closed = " ".join(f"{number}>&-" for number in streams.split())
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 @pytest.mark.parametrize("where", ["a closed pipe", "a full disk"])
 def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
     work = "def work(argv):\n    print('a line')\n    raise UserError('row 7 is odd')"
