@@ -519,6 +519,8 @@ def print_overridden(argv) -> None:
     scripts append flags to the user's."""
     last = {}
     for word in argv:
+        if not word.startswith("--"):  # a path may hold a "=" too: runs/lr=1e-4/step_000100
+            continue
         name, equals, _ = word.removeprefix("--").partition("=")
         key = RENAMED.get(name, name)  # an older name means the same key
         if key in last and equals:
@@ -1034,7 +1036,7 @@ class Stop:
 
 def launched_rank() -> int:
     """This process's rank, as its launcher says: known before the ranks have met."""
-    return from_launcher("RANK", 0)  # torchrun sets it; without it there is one process
+    return from_launcher("RANK", 0)
 
 
 def launched_ranks() -> int:
@@ -1043,7 +1045,9 @@ def launched_ranks() -> int:
 
 
 def from_launcher(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+    """A number that torchrun has put into the environment. Without RANK there was no torchrun but
+    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us."""
+    text = os.environ.get(name, str(default)) if "RANK" in os.environ else str(default)
     if not text.isdecimal():
         raise UserError(f"the environment has {name}={quoted(text)}, which must be a number")
     return int(text)

@@ -17,6 +17,7 @@ from common import (
     die,
     in_one_line,
     launched_rank,
+    launched_ranks,
     quoted,
     running_elsewhere,
     script,
@@ -46,6 +47,23 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(UserError, match="the environment has RANK='x', which must be a number"):
         launched_rank()
+
+
+def test_what_another_job_has_left_in_the_shell_makes_no_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", "0")
+    assert launched_ranks() == 8
+    monkeypatch.delenv("RANK")
+    assert launched_ranks() == 1
+    assert common.from_launcher("LOCAL_WORLD_SIZE", 1) == 1
+
+
+@pytest.mark.parametrize("words", [["--seed=1", "--seed=2"], ["runs/lr=1/step_1", "runs/lr=1_hf"]])
+def test_only_a_flag_is_overridden_by_a_later_one(words, capsys):
+    common.print_overridden(["export", *words])
+    said = capsys.readouterr().err
+    assert said == ("--seed=1 is not used: --seed=2 comes after it\n" if "--" in words[0] else "")
 
 
 @pytest.mark.parametrize("where, said", [("stdout", "has ended"), ("another", "BrokenPipeError")])
