@@ -100,7 +100,10 @@ def git_commit() -> str:
     such as your own task, does not count); "" without git."""
     if not shutil.which("git"):
         return ""
-    command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    # git refuses a folder of another user (a container's, a colleague's) unless it is called safe;
+    # we run the code in it anyway
+    safe = f"safe.directory={ROOT}"
+    command = ["git", "-c", safe, "-C", ROOT, "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
     except subprocess.TimeoutExpired:  # it reads every tracked file, perhaps from a slow disk
